@@ -1,4 +1,5 @@
-"""Linear attention in the engine: its slots hold states beside keys and values, whatever the batch and the mesh."""
+"""Layers of several kinds in the engine: slots hold states beside keys and values, or keys and values of several
+widths, which later layers borrow, whatever the batch and the mesh."""
 
 import dataclasses
 
@@ -9,12 +10,12 @@ from tiny_models import DECODER, drawn, logits
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request, prefill
-from jaxrlhf.models import choose_execution, param_dims
-from jaxrlhf.models.config import LinearAttention
+from jaxrlhf.models import choose_execution, empty_cache, param_dims
+from jaxrlhf.models.config import FullHeads, LayerInputs, LinearAttention
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-CONFIG = dataclasses.replace(
+STATES = dataclasses.replace(
     DECODER,
     family="qwen3_5_text",
     num_layers=4,
@@ -24,18 +25,34 @@ CONFIG = dataclasses.replace(
     linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
     linear_layers=(True, False) * 2,
 )
-PARAMS = drawn(CONFIG)
+BORROWING = dataclasses.replace(
+    DECODER,
+    family="gemma4_text",
+    num_layers=7,
+    norms="sandwich",
+    qk_norm=True,
+    value_norm=True,
+    layer_scale=True,
+    sliding_window=9,
+    sliding_layers=(True, True, False, True, True, False, False),
+    sliding_rope_theta=100.0,
+    full_heads=FullHeads(1, 16, values_are_keys=True),
+    borrowing_layers=3,
+    borrowing_intermediate_size=96,
+    layer_inputs=LayerInputs(8, 96),
+)
+PARAMS = {config: drawn(config) for config in (STATES, BORROWING)}
 LONGEST, RESPONSE = 40, 10
 
 
-def engine(sizes, **changes):
+def engine(config, sizes, **changes):
     mesh = mesh_of(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
     settings = {"max_prompt_tokens": LONGEST, "max_response_tokens": RESPONSE, "stop_tokens": (), "slots": 4}
     execution = choose_execution(
-        CONFIG, "float32", mesh, row_axes=SLOT_AXES, head_axes=("tensor",), stage_axes=("stage",), decodes=True
+        config, "float32", mesh, row_axes=SLOT_AXES, head_axes=("tensor",), stage_axes=("stage",), decodes=True
     )
     made = Engine(
-        CONFIG,
+        config,
         mesh,
         decode_tokens_per_dispatch=4,
         slot_axes=SLOT_AXES,
@@ -43,8 +60,8 @@ def engine(sizes, **changes):
         execution=execution,
         **settings | changes,
     )
-    layout = shardings(mesh, param_dims(CONFIG, "lm"), GENERATE)
-    made.load(jax.device_put(PARAMS, layout), version=0)
+    layout = shardings(mesh, param_dims(config, "lm"), GENERATE)
+    made.load(jax.device_put(PARAMS[config], layout), version=0)
     return made
 
 
@@ -55,13 +72,13 @@ def requests(**options):
     return [Request(10 * number + twin, prompt, **options) for number, prompt in enumerate(prompts) for twin in (0, 1)]
 
 
-def follow_the_model(given, completions):
+def follow_the_model(config, given, completions):
     """Every token is the likeliest of the full forward pass."""
     token_BW = np.zeros((len(given), LONGEST + RESPONSE), np.int32)
     for row, (request, completion) in enumerate(zip(given, completions, strict=True)):
         whole = [*request.prompt_tokens, *completion.tokens]
         token_BW[row, : len(whole)] = whole
-    logit_BWV = np.asarray(logits(PARAMS, CONFIG, token_BW))
+    logit_BWV = np.asarray(logits(PARAMS[config], config, token_BW))
     for row, (request, completion) in enumerate(zip(given, completions, strict=True)):
         start = len(request.prompt_tokens) - 1
         logit_TV = logit_BWV[row, start : start + len(completion.tokens)]
@@ -70,37 +87,49 @@ def follow_the_model(given, completions):
         np.testing.assert_allclose(completion.logps, logp_TV.max(-1), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
+    ("config", "sizes"),
     [
-        pytest.param({"data": 1}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "stage": 2}, marks=pytest.mark.slow),
+        (STATES, {"data": 1}),
+        (STATES, {"data": 2, "tensor": 2}),
+        (STATES, {"data": 2, "stage": 2}),
+        (BORROWING, {"data": 2, "tensor": 2}),
     ],
-    ids=["one", "tensor", "stages"],
+    ids=["one", "tensor", "stages", "borrowing"],
 )
-def test_slots_of_all_lengths_follow_the_model(sizes):
-    made, given = engine(sizes), requests()
-    follow_the_model(given, made.generate(given, Sampling(greedy=True), seed=0))
+def test_slots_of_all_lengths_follow_the_model(config, sizes):
+    made, given = engine(config, sizes), requests()
+    follow_the_model(config, given, made.generate(given, Sampling(greedy=True), seed=0))
     assert made.compilations <= made.most_compilations
 
 
 @pytest.mark.slow
-def test_long_prompts_go_on_chunk_by_chunk(monkeypatch):
+@pytest.mark.parametrize("config", [STATES, BORROWING], ids=["states", "borrowing"])
+def test_long_prompts_go_on_chunk_by_chunk(config, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 12)
-    made, given = engine({"data": 1}), requests()
-    follow_the_model(given, made.generate(given, Sampling(greedy=True), seed=0))
+    made, given = engine(config, {"data": 1}), requests()
+    follow_the_model(config, given, made.generate(given, Sampling(greedy=True), seed=0))
 
 
 @pytest.mark.slow
-def test_later_turns_run_their_prompts_whole():
-    made = engine({"data": 1})
+@pytest.mark.parametrize(("config", "reused"), [(STATES, 0), (BORROWING, 36)], ids=["states", "borrowing"])
+def test_later_turns_go_on_from_keys_and_values_and_not_from_states(config, reused):
+    made = engine(config, {"data": 1})
     first = [Request(number, (5, number, 7), keep=True) for number in range(3)]
     done = made.generate(first, Sampling(greedy=True), seed=0)
     second = [
         Request(number, (*each.prompt_tokens, *answer.tokens, 9))
         for number, (each, answer) in enumerate(zip(first, done, strict=True))
     ]
-    follow_the_model(second, made.generate(second, Sampling(greedy=True), seed=0))
-    assert made.prefill.reused_tokens == 0
+    follow_the_model(config, second, made.generate(second, Sampling(greedy=True), seed=0))
+    assert made.prefill.reused_tokens == reused
+
+
+def test_a_cache_has_no_second_copy_of_what_layers_borrow():
+    """Four of seven layers keep keys and values: three with a window, of 2 x 8 numbers, and one of 1 x 16."""
+    cache = empty_cache(BORROWING, slots=1, capacity=5)
+    assert [stored.key_BKHS.shape for stored in cache] == [(1, 2, 8, 5)] * 2 + [(1, 1, 16, 5), (1, 2, 8, 5)]
+    assert [stored.value_BKSH.shape for stored in cache] == [(1, 2, 5, 8)] * 2 + [(1, 1, 5, 16), (1, 2, 5, 8)]
+    assert BORROWING.cache_width * BORROWING.num_layers == 4 * 32

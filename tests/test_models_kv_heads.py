@@ -13,7 +13,7 @@ from tiny_models import close
 from jaxrlhf import models
 from jaxrlhf.config import Lora, Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import FullHeads, LayerInputs, ModelConfig
 from jaxrlhf.models.lora.lora import adapted, adapter_dims, adapter_shapes
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, TENSOR_AXES, mesh_of
@@ -24,6 +24,17 @@ CONFIGS = {
     "two and biases": ModelConfig("qwen2", 32, 32, 64, 2, 8, 2, 8, qkv_bias=True),
     "one norm over both": ModelConfig("olmo2", 32, 32, 64, 2, 8, 1, 8, qk_norm=True, qk_norm_across_heads=True),
     "three of six": ModelConfig("llama", 32, 32, 64, 2, 12, 3, 8),
+    "two, and one without a window": ModelConfig(
+        *("gemma4_text", 32, 32, 64, 4, 8, 2, 8),
+        qk_norm=True,
+        value_norm=True,
+        layer_scale=True,
+        sliding_window=4,
+        sliding_layers=(True, False) * 2,
+        full_heads=FullHeads(1, 16, values_are_keys=True),
+        borrowing_layers=2,
+        layer_inputs=LayerInputs(8, 32),
+    ),
 }
 
 
@@ -90,6 +101,11 @@ def run(config, lora, cache, **sizes):
             *("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}), marks=pytest.mark.slow
         ),
         ("three of six", None, "slots", {"fsdp": 4, "tensor": 2}),
+        pytest.param(
+            *("two, and one without a window", Lora(rank=2, targets=("query", "value")), "slots"),
+            {"data": 2, "tensor": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_heads_that_do_not_split_are_repeated(name, lora, cache, sizes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from tiny_checkpoints import _DEEPSEEK, _LINEAR, VOCAB, build, tokens
+from tiny_checkpoints import _DEEPSEEK, _GEMMA4, _LINEAR, VOCAB, build, tokens
 from tiny_models import logits
 
 from jaxrlhf import models
@@ -39,8 +39,17 @@ WHOLE = {
         _TOWER | {"patch_size": 4, "merge_kernel_size": (2, 2), "pos_emb_height": 4, "pos_emb_width": 4},
     ),
     "gemma3": ("Gemma3", _TEXT | {"model_type": "gemma3_text"}, _SIGLIP),
+    "gemma4": (
+        "Gemma4",
+        _TEXT
+        | _GEMMA4
+        | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1}
+        # The last layer's heads are those of the others, as its projections are in `with_what_nobody_reads`.
+        | {"layer_types": ["full_attention"] * 2, "vocab_size_per_layer_input": VOCAB},
+        _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+    ),
 }
-SLOW = ("gemma3", "qwen3.5", "kimi-k2.5")
+SLOW = ("gemma3", "qwen3.5", "kimi-k2.5", "gemma4")
 
 
 def built(kind, *, tied):
@@ -62,6 +71,14 @@ def with_published_names(file):
     save_file(renamed, file, metadata={"format": "pt"})
 
 
+def with_what_nobody_reads(file):
+    """Keys and values of a layer that borrows them, which Gemma's own files have."""
+    tensors, start = load_file(file), "model.language_model.layers."
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        tensors[f"{start}1.self_attn.{name}"] = tensors[f"{start}0.self_attn.{name}"] + 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in WHOLE]
 )
@@ -71,6 +88,8 @@ def test_the_text_part_is_a_model_of_its_own(kind, tied, tmp_path):
     theirs.save_pretrained(source)
     if kind == "kimi-k2.5":
         with_published_names(source / "model.safetensors")
+    if kind == "gemma4":
+        with_what_nobody_reads(source / "model.safetensors")
     config = models.read_config(source)
     assert config.tie_embeddings == tied
     with pytest.warns(RuntimeWarning, match=r"more than text; of its tensors \d+ are not read, such as "):

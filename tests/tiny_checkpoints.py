@@ -83,6 +83,16 @@ _QWEN_EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e3},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
 KINDS = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -237,6 +247,31 @@ KINDS = {
         "DeepseekV32",
         _DEEPSEEK | {"q_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 128},
     ),
+    "gemma4": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "gemma4-keys-are-values": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 """Every family, with its flags one way and another."""
 
@@ -252,7 +287,7 @@ def params(kinds=KINDS):
     ]
 
 
-_CAUSAL = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
+_CAUSAL = {"Gemma3Text": "Gemma3", "Gemma4Text": "Gemma4", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 """Names of language models that are not their configuration's."""
 
 
@@ -269,7 +304,8 @@ def build(kind, task="ForCausalLM", seed=0, **changes):
     torch.manual_seed(seed)
     model = model_class(kind, task)(config).eval()
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        fixed = ("e_score_correction_bias", "layer_scalar")
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith(fixed)]
         for weight in [*model.parameters(), *biases]:
             weight.add_(0.1 * torch.randn_like(weight))
     return model

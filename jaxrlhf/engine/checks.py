@@ -37,7 +37,8 @@ def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...]
 
 def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_axis: str | None) -> None:
     """Raise `Refusal` if the cache does not split evenly over the mesh."""
-    heads, head_ways = config.num_kv_heads * execution.kv_copies, mesh.shape[kv_head_axis] if kv_head_axis else 1
+    heads, head_ways = config.num_kv_heads, mesh.shape[kv_head_axis] if kv_head_axis else 1
+    heads *= execution.kv_copies(heads)
     linear_heads = 0 if config.linear is None else config.linear.key_heads
     for axis, what, count, ways, size in (
         (kv_head_axis, "key-value heads", heads, head_ways, "tensor"),

@@ -12,8 +12,8 @@ from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.engine.buckets import cache_capacities, fit
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
-from jaxrlhf.models import LayerCache, Prefix
-from jaxrlhf.models.attention.kv_cache import capacity_of
+from jaxrlhf.models import AnyModel, LayerCache, Prefix
+from jaxrlhf.models.attention.kv_cache import SlidingCache, capacity_of
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
@@ -21,12 +21,17 @@ _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
 """Sizes of the cache, as shares of the pages for longest sequences in all slots: at most a third is unused."""
 
 
+def layer_kinds(config: AnyModel) -> int:
+    """Kinds of layers, each of which has programs of its own."""
+    return 1 + (config.linear is not None or config.full_heads is not None)
+
+
 class SlotCache:
     """A cache that grows with what it holds. Layers change one after another, so that little exists twice.
 
     Args:
       longest: Tokens of the longest sequence.
-      states: Some layers have states in place of keys and values.
+      kinds: Kinds of layers, each of which has programs of its own.
 
     Attributes:
       arrays: What `decode` takes, and gives back; empty as long as nothing is cached.
@@ -34,9 +39,9 @@ class SlotCache:
     """
 
     def __init__(
-        self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, states: bool = False
+        self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, kinds: int = 1
     ) -> None:
-        self._compiled, self._slots, self._kinds = compiled, slots, 1 + states
+        self._compiled, self._slots, self._kinds = compiled, slots, kinds
         self.layout, self._prefix = layout.cache, layout.prompts.prefix
         self.sizes = cache_capacities(longest)
         self.free()
@@ -108,7 +113,8 @@ class SlotCache:
 
 def _named(what: str, stored: LayerCache | LayerState) -> str:
     """Name of a program for a layer of this kind."""
-    return f"{what} state" if isinstance(stored, LayerState) else what
+    kinds = {LayerState: f"{what} state", SlidingCache: f"{what} sliding"}
+    return kinds.get(type(stored), what)
 
 
 class PageCache:

@@ -6,6 +6,7 @@ what the arrays say; what changes either works on one layer of the cache at a ti
 little exists twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
-from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
@@ -229,11 +230,7 @@ def place(
         by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
-    if isinstance(stored, LayerState):
-        keys = prefix.key_LPSKH[:0], prefix.value_LPSKH[:0]
-        prefix = models.Prefix(*keys, jax.tree.map(of_layer, prefix.state))
-    else:
-        prefix = models.Prefix(of_layer(prefix.key_LPSKH), of_layer(prefix.value_LPSKH))
+    prefix = prefix.mapped(of_layer, type(stored))
     return models.insert_prefix([stored], prefix, row_I, slot_I, execution=shape.execution)[0]
 
 
@@ -248,13 +245,17 @@ def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, sha
     def of_layers(leaves_IGPSKH: list[Array]) -> Array:
         leaf_GIPSKH = jnp.stack(leaves_IGPSKH, axis=1)
         leaf_LPSKH = leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])[:, :, :width]
-        missing = width - leaf_LPSKH.shape[2]
-        return jnp.pad(leaf_LPSKH, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
+        return jnp.pad(leaf_LPSKH, ((0, 0), (0, 0), (0, width - leaf_LPSKH.shape[2]), (0, 0), (0, 0)))
 
-    return models.Prefix(
-        of_layers([jnp.transpose(of_rows(stored.key_BKHS), (0, 1, 4, 2, 3)) for stored in cache]),
-        of_layers([jnp.transpose(of_rows(stored.value_BKSH), (0, 1, 3, 2, 4)) for stored in cache]),
-    )
+    def of_kind(cache: Sequence[models.LayerCache]) -> models.Prefix:
+        return models.Prefix(
+            of_layers([jnp.transpose(of_rows(stored.key_BKHS), (0, 1, 4, 2, 3)) for stored in cache]),
+            of_layers([jnp.transpose(of_rows(stored.value_BKSH), (0, 1, 3, 2, 4)) for stored in cache]),
+        )
+
+    sliding = [stored for stored in cache if isinstance(stored, SlidingCache)]
+    others = of_kind([stored for stored in cache if not isinstance(stored, SlidingCache)])
+    return others._replace(sliding=of_kind(sliding)) if sliding else others
 
 
 def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, shape: Shape) -> models.Prefix:
@@ -282,7 +283,7 @@ def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: S
     if more > 0:
         key_BKHS = jnp.pad(key_BKHS, ((0, 0), (0, 0), (0, 0), (0, more)))
         value_BKSH = jnp.pad(value_BKSH, ((0, 0), (0, 0), (0, more), (0, 0)))
-    return models.LayerCache(key_BKHS[..., :capacity], value_BKSH[:, :, :capacity])
+    return stored._replace(key_BKHS=key_BKHS[..., :capacity], value_BKSH=value_BKSH[:, :, :capacity])
 
 
 def place_in_pages(

@@ -31,6 +31,7 @@ class CausalLM(ABC):
       num_kv_heads: Number of heads of its cache.
       experts: Always None: no mixture of experts.
       linear: Always None: no layer with a state in place of keys and values.
+      full_heads: Always None: all layers of its cache have the same heads.
       vision: Always None: no images.
       final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
       logits_scaling: Number that logits are divided by.
@@ -44,6 +45,7 @@ class CausalLM(ABC):
     num_kv_heads: int
     experts: ClassVar[None] = None
     linear: ClassVar[None] = None
+    full_heads: ClassVar[None] = None
     vision: ClassVar[None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     logits_scaling: ClassVar[float] = 1.0

@@ -5,6 +5,7 @@ cast to the activation dtype where it is used, so a sharded gather moves the sma
 Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +19,15 @@ from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.score_mod import BothWays
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import DENSE_LAYERS, ModelConfig
+from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
+from jaxrlhf.models.residual.layer_inputs import layer_inputs
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.stack import Layers, cache_places, run_layers, split_by_stack, stacks
+from jaxrlhf.models.stack import Flow, Layers, cache_places, nothing_lent, run_layers, split_by_stack, stacks
 from jaxrlhf.models.vision.rows import ImageRows
 from jaxrlhf.models.vision.tower import Seen, see
 
@@ -108,6 +110,7 @@ def hidden_states(
     sight = see(params, config.vision, images, execution)
     turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
     hidden_RWD = execution.split_rows(_embed(params, config, execution.slices(token_RW), execution.dtype, sight))
+    inputs = _inputs(params, config, execution.slices(token_RW), hidden_RWD)
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
@@ -116,16 +119,22 @@ def hidden_states(
             chosen = jnp.moveaxis(execution.slices(router.replayed), 2, 0)
             replayed = split_by_stack(chosen, config, skip=(DENSE_LAYERS,))
 
-        def step(hidden_RWD, each):
-            layer, replayed_RWk = each
+        def step(name, flow, each):
+            layer, (replayed_RWk, input_RWP) = each
             asked = router._replace(replayed=replayed_RWk)
-            hidden_RWD, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, execution, asked)
-            return _deeper(sight, hidden_RWD, layer), {"router": routed}
+            borrowed, how = flow.lent.get(LENDERS.get(name)), config.of_stack(name)
+            hidden_RWD, kept, routed = layer_rows(
+                layer, how, flow.hidden, turn, seen, execution, asked, borrowed=borrowed, input_RWP=input_RWP
+            )
+            return flow.passed(name, _deeper(sight, hidden_RWD, layer), kept), {"router": routed}
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-        body = jax.checkpoint(step, prevent_cse=False, policy=kept) if execution.remat else step
-        return run_layers(config, body, hidden_RWD, layers, replayed)
+        checkpoint = partial(jax.checkpoint, prevent_cse=False, policy=kept, static_argnums=(0,))
+        extras = {name: (replayed.get(name), inputs.get(name)) for name in layers}
+        flow = Flow(hidden_RWD, nothing_lent(config, hidden_RWD, execution))
+        flow, outputs = run_layers(config, checkpoint(step) if execution.remat else step, flow, layers, extras)
+        return flow.hidden, outputs
 
     within = segment_RW if sight is None else sight.within(segment_RW)
     if shared_prefix is not None and isinstance(within, BothWays):
@@ -190,19 +199,25 @@ def _prefill_whole(
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotations(config, position_PS, turn_RW3=None if sight is None else sight.turn_RW3)
+    hidden_PSD = _embed(params, config, token_PS, execution.dtype, sight)
+    inputs = _inputs(params, config, token_PS, hidden_PSD)
 
     def stack(layers, hidden_PSD, rows):
         turn, segment_PS, sight = rows
 
-        def step(hidden_PSD, each):
-            layer, _ = each
+        def step(name, flow, each):
+            layer, input_PSP = each
             within = segment_PS if sight is None else sight.within(segment_PS)
-            hidden_PSD, kept, routed = layer_rows(layer, config, hidden_PSD, turn, within, execution)
-            return _deeper(sight, hidden_PSD, layer), _kept(kept, routed)
+            borrowed, how = flow.lent.get(LENDERS.get(name)), config.of_stack(name)
+            hidden_PSD, kept, routed = layer_rows(
+                layer, how, flow.hidden, turn, within, execution, borrowed=borrowed, input_RWP=input_PSP
+            )
+            return flow.passed(name, _deeper(sight, hidden_PSD, layer), kept), _kept(name, kept, routed)
 
-        return run_layers(config, step, hidden_PSD, layers)
+        flow = Flow(hidden_PSD, nothing_lent(config, hidden_PSD, execution))
+        flow, outputs = run_layers(config, step, flow, layers, inputs)
+        return flow.hidden, outputs
 
-    hidden_PSD = _embed(params, config, token_PS, execution.dtype, sight)
     rows = turn, segment_PS, sight
     hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
     prefix, choice_LPSk = _prefix_of(outputs), outputs.get("choice")
@@ -230,16 +245,20 @@ def _prefill_chunks(
     width = token_PS.shape[1]
 
     def stack(layers, kept, hidden_PCD, place, working=True):
-        (turn, start, length_P, sight), (prefix, choice_PSLk) = place, kept
+        (turn, start, length_P, sight, inputs), (prefix, choice_PSLk) = place, kept
 
-        def step(hidden_PCD, each):
-            layer, index = each
-            chunk = Chunk(prefix, index, start, length_P)
-            hidden_PCD, kept, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, execution)
-            return _deeper(sight, hidden_PCD, layer), _kept(kept, routed)
+        def step(name, flow, each):
+            layer, (index, input_PCP) = each
+            chunk = Chunk(prefix.of_stack(name), index, start, length_P)
+            borrowed, how = flow.lent.get(LENDERS.get(name)), config.of_stack(name)
+            hidden_PCD, kept, routed = layer_rows(
+                layer, how, flow.hidden, turn, chunk, execution, borrowed=borrowed, input_RWP=input_PCP
+            )
+            return flow.passed(name, _deeper(sight, hidden_PCD, layer), kept), _kept(name, kept, routed)
 
-        places = cache_places(config, execution.stages)
-        hidden_PCD, outputs = run_layers(config, step, hidden_PCD, layers, places)
+        extras = {name: (at, inputs.get(name)) for name, at in cache_places(config, execution.stages).items()}
+        flow = Flow(hidden_PCD, nothing_lent(config, hidden_PCD, execution))
+        (hidden_PCD, _), outputs = run_layers(config, step, flow, layers, extras)
         prefix = written(prefix, _prefix_of(outputs), start, working=working)
         if "choice" in outputs:
             choice_PCLk = jnp.moveaxis(outputs["choice"], 0, 2).astype(jnp.int16)
@@ -254,7 +273,7 @@ def _prefill_chunks(
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
         turn = rotations(config, position_PC, turn_RW3=None if part is None else part.turn_RW3)
         hidden_PCD = _embed(params, config, token_PC, execution.dtype, part)
-        place = turn, start, length_P, part
+        place = turn, start, length_P, part, _inputs(params, config, token_PC, hidden_PCD)
         if execution.pipeline is None:
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
         else:
@@ -272,22 +291,29 @@ def _prefill_chunks(
     start_state = jnp.zeros((prompts, config.hidden_size), execution.dtype), kept
     chunks = -(-(length_P.max() - begun) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
-    if width != given_width:
+    if width != given_width:  # of models with linear attention
         keys, values = prefix.key_LPSKH[:, :, :given_width], prefix.value_LPSKH[:, :, :given_width]
         prefix = prefix._replace(key_LPSKH=keys, value_LPSKH=values)
         choice_PSLk = None if choice_PSLk is None else choice_PSLk[:, :given_width]
     return PrefillOutput(last_PD, prefix, choice_PSLk)
 
 
-def _kept(kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dict[str, Any]:
+def _kept(stack: str, kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dict[str, Any]:
     """Outputs of a layer of prompts by name."""
-    outputs: dict[str, Any] = {"state" if isinstance(kept, LayerState) else "keys": kept}
+    name = "state" if isinstance(kept, LayerState) else "sliding" if stack == SLIDING_LAYERS else "keys"
+    outputs: dict[str, Any] = {name: kept}
     return outputs if routed is None else outputs | {"choice": routed.choice_RWk}
 
 
 def _prefix_of(outputs: dict[str, Any]) -> Prefix:
     """Keys, values and states that all layers keep of prompts."""
-    return outputs["keys"]._replace(state=outputs.get("state"))
+    return outputs["keys"]._replace(state=outputs.get("state"), sliding=outputs.get("sliding"))
+
+
+def _inputs(params: Params, config: ModelConfig, token_RW: Array, embed_RWD: Array) -> dict[str, Array]:
+    """Inputs of the layers of each stack; empty where they have none."""
+    input_LRWP = layer_inputs(params, config, token_RW, embed_RWD)
+    return {} if input_LRWP is None else split_by_stack(input_LRWP, config)
 
 
 @causal_lm_method
@@ -313,23 +339,31 @@ def decode(
     """
     turned_B = position_B if offset_B is None else position_B + offset_B
     turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
+    embed_B1D = _embed(params, config, token_B[:, None], execution.dtype)
+    input_LB1P = layer_inputs(params, config, token_B[:, None], embed_B1D)
 
     def stack(layers, cache, hidden_B1D, slots, working=True):
         turn, position_B = slots
+        caches: Any = iter(cache)
+        lent: dict[str, Any] = {}
         # Past the capacity nothing is written.
         entry_B = position_B if working is True else jnp.where(working, position_B, capacity_of(cache))
         working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
         written = []
-        for layer, stored in zip(layers, cache, strict=True):
-            hidden_B1D, stored, routed = layer_slots(
-                layer, config, hidden_B1D, turn, position_B, entry_B, stored, execution, working_B
+        for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):
+            stored = lent[LENDERS[name]] if name in LENDERS else next(caches)
+            input_B1P = None if input_LB1P is None else input_LB1P[index]
+            hidden_B1D, lent[name], routed = layer_slots(
+                *(layer, config.of_stack(name), hidden_B1D, turn, position_B, entry_B, stored, execution, working_B),
+                input_B1P=input_B1P,
             )
-            written.append(stored)
+            if name not in LENDERS:
+                written.append(lent[name])
             if routed is not None:  # so there are no stages, in which this would not get out
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
-    state = layers, cache, _embed(params, config, token_B[:, None], execution.dtype), (turn, position_B)
+    state = layers, cache, embed_B1D, (turn, position_B)
     if execution.pipeline is None:
         hidden_B1D, written = stack(*state)
     else:

@@ -36,8 +36,8 @@ class Execution:
         for heads.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
-      kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
-        `head_axes`; caches hold the copies.
+      kv_ways: Parts that key-value heads split into, over `head_axes`: heads are repeated after their projection
+        until they do, and caches hold the copies.
       pipeline: Stages that divide the layers; None is one. Rows have to split over its row axes.
     """
 
@@ -51,13 +51,17 @@ class Execution:
     token_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
-    kv_copies: int = 1
+    kv_ways: int = 1
     pipeline: Pipeline | None = None
 
     @property
     def stages(self) -> int:
         """Number of parts that the layers are divided into."""
         return 1 if self.pipeline is None else self.pipeline.stages
+
+    def kv_copies(self, kv_heads: int) -> int:
+        """Times that each of so many key-value heads is repeated."""
+        return math.lcm(kv_heads, self.kv_ways) // kv_heads
 
     @property
     def slice_axes(self) -> tuple[str, ...]:

@@ -22,9 +22,10 @@ from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.mlp import feed_forward
+from jaxrlhf.models.mlp import ACTIVATIONS, feed_forward
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
-from jaxrlhf.models.norm import norm
+from jaxrlhf.models.norm import norm, rms_norm
+from jaxrlhf.models.residual.layer_inputs import with_input
 from jaxrlhf.models.rope import Rotations, rotate
 
 
@@ -36,10 +37,18 @@ def layer_rows(
     seen: Array | SharedPrefix | Chunk | BothWays,
     execution: Execution,
     router: RouterInputs = NO_ROUTER_INPUTS,
+    *,
+    borrowed: Prefix | None = None,
+    input_RWP: Array | None = None,
 ):
     """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
 
     Images of `BothWays` are seen whole by each of their tokens.
+
+    Args:
+      config: The model as the layer's stack sees it.
+      borrowed: Keys and values of another layer, for one that has none of its own.
+      input_RWP: The layer's own input; None of models whose layers have none.
 
     Returns:
       The hidden states, the layer's keys and values as the cache keeps them or its states, and its router's outputs
@@ -49,21 +58,24 @@ def layer_rows(
     if config.linear is not None and "linear_query" in weights:
         assert not isinstance(seen, BothWays), "images go one way where there are states"
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
-        return _block(layer, config, hidden_RWD, mix_linear, execution, router)
+        return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
     def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
         return expanded(weights, config, config.latent, key_RWKH, value_RWKH)
 
-    def mix(input_RWD: Array) -> tuple[Array, Prefix]:
-        query_RWNH, gate_RWNH, key_RWKH, value_RWKH = _heads(layer, config, input_RWD, turn, execution)
+    def mix(input_RWD: Array) -> tuple[Array, Prefix | None]:
+        query_RWNH, gate_RWNH, made = _heads(layer, config, input_RWD, turn, execution)
+        kept = made or borrowed
+        assert kept is not None, "a layer without keys and values borrows some"
+        key_RWKH, value_RWKH = kept.key_LPSKH, kept.value_LPSKH
         exchange = _exchange_of(config, execution)
         if config.latent is None:
             exchanged = exchange.keys(key_RWKH), exchange.keys(value_RWKH)
         else:
-            made = all_heads(exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
-            exchanged = exchange.made(made[0]), exchange.made(made[1])
+            keys, values = all_heads(exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
+            exchanged = exchange.made(keys), exchange.made(values)
         arrays = exchange.queries(query_RWNH), *exchanged
         scores, inside = exchange.score_mod(score_mod), exchange.inside
         if isinstance(seen, SharedPrefix):
@@ -77,14 +89,15 @@ def layer_rows(
             mixed_RWNH = attend(*arrays, seen.segment_RW, replace(scores, block_RW=seen.block_RW), execution=inside)
         else:
             mixed_RWNH = attend(*arrays, seen, scores, execution=inside)
-        return _gated(exchange.back(mixed_RWNH), gate_RWNH), Prefix(key_RWKH, value_RWKH)
+        return _gated(exchange.back(mixed_RWNH), gate_RWNH), made
 
-    return _block(layer, config, hidden_RWD, mix, execution, router)
+    return _block(layer, config, hidden_RWD, mix, execution, router, input_RWP)
 
 
 def _exchange_of(config: ModelConfig, execution: Execution) -> HeadExchange:
     """Exchange of tokens for the heads of a layer's attention."""
-    kv_heads = config.num_heads if config.latent is not None else config.num_kv_heads * execution.kv_copies
+    kv_heads = config.num_kv_heads * execution.kv_copies(config.num_kv_heads)
+    kv_heads = config.num_heads if config.latent is not None else kv_heads
     return HeadExchange(execution, kv_heads, config.num_heads // kv_heads)
 
 
@@ -124,10 +137,14 @@ def layer_slots(
     stored: LayerCache | LayerPages | LayerState,
     execution: Execution,
     working_B: Array | None = None,
+    *,
+    input_B1P: Array | None = None,
 ):
     """Run a layer over one token per slot, whose keys and values become entry `entry_B` of the cache.
 
     Args:
+      config: The model as the layer's stack sees it.
+      stored: Cache of the layer, or of the one that it borrows from: then nothing is written.
       working_B: False for slots whose state stays as it is, in layers that have states.
 
     Returns:
@@ -137,11 +154,13 @@ def layer_slots(
 
     if isinstance(stored, LayerState):
         mix_linear = partial(_linear_slots, weights, config, stored, working_B)
-        return _block(layer, config, hidden_B1D, mix_linear, execution, NO_ROUTER_INPUTS)
+        return _block(layer, config, hidden_B1D, mix_linear, execution, NO_ROUTER_INPUTS, input_B1P)
 
     def mix(input_B1D: Array) -> tuple[Array, LayerCache | LayerPages]:
-        query_B1NH, gate_B1NH, key_B1KH, value_B1KH = _heads(layer, config, input_B1D, turn, execution)
-        written = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, execution=execution)
+        query_B1NH, gate_B1NH, made = _heads(layer, config, input_B1D, turn, execution)
+        written = stored
+        if made is not None:
+            written = stored.write(made.key_LPSKH[:, 0], made.value_LPSKH[:, 0], entry_B, execution=execution)
         query_BNH = query_B1NH[:, 0]
         if config.latent is not None:
             assert isinstance(written, LayerCache), "latents do not lie in pages"
@@ -150,7 +169,7 @@ def layer_slots(
             mixed_BNH = written.attend(query_BNH, position_B, score_mod, execution=execution)
         return _gated(mixed_BNH[:, None], gate_B1NH), written
 
-    return _block(layer, config, hidden_B1D, mix, execution, NO_ROUTER_INPUTS)
+    return _block(layer, config, hidden_B1D, mix, execution, NO_ROUTER_INPUTS, input_B1P)
 
 
 def _linear_slots(
@@ -175,8 +194,9 @@ def _block(
     mix: Callable[[Array], tuple[Array, Any]],
     execution: Execution,
     router: RouterInputs,
+    input_RWP: Array | None,
 ) -> tuple[Array, Any, RouterOutputs | None]:
-    """Attention and the MLP, each added to the residual stream.
+    """Attention, the MLP and what the layer makes of its own input, each added to the residual stream.
 
     Args:
       mix: Attention of the tokens of a normed input, `[R, W, N, H]` of its own heads, and what it keeps of them.
@@ -197,6 +217,10 @@ def _block(
     hidden_RWD += after("attention", mixed_RWD)
     output_RWD, routed = feed_forward(layer["mlp"], config, before("mlp"), execution=execution, router=router)
     hidden_RWD += after("mlp", output_RWD)
+    if input_RWP is not None:
+        hidden_RWD = with_input(layer, config, hidden_RWD, input_RWP, ACTIVATIONS[config.activation])
+    if "scale" in layer:
+        hidden_RWD *= jax.lax.stop_gradient(layer["scale"]).astype(hidden_RWD.dtype)[None, None]
     return hidden_RWD, kept, routed
 
 
@@ -222,15 +246,17 @@ def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
 
 def _heads(
     layer: Params, config: ModelConfig, input_RWD: Array, turns: Rotations, execution: Execution
-) -> tuple[Array, Array | None, Array, Array]:
+) -> tuple[Array, Array | None, Prefix | None]:
     """Rotated queries of a layer's input, their gates, and its rotated keys and values, or the latents that keep them.
 
-    There are gates only where a model has them.
+    There are gates only where a model has them, and no keys and values of layers that borrow them.
     """
-    attention, turn = layer["attention"], turns.of_layer(_flag(layer, "slides"), _flag(layer, "turns"))
+    flag = _flag(layer, "slides")
+    slides = config.sliding_window is not None if flag is None else flag
+    attention, turn = layer["attention"], turns.of_layer(slides, _flag(layer, "turns"))
     if config.latent is not None:
         query_RWNH, key_RWKH, value_RWKH = latents(attention, config, config.latent, input_RWD, turn)
-        return turns.grown(query_RWNH), None, key_RWKH, value_RWKH
+        return turns.grown(query_RWNH), None, Prefix(key_RWKH, value_RWKH)
 
     def project(name: str) -> Array:
         heads = linear.project(input_RWD, attention[name])
@@ -239,20 +265,25 @@ def _heads(
     if "qkv" in attention:
         joined_RWKMH = project("qkv")
         query_RWNH = joined_RWKMH[:, :, :, :-2].reshape(*input_RWD.shape[:2], config.num_heads, -1)
-        key_RWKH, value_RWKH = joined_RWKMH[:, :, :, -2], joined_RWKMH[:, :, :, -1]
+        made = {"key": joined_RWKMH[:, :, :, -2], "value": joined_RWKMH[:, :, :, -1]}
     else:
-        query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
+        query_RWNH, made = project("query"), {name: project(name) for name in ("key", "value") if name in attention}
     gate_RWNH = None
     if config.attention_gate:
         query_RWNH, gate_RWNH = jnp.split(query_RWNH, 2, axis=-1)
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
+    query_RWNH = turns.grown(rotate(query_RWNH, turn, interleaved=config.rope_interleaved))
+    if "key" not in made:
+        return query_RWNH, gate_RWNH, None
+    key_RWKH, value_RWKH = made["key"], made.get("value", made["key"])
+    if config.qk_norm:
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
-    query_RWNH, key_RWKH = (
-        rotate(heads, turn, interleaved=config.rope_interleaved) for heads in (query_RWNH, key_RWKH)
-    )
-    copies = 1 if "qkv" in attention else execution.kv_copies
-    return turns.grown(query_RWNH), gate_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
+    if config.value_norm:
+        value_RWKH = rms_norm(value_RWKH, jnp.ones(value_RWKH.shape[-1]), config.rms_norm_eps)
+    key_RWKH = rotate(key_RWKH, turn, interleaved=config.rope_interleaved)
+    copies = 1 if "qkv" in attention else execution.kv_copies(key_RWKH.shape[2])
+    return query_RWNH, gate_RWNH, Prefix(repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies))
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

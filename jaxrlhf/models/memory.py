@@ -34,10 +34,12 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
       expert: Ways its experts are divided.
     """
     inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
-    normed = (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
+    normed = (model.num_heads * model.mean_head_dim + model.mean_kv_width) * model.qk_norm
+    normed += model.mean_kv_width * model.value_norm
     given = 0 if model.experts is None else expert * model.hidden_size
+    given += 0 if model.layer_inputs is None else 2 * model.hidden_size + 4 * model.layer_inputs.width
     whole = (6 if tensor == 1 else 2) * model.hidden_size + model.norm_parameters + given
-    mixed = 4 * model.num_heads * model.head_dim
+    mixed = 4 * model.num_heads * model.mean_head_dim
     return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
 
 
@@ -62,14 +64,14 @@ def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
     return min(tokens, CHUNK_TOKENS) * model.vocab_size * 4
 
 
-def _heads(model: ModelConfig) -> int:
+def _heads(model: ModelConfig) -> float:
     """Numbers in a token's queries, keys, values and mixed heads."""
-    return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return 2 * model.num_heads * model.mean_head_dim + 2 * model.mean_kv_width
 
 
-def _inner(model: ModelConfig) -> int:
+def _inner(model: ModelConfig) -> float:
     """Width of the MLP that a token meets; experts go through their tokens in blocks, of which none is kept."""
-    return model.intermediate_size if model.experts is None else model.experts.shared_intermediate_size
+    return model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
 
 
 @runtime_checkable
@@ -95,9 +97,14 @@ def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
     """
     if model.latent is not None:
         return 0.0
-    width = model.num_kv_heads * model.head_dim
-    each = 2 * width * (model.hidden_size + model.qkv_bias) + width * model.qk_norm_across_heads
-    return model.attention_layers * each * (tensor / _head_ways(model, tensor, *fewer) - 1)
+
+    def held_again(layer: ModelConfig) -> float:
+        width = layer.num_kv_heads * layer.head_dim
+        each = 2 * width * (layer.hidden_size + layer.qkv_bias) + width * layer.qk_norm_across_heads
+        return each * (tensor / _head_ways(layer, tensor, *fewer) - 1)
+
+    layers = model.attention_layers if model.full_heads is None else model.num_layers
+    return layers * model.mean(held_again, borrowing=False)
 
 
 def _head_ways(model: ModelConfig, *ways: int) -> int:
@@ -115,8 +122,8 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
 
     Of a matrix, `tensor` splits the adapter's side towards heads or MLP, and `fsdp` the other.
     """
-    heads, mlp = model.num_heads * model.head_dim / layout.tensor, model.intermediate_size / layout.tensor
-    kv_heads = model.num_kv_heads * model.head_dim / _head_ways(model, *_tensor_ways(layout))
+    heads, mlp = model.num_heads * model.mean_head_dim / layout.tensor, model.mean_intermediate_size / layout.tensor
+    kv_heads = model.mean_kv_width / _head_ways(model, *_tensor_ways(layout))
     inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
     each = [model.hidden_size / layout.width_shards + inner.get(name, mlp) for name in lora.targets]
     return lora.rank * model.num_layers / layout.stage * sum(each)

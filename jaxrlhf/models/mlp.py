@@ -11,10 +11,11 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs, mix, report, route
 
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
+"""Functions of gates by name."""
 
 
 def feed_forward(
@@ -40,6 +41,6 @@ def feed_forward(
 
 def gated(mlp: Params, config: ModelConfig, normed_RWD: Array) -> Array:
     """down(activation(gate(x)) * up(x))."""
-    gate_RWF = _ACTIVATIONS[config.activation](linear.project(normed_RWD, mlp["gate"]))
+    gate_RWF = ACTIVATIONS[config.activation](linear.project(normed_RWD, mlp["gate"]))
     up_RWF = linear.project(normed_RWD, mlp["up"])
     return linear.project(gate_RWF * up_RWF, mlp["down"])

@@ -18,10 +18,12 @@ from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
 from jaxrlhf.models.config import (
     DENSE_LAYERS,
     LAYERS,
+    LENDERS,
     LINEAR_LAYERS,
     Experts,
     Head,
     LatentAttention,
+    LayerInputs,
     LinearAttention,
     ModelConfig,
     Vision,
@@ -44,6 +46,7 @@ class Param:
       init: Initialiser, used where no checkpoint gives the parameter.
       fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
       padding: Entries at the end of the first dimension that are no part of the model: always zeros.
+      fixed: It stays as it is while others are trained.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +54,7 @@ class Param:
     init: Literal["normal", "ones", "zeros"] = "normal"
     fan_in: int = 1
     padding: int = 0
+    fixed: bool = False
 
     @property
     def unpadded(self) -> tuple[int, ...]:
@@ -75,6 +79,10 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
         LAYERS: _layers(replace(plain, num_layers=stack_of.count(LAYERS))),
         "final_norm": Param((config.hidden_size,), (None,), _unit(config)),
     }
+    if config.full_heads is not None:
+        tree |= {stack: _apart(config, stack, stack_of.count(stack)) for stack in dict.fromkeys(stack_of)}
+    if config.layer_inputs is not None:
+        tree["layer_inputs"] = _layer_inputs(config, config.layer_inputs)
     if config.dense_layers:
         tree[DENSE_LAYERS] = _layers(replace(plain, num_layers=config.dense_layers, experts=None))
     if config.linear is not None:
@@ -91,7 +99,36 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
 
 def _alike(config: ModelConfig) -> ModelConfig:
     """The model without what tells layers apart."""
-    return replace(config, dense_layers=0, linear=None, linear_layers=(), sliding_layers=(), rope_layers=())
+    return replace(
+        config,
+        dense_layers=0,
+        linear=None,
+        linear_layers=(),
+        sliding_layers=(),
+        rope_layers=(),
+        full_heads=None,
+        borrowing_layers=0,
+    )
+
+
+def _apart(config: ModelConfig, stack: str, count: int) -> dict[str, Any]:
+    """Layers of one of the stacks that windows tell apart, of which some make no keys or no values of their own."""
+    assert config.full_heads is not None
+    layers = _layers(replace(config.of_stack(stack), num_layers=count))
+    absent = {"value"} if stack == LAYERS and config.full_heads.values_are_keys else set()
+    absent |= {"key", "value", "key_norm"} if stack in LENDERS else set()
+    return layers | {"attention": {name: each for name, each in layers["attention"].items() if name not in absent}}
+
+
+def _layer_inputs(config: ModelConfig, inputs: LayerInputs) -> dict[str, Param]:
+    """Table and projection of the inputs of all layers, which are stored together."""
+    rows, width, layers, each = padded_rows(inputs.vocab_size), config.hidden_size, config.num_layers, inputs.width
+    whole: tuple[Dim, ...] = ("vocab", None, ("embed", each))
+    return {
+        "embed": Param((rows, layers, each), whole, fan_in=each, padding=rows - inputs.vocab_size),
+        "projection": Param((width, layers, each), ("embed", None, None), fan_in=width),
+        "norm": Param((each,), (None,), _unit(config)),
+    }
 
 
 def _table(config: ModelConfig) -> Param:
@@ -119,7 +156,18 @@ def _norms(config: ModelConfig) -> dict[str, Param]:
 def _layers(config: ModelConfig) -> dict[str, Any]:
     """All layers of a model whose layers are alike."""
     experts = config.experts
+    tree: dict[str, Any] = {}
+    if config.layer_inputs is not None:
+        layers, width, each = config.num_layers, config.hidden_size, config.layer_inputs.width
+        tree["layer_input"] = {
+            "narrow": Param((layers, width, each), ("layers", "embed", None), fan_in=width),
+            "widen": Param((layers, each, width), ("layers", None, "embed"), fan_in=each),
+            "norm": _norm(config, width),
+        }
+    if config.layer_scale:
+        tree["scale"] = Param((config.num_layers, 1), ("layers", None), "ones", fixed=True)
     return {
+        **tree,
         **_norms(config),
         "attention": _attention(config) if config.latent is None else _latent_attention(config, config.latent),
         "mlp": _mlp(config, config.intermediate_size) if experts is None else _mixture(config, experts),

@@ -14,7 +14,16 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from jaxrlhf.models.config import (
+    LAYERS,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    ProportionalRope,
+    RopeScaling,
+    YarnRope,
+)
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.models.kernels.variants import variants
 
@@ -37,15 +46,17 @@ class Rotations(NamedTuple):
     sliding: Rotation | None
     growth_RW: Array | None = None
 
-    def of_layer(self, slides: Bool[Array, ""] | None, turns: Bool[Array, ""] | None = None) -> Rotation:
+    def of_layer(self, slides: Bool[Array, ""] | bool, turns: Bool[Array, ""] | None = None) -> Rotation:
         """Rotation of a layer that has the window or not.
 
         Args:
-          slides: Flag of the layer; None where all layers are alike.
+          slides: Flag of the layer, or of all layers of its stack.
           turns: Flag of the layer, false if it does not rotate; None where all do.
         """
         turn = self.full
-        if self.sliding is not None and slides is not None:
+        if self.sliding is not None and slides is True:
+            turn = self.sliding
+        elif self.sliding is not None and slides is not False:
             turn = jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
         if turns is not None:
             turn = Rotation(jnp.where(turns, turn.cos_RWX, 1.0), jnp.where(turns, turn.sin_RWX, 0.0))
@@ -75,8 +86,8 @@ def rotations(
     if turn_RW3 is not None and config.vision is not None and config.vision.sections is not None:
         part_X = np.array(config.vision.sections.part_of())
 
-    def turn(theta: float, scaling: RopeScaling | None) -> Rotation:
-        frequency_X, factor = frequencies(config.rotary_dim, theta, scaling)
+    def turn(dims: int, theta: float, scaling: RopeScaling | None) -> Rotation:
+        frequency_X, factor = frequencies(dims, theta, scaling)
 
         def at(position_RW: Array) -> Rotation:
             angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
@@ -86,8 +97,11 @@ def rotations(
 
         return _at_positions(at, position_RW, longest)
 
-    full = turn(config.rope_theta, config.rope_scaling)
-    sliding = None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None)
+    full, sliding = turn(config.of_stack(LAYERS).rotary_dim, config.rope_theta, config.rope_scaling), None
+    if config.sliding_rope_theta is not None:
+        sliding = turn(config.rotary_dim, config.sliding_rope_theta, None)
+    elif config.full_heads is not None:
+        sliding = turn(config.rotary_dim, config.rope_theta, config.rope_scaling)
     return Rotations(full, sliding, query_growth(config.rope_scaling, position_RW))
 
 
@@ -138,6 +152,10 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[F
             return _yarn(frequency_X, theta, scaling), _magnitude(scaling)
         case LongRope():
             return frequency_X / np.asarray(scaling.short_factor, np.float32), scaling.attention_factor
+        case ProportionalRope():
+            turned = int(scaling.partial_rotary_factor * dims // 2)
+            frequency_X[turned:] = 0
+            return frequency_X / np.float32(scaling.factor or 1), 1.0
 
 
 def _magnitude(scaling: YarnRope) -> float:

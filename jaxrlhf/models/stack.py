@@ -5,7 +5,8 @@ its layers are separate arrays, in the decode layout: queries, keys and values i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
+from jaxrlhf.models.attention.kv_cache import Prefix
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import LINEAR_LAYERS, STACKS, ModelConfig, Run
+from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, SLIDING_LAYERS, STACKS, ModelConfig, Pattern, Run
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.pipeline import Pipeline
@@ -31,8 +33,37 @@ Stacks = dict[str, Params]
 Layers = Stacks | list[Params]
 """Stacks of layers, or a list of all layers in their order."""
 
-Step = Callable[[Array, tuple[Params, Any]], tuple[Array, dict[str, Any]]]
-"""Function of hidden states and of a layer with what is its own, to hidden states and outputs by name."""
+Lent = dict[str, Prefix]
+"""Keys and values of the newest layer of each stack that later layers borrow from; empty where none do."""
+
+
+class Flow(NamedTuple):
+    """Arrays that go from layer to layer: hidden states, and keys and values that later layers borrow."""
+
+    hidden: Array
+    lent: Lent
+
+    def passed(self, stack: str, hidden: Array, kept: Any) -> "Flow":
+        """Arrays that go on from a layer, which lends what it keeps where later ones borrow from its stack."""
+        return Flow(hidden, {name: kept if name == stack else lent for name, lent in self.lent.items()})
+
+
+def nothing_lent(config: ModelConfig, hidden_RWD: Array, execution: Execution) -> Lent:
+    """Zeros for all that layers borrow."""
+    if not config.borrowing_layers:
+        return {}
+    (rows, width, _), lent = hidden_RWD.shape, {}
+    for stack in {LENDERS[name] for name in config.sections[1].stack_of()}:
+        layer = config.of_stack(stack)
+        heads = layer.num_kv_heads * execution.kv_copies(layer.num_kv_heads)
+        zeros_RWKH = jnp.zeros((rows, width, heads, layer.head_dim), hidden_RWD.dtype)
+        lent[stack] = Prefix(zeros_RWKH, zeros_RWKH)
+    return lent
+
+
+Step = Callable[[str, Flow, tuple[Params, Any]], tuple[Flow, dict[str, Any]]]
+"""Function of a stack's name, of what comes to a layer, and of the layer with what is its own, to what goes on from it
+and outputs by name."""
 
 
 def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> Stacks:
@@ -47,13 +78,18 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
             f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
             f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
         )
+    if pipeline is not None and (config.borrowing_layers or config.layer_inputs is not None):
+        raise Refusal(
+            f"layers that borrow keys and values of others, or have inputs of their own, cannot be divided over "
+            f"{pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+        )
     if pipeline is not None and len(runs) > 1 and repeats % pipeline.stages:
         raise Refusal(
             f"{repeats} times {config.num_layers // repeats} layers of several kinds cannot be divided evenly over "
             f"{pipeline.stages} stages; use stages that divide {repeats}, or tensor or fsdp instead"
         )
     flags = {}
-    if config.sliding_window is not None and config.sliding_layers:
+    if config.sliding_window is not None and config.sliding_layers and config.full_heads is None:
         flags["slides"] = jnp.array(config.sliding_layers)[:, None]
     if config.rope_layers:
         flags["turns"] = jnp.array(config.rope_layers)[:, None]
@@ -77,14 +113,18 @@ def split_by_stack(leaves_L: Any, config: ModelConfig, *, skip: tuple[str, ...] 
 
 
 def cache_places(config: ModelConfig, stages: int) -> dict[str, Array]:
-    """Places of the layers of each stack among all that keep the same: keys and values, or states.
+    """Places of the layers of each stack among all that keep the same: keys and values, those of the window where they
+    lie apart, or states. Of layers that borrow them, the place of the layer that they borrow from.
 
     Args:
       stages: Parts that the layers are divided into; places are those in one of them.
     """
     names = config.pattern.stack_of()[: config.num_layers // stages]
-    kinds = [name == LINEAR_LAYERS for name in names]
-    places = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+    kinds = [name if name in (LINEAR_LAYERS, SLIDING_LAYERS) or name in LENDERS else LAYERS for name in names]
+    places = [
+        kinds.count(LENDERS[kind]) - 1 if kind in LENDERS else kinds[:index].count(kind)
+        for index, kind in enumerate(kinds)
+    ]
     return {
         name: jnp.array([place for place, other in zip(places, names, strict=True) if other == name])
         for name in set(names)
@@ -92,8 +132,8 @@ def cache_places(config: ModelConfig, stages: int) -> dict[str, Array]:
 
 
 def run_layers(
-    config: ModelConfig, step: Step, hidden: Array, layers: Layers, extras: dict[str, Any] | None = None
-) -> tuple[Array, dict[str, Any]]:
+    config: ModelConfig, step: Step, flow: Flow, layers: Layers, extras: dict[str, Any] | None = None
+) -> tuple[Flow, dict[str, Any]]:
     """Run layers in their order: a `jax.lax.scan` over each run of like layers, and over the times that runs repeat.
 
     Args:
@@ -101,55 +141,76 @@ def run_layers(
       extras: What layers get beside their parameters, by stack and with an entry for each of its layers.
 
     Returns:
-      Hidden states, and each output of `step` stacked in the order of the layers that have it.
+      What goes on from the last layer, and each output of `step` stacked in the order of the layers that have it.
     """
-    extras, (_, runs) = extras or {}, config.pattern
+    extras, found = extras or {}, []
     if isinstance(layers, list):
-        return _run_list(config, step, hidden, layers, extras)
+        return _run_list(config, step, flow, layers, extras)
+    for section in config.sections:
+        given = {run.stack: (layers[run.stack], extras.get(run.stack)) for run in section.runs}
+        run = _borrowed if section.runs[0].stack in LENDERS else _run_section
+        flow, outputs = run(section, step, flow, given)
+        found.append(outputs)
+    return flow, _joined(found, jnp.concatenate)
+
+
+def _borrowed(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
+    """`_run_section` of layers that borrow: what is lent stays as it is, and is not carried through the scans."""
+
+    def one(stack: str, hidden: Flow, each: Any) -> tuple[Flow, dict[str, Any]]:
+        passed, outputs = step(stack, hidden._replace(lent=flow.lent), each)
+        return passed._replace(lent={}), outputs
+
+    passed, outputs = _run_section(section, one, flow._replace(lent={}), given)
+    return passed._replace(lent=flow.lent), outputs
+
+
+def _run_section(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
+    """Runs of a pattern, so often as they repeat."""
+    runs = section.runs
     if len(runs) == 1:
-        (name,) = layers
-        hidden, outputs = jax.lax.scan(step, hidden, (layers[name], extras.get(name)))
-        return hidden, outputs
-    times = len(jax.tree.leaves(layers[runs[0].stack])[0]) // config.pattern.each(runs[0].stack)
-    given = layers, {name: extras.get(name) for name in layers}
+        return jax.lax.scan(partial(step, runs[0].stack), flow, given[runs[0].stack])
+    times = len(jax.tree.leaves(given[runs[0].stack])[0]) // section.each(runs[0].stack)
     if times == 1:
-        return _run_once(runs, step, hidden, given)
+        return _run_once(runs, step, flow, given)
     given = jax.tree.map(lambda leaf: leaf.reshape(times, -1, *leaf.shape[1:]), given)
-    hidden, outputs = jax.lax.scan(lambda hidden, given: _run_once(runs, step, hidden, given), hidden, given)
-    return hidden, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+    flow, outputs = jax.lax.scan(lambda flow, given: _run_once(runs, step, flow, given), flow, given)
+    return flow, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
 
 
-def _run_once(runs: tuple[Run, ...], step: Step, hidden: Array, given: Any) -> tuple[Array, dict[str, Any]]:
+def _run_once(runs: tuple[Run, ...], step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
     """All runs, one after another."""
-    outputs: dict[str, list[Any]] = {}
-    begun = dict.fromkeys(given[0], 0)
+    found, begun = [], dict.fromkeys(given, 0)
     for run in runs:
         part = slice(begun[run.stack], begun[run.stack] + run.layers)
-        of_run = jax.tree.map(lambda leaf: leaf[part], (given[0][run.stack], given[1][run.stack]))  # noqa: B023
-        hidden, output = jax.lax.scan(step, hidden, of_run)
+        of_run = jax.tree.map(lambda leaf: leaf[part], given[run.stack])  # noqa: B023
+        flow, outputs = jax.lax.scan(partial(step, run.stack), flow, of_run)
         begun[run.stack] = part.stop
-        for name, leaves in output.items():
-            if leaves is not None:
-                outputs.setdefault(name, []).append(leaves)
-    return hidden, {
-        name: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) for name, parts in outputs.items()
-    }
+        found.append(outputs)
+    return flow, _joined(found, jnp.concatenate)
 
 
 def _run_list(
-    config: ModelConfig, step: Step, hidden: Array, layers: list[Params], extras: dict[str, Any]
-) -> tuple[Array, dict[str, Any]]:
+    config: ModelConfig, step: Step, flow: Flow, layers: list[Params], extras: dict[str, Any]
+) -> tuple[Flow, dict[str, Any]]:
     """A list of layers, one after another."""
-    outputs: dict[str, list[Any]] = {}
-    begun = dict.fromkeys(STACKS, 0)
+    found, begun = [], dict.fromkeys(STACKS, 0)
     for layer, name in zip(layers, config.pattern.stack_of(), strict=False):
         extra = jax.tree.map(lambda leaf: leaf[begun[name]], extras.get(name))  # noqa: B023
-        hidden, output = step(hidden, (layer, extra))
+        flow, outputs = step(name, flow, (layer, extra))
         begun[name] += 1
-        for key, leaf in output.items():
-            if leaf is not None:
-                outputs.setdefault(key, []).append(leaf)
-    return hidden, {key: jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts) for key, parts in outputs.items()}
+        found.append(outputs)
+    return flow, _joined(found, jnp.stack)
+
+
+def _joined(found: list[dict[str, Any]], join: Callable[[list[Array]], Array]) -> dict[str, Any]:
+    """Outputs of several runs or layers by name, those that have them one after another."""
+    outputs: dict[str, list[Any]] = {}
+    for each in found:
+        for name, leaves in each.items():
+            if leaves is not None:
+                outputs.setdefault(name, []).append(leaves)
+    return {name: jax.tree.map(lambda *leaves: join([*leaves]), *parts) for name, parts in outputs.items()}
 
 
 @causal_lm_method
@@ -197,7 +258,7 @@ def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
     ]
 
 
-_HEADS = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}
+_HEADS = {"qkv": 1, "query": 1, "key": 1, "query_down": 1, "latent": 1, "output": 2}
 _HEADS |= {f"linear_{name}": 1 for name in ("query", "key", "value", "gate")}
 _MLP = {"gate": 1, "up": 1, "down": 1}
 """Input dimensions of the matrices that a decode loop multiplies few tokens with."""
@@ -207,7 +268,7 @@ def decode_layout(layer: Params, execution: Execution) -> Params:
     """A layer, or a part of it, as a decode loop reads it fastest."""
     ready = dict(layer)
     if "attention" in layer:
-        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], execution.kv_copies), _HEADS)
+        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], execution), _HEADS)
     if "mlp" in layer:
         ready["mlp"] = _few_rows_layouts(layer["mlp"], _MLP)
         if "shared" in layer["mlp"]:
@@ -220,13 +281,16 @@ def _few_rows_layouts(weights: Params, input_dims: dict[str, int]) -> Params:
     return weights | {name: linear.few_rows_layout(weights[name], dims=dims) for name, dims in named.items()}
 
 
-def _join_projections(attention: Params, kv_copies: int) -> Params:
+def _join_projections(attention: Params, execution: Execution) -> Params:
     """Queries, keys and values side by side for each copy of a key-value head, so that they stay where it is."""
-    if "key_value" in attention or "linear_query" in attention:
+    if "value" not in attention:  # latents, states, and layers that have no values of their own
         return attention
 
+    def repeated(part: Array) -> Array:
+        return repeat_heads(part, execution.kv_copies(part.shape[-2]))
+
     def join(parts: list[Array]) -> Array:
-        parts = [parts[0], *(repeat_heads(part, kv_copies) for part in parts[1:])]
+        parts = [parts[0], *map(repeated, parts[1:])]
         *before, kv_heads, head_dim = parts[1].shape
         return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in parts], axis=-2)
 
@@ -234,6 +298,6 @@ def _join_projections(attention: Params, kv_copies: int) -> Params:
     biases = [attention[f"{name}_bias"] for name in names if f"{name}_bias" in attention]
     rest = {name: leaf for name, leaf in attention.items() if name.removesuffix("_bias") not in names}
     if rest.get("key_norm", jnp.zeros(0)).ndim > 1:  # one norm over all heads
-        rest["key_norm"] = repeat_heads(rest["key_norm"], kv_copies)
+        rest["key_norm"] = repeated(rest["key_norm"])
     weight = linear.side_by_side([attention[name] for name in names], join)
     return rest | {"qkv": weight} | ({"qkv_bias": join(biases)} if biases else {})

@@ -41,6 +41,8 @@ class ParameterGroups:
     def of(cls, settings: Optimizer, declared: Params, layers: Layers) -> "ParameterGroups":
         """Groups of the settings, the first that names a parameter; a vision tower is one behind them.
 
+        What is fixed is in none of them, and frozen.
+
         Args:
           declared: Tree of `Param` of what is trained.
 
@@ -50,7 +52,7 @@ class ParameterGroups:
         tower = ParameterGroup(rf"^{VISION}\.", learning_rate=settings.vision_learning_rate)
         leaves = jax.tree.leaves_with_path(declared, is_leaf=lambda node: isinstance(node, Param))
         names = [path_name(path) for path, _ in leaves]
-        shares = [np.full(_places(param), np.nan, np.float32) for _, param in leaves]
+        shares = [np.full(_places(param), 0 if param.fixed else np.nan, np.float32) for _, param in leaves]
         for group in (*settings.groups, tower):
             named = 0
             for name, share in zip(names, shares, strict=True):

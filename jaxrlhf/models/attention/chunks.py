@@ -21,8 +21,8 @@ class Chunk(NamedTuple):
     """A chunk of prompts in one layer.
 
     Attributes:
-      prefix: Keys and values of all layers, written before `start`.
-      layer: int32 index of the layer among those of its kind.
+      prefix: Keys and values of all layers of its kind, written before `start`.
+      layer: int32 index of the layer, or of that which it borrows from, among those of its kind.
       start: int32 index of the chunk's first token in its prompt.
       length_P: Tokens of each prompt; None of layers without states.
     """
@@ -56,6 +56,11 @@ class Chunk(NamedTuple):
 
 def written(prefix: Prefix, new: Prefix, start: Array, *, working: Bool[Array, ""] | bool = True) -> Prefix:
     """The prefix with a chunk of all layers; as it was on a pipeline stage that is not working."""
+
+    if prefix.sliding is not None and new.sliding is not None:
+        near = written(prefix.sliding, new.sliding, start, working=working)
+        far = written(prefix._replace(sliding=None), new._replace(sliding=None), start, working=working)
+        return far._replace(sliding=near)
 
     def put(old_LPSKH: Array, new_LPCKH: Array) -> Array:
         at = 0, 0, start, 0, 0

@@ -35,6 +35,7 @@ from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import DecodeKernel, Execution, PagesKernel, RowsKernel
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.sharding.described import are_here
@@ -91,9 +92,9 @@ def choose_execution(
     platform = mesh.devices.flat[0].platform  # described devices may all belong to other processes
     all_axes = head_axes, stage_axes, token_axes
     ways, stages, context = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
-    copies = _key_copies(config, ways)
+    kv_ways = 1 if isinstance(config, CausalLM) or config.latent is not None else ways  # latents serve all heads
     pipeline = pipeline_over(mesh, stage_axes, row_axes=row_axes, weight_axes=weight_axes) if stage_axes else None
-    plain = Execution(dtype, remat, kv_copies=copies, pipeline=pipeline)
+    plain = Execution(dtype, remat, kv_ways=kv_ways, pipeline=pipeline)
     split = replace(plain, mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
     split = replace(split, token_axes=token_axes if context > 1 else ())
     pageless = _pageless(config, stages)
@@ -104,18 +105,17 @@ def choose_execution(
             return replace(split, pages_kernel="xla")
         return plain if config.experts is None and context == 1 else split
     rows, decode, pages = BEST[platform]
-    heads = *_heads_of_device(config.num_heads // ways, config.num_kv_heads * copies // ways, context), config.head_dim
     name = jnp.dtype(dtype).name
-    window = None if config.sliding_window is None else _WINDOW
-    score_mod = ScoreMod(config.score_divisor, config.attn_logit_softcapping, window)
+    problems = [_scores_of_device(layer, split, ways, context) for _, _, layer in config.kinds]
 
     def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
         if kernel == "xla":
             return True
-        here = _usable(use, kernel, platform, heads, score_mod, name, obstacle, are_here(list(mesh.devices.flat)))
-        everywhere = _in_all_processes(here, mesh)
-        if here and not everywhere:
-            _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
+        here = are_here(list(mesh.devices.flat))
+        usable_here = all(_usable(use, kernel, platform, *scores, name, obstacle, here) for scores in problems)
+        everywhere = _in_all_processes(usable_here, mesh)
+        if usable_here and not everywhere:
+            _warn(use, kernel, platform, problems[0][0], name, "another process of the mesh cannot use it")
         return everywhere
 
     no_sinks = "it knows of no attention sinks" if config.attention_sinks else None
@@ -133,11 +133,14 @@ def choose_execution(
     )
 
 
-def _key_copies(config: AnyModel, ways: int) -> int:
-    """Times that key-value heads are repeated, so that they split over tensor shards; latents serve all heads."""
-    if isinstance(config, CausalLM) or config.latent is not None:
-        return 1
-    return math.lcm(config.num_kv_heads, ways) // config.num_kv_heads
+def _scores_of_device(
+    layer: ModelConfig, execution: Execution, ways: int, context: int
+) -> tuple[tuple[int, int, int], ScoreMod]:
+    """Heads that a device attends with in layers of one kind, and their scores."""
+    kv_heads = layer.num_kv_heads * execution.kv_copies(layer.num_kv_heads)
+    heads = *_heads_of_device(layer.num_heads // ways, kv_heads // ways, context), layer.head_dim
+    window = None if layer.sliding_window is None else _WINDOW
+    return heads, ScoreMod(layer.score_divisor, layer.attn_logit_softcapping, window)
 
 
 def _heads_of_device(heads: int, kv_heads: int, context: int) -> tuple[int, int]:
@@ -154,6 +157,8 @@ def _pageless(config: AnyModel, stages: int) -> str | None:
         return "latents do not lie in pages"
     if config.linear is not None:
         return "states of linear attention do not lie in pages"
+    if config.full_heads is not None:
+        return "layers whose heads differ do not lie in pages"
     return "layers that are divided over stages have theirs in slots" if stages > 1 else None
 
 

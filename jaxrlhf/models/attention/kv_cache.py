@@ -8,6 +8,8 @@ With layers divided over stages the list has an entry for each layer of a stage.
 layer of every stage, one stage after another along the slots, split over the stages.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,7 @@ from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import LINEAR_LAYERS, ModelConfig
+from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, SLIDING_LAYERS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
@@ -30,11 +32,28 @@ class Prefix(NamedTuple):
 
     Attributes:
       state: `[L, P, ...]` of layers with linear attention; None if there are none.
+      sliding: Keys and values of layers with a window, where those lie in a stack of their own; else None.
     """
 
     key_LPSKH: Array
     value_LPSKH: Array
     state: LayerState | None = None
+    sliding: "Prefix | None" = None
+
+    def of_stack(self, stack: str) -> "Prefix":
+        """Keys and values that the layers of a stack keep, or borrow."""
+        if LENDERS.get(stack, stack) != SLIDING_LAYERS:
+            return self
+        assert self.sliding is not None, "a model with this stack has their keys and values"
+        return self.sliding
+
+    def mapped(self, function: Callable[[Array], Array], kind: type) -> "Prefix":
+        """Arrays that one kind of layers keeps, each by a function; nothing of the others."""
+        if kind is LayerState or kind is SlidingCache:
+            nothing = Prefix(self.key_LPSKH[:0], self.value_LPSKH[:0])
+            name = "state" if kind is LayerState else "sliding"
+            return nothing._replace(**{name: jax.tree.map(function, getattr(self, name))})
+        return Prefix(function(self.key_LPSKH), function(self.value_LPSKH))
 
 
 class LayerCache(NamedTuple):
@@ -61,9 +80,9 @@ class LayerCache(NamedTuple):
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
         keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
-        return LayerCache(
-            keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
-            values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
+        return self._replace(
+            key_BKHS=keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
+            value_BKSH=values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
         )
 
     def attend(
@@ -78,8 +97,14 @@ class LayerCache(NamedTuple):
         return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
 
+class SlidingCache(LayerCache):
+    """The cache of a layer with a window, where those lie in a stack of their own."""
+
+    __slots__ = ()
+
+
 Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
-"""Caches of all layers, in slots or in pages, and states where layers have those instead."""
+"""Caches of all layers that keep something, in slots or in pages, and states where layers have those instead."""
 
 
 def capacity_of(cache: Cache) -> int:
@@ -98,26 +123,36 @@ def empty_cache(
     """A cache for `slots` sequences of at most `capacity` tokens, and states of layers that have those instead. Build
     it under jit with `out_shardings` to have each device allocate its own part."""
     stages, dtype = execution.stages, execution.dtype
-    heads, key_dim, value_dim = _widths(config, execution)
-    keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
 
     def layer(stack: str) -> LayerCache | LayerState:
         if config.linear is not None and stack == LINEAR_LAYERS:
             return empty_state(config.linear, stages * slots, dtype=dtype)
-        return LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        heads, key_dim, value_dim = _widths(config.of_stack(stack), execution)
+        keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
+        kind = SlidingCache if stack == SLIDING_LAYERS else LayerCache
+        return kind(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
 
-    return [layer(stack) for stack in config.pattern.stack_of()[: config.num_layers // stages]]
+    stacks = config.pattern.stack_of()[: config.num_layers // stages]
+    return [layer(stack) for stack in stacks if stack not in LENDERS]
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
     """Zeros for prompts of `width` tokens, to be written part by part."""
-    heads, *dims = _widths(config, execution)
-    count = config.attention_layers
-    keys, values = (jnp.zeros((count, prompts, width, heads, dim), execution.dtype) for dim in dims)
-    if config.linear is None:
+    counts = Counter(config.pattern.stack_of())
+
+    def zeros(stack: str, count: int) -> Prefix:
+        heads, *dims = _widths(config.of_stack(stack), execution)
+        keys, values = (jnp.zeros((count, prompts, width, heads, dim), execution.dtype) for dim in dims)
         return Prefix(keys, values)
-    state = empty_state(config.linear, config.num_layers - count, prompts, dtype=execution.dtype)
-    return Prefix(keys, values, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3), state))
+
+    if config.full_heads is not None:
+        sliding = zeros(SLIDING_LAYERS, counts[SLIDING_LAYERS]) if counts[SLIDING_LAYERS] else None
+        return zeros(LAYERS, counts[LAYERS])._replace(sliding=sliding)
+    prefix = zeros(LAYERS, config.attention_layers)
+    if config.linear is None:
+        return prefix
+    state = empty_state(config.linear, counts[LINEAR_LAYERS], prompts, dtype=execution.dtype)
+    return prefix._replace(state=jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3), state))
 
 
 def insert_prefix(
@@ -142,14 +177,15 @@ def insert_prefix(
         raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
 
     def insert(cache, prefix, row_I, slot_I):
-        inserted, places = [], {LayerCache: 0, LayerState: 0}
+        inserted, places = [], Counter[type]()
         for stored in cache:
             place, kind = places[type(stored)], type(stored)
             if kind is LayerState:
                 new = stored.put(jax.tree.map(lambda leaf: leaf[place], prefix.state), row_I, slot_I)  # noqa: B023
             else:
-                key_PSKH, value_PSKH = prefix.key_LPSKH[place], prefix.value_LPSKH[place]
-                new = LayerCache(
+                own = prefix.sliding if kind is SlidingCache else prefix
+                key_PSKH, value_PSKH = own.key_LPSKH[place], own.value_LPSKH[place]
+                new = kind(
                     _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
                     _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
                 )
@@ -173,4 +209,5 @@ def _widths(config: ModelConfig, execution: Execution) -> tuple[int, int, int]:
     """Heads, and the widths of a key and of a value."""
     if config.latent is not None:
         return 1, config.latent.rope_dim, config.latent.rank
-    return config.num_kv_heads * execution.kv_copies, config.head_dim, config.head_dim
+    copies = execution.kv_copies(config.num_kv_heads)
+    return config.num_kv_heads * copies, config.head_dim, config.head_dim

@@ -95,7 +95,8 @@ def empty_pages(config: ModelConfig, *, pages: int, execution: Execution) -> lis
     """
     assert execution.pages_kernel is not None, "the cache does not lie in pages"
     lanes = LANES.get(execution.pages_kernel, 1)
-    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads * execution.kv_copies, -(-config.head_dim // lanes) * lanes
+    heads = config.num_kv_heads * execution.kv_copies(config.num_kv_heads)
+    shape = pages, PAGE_TOKENS, 2 * heads, -(-config.head_dim // lanes) * lanes
     return [jnp.zeros(shape, execution.dtype) for _ in range(config.num_layers)]
 
 

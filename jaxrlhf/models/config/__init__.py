@@ -1,7 +1,27 @@
 """The shape of a decoder, as dataclasses."""
 
-from jaxrlhf.models.config.model import FamilyName, Head, ModelConfig, padded_rows
-from jaxrlhf.models.config.parts import ClampedGate, Experts, Indexer, LatentAttention, LinearAttention
-from jaxrlhf.models.config.pattern import DENSE_LAYERS, LAYERS, LINEAR_LAYERS, STACKS, Pattern, Run
-from jaxrlhf.models.config.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
+from jaxrlhf.models.config.model import ModelConfig
+from jaxrlhf.models.config.parts import (
+    ClampedGate,
+    Experts,
+    FullHeads,
+    Indexer,
+    LatentAttention,
+    LayerInputs,
+    LinearAttention,
+)
+from jaxrlhf.models.config.pattern import (
+    BORROWING_LAYERS,
+    DENSE_LAYERS,
+    LAYERS,
+    LENDERS,
+    LINEAR_LAYERS,
+    SLIDING_BORROWING_LAYERS,
+    SLIDING_LAYERS,
+    STACKS,
+    Pattern,
+    Run,
+)
+from jaxrlhf.models.config.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
+from jaxrlhf.models.config.shape import FamilyName, Head, padded_rows
 from jaxrlhf.models.config.vision import Sections, SightName, Vision

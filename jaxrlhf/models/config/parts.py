@@ -95,6 +95,34 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class FullHeads:
+    """Heads of layers without the window, where they are not those of layers with it.
+
+    Attributes:
+      kv_heads: Key-value heads; divides the query heads.
+      head_dim: Width of all heads.
+      values_are_keys: Values are what keys are made of: the same projection, neither scaled nor rotated.
+    """
+
+    kv_heads: int
+    head_dim: int
+    values_are_keys: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Embeddings of tokens for each layer, beside those that the first layer is given.
+
+    Attributes:
+      width: P, numbers of a token for one layer.
+      vocab_size: Rows of their table.
+    """
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """A gate g and its product with u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
 

@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-LAYERS, DENSE_LAYERS, LINEAR_LAYERS = STACKS = "layers", "dense_layers", "linear_layers"
+LAYERS, DENSE_LAYERS, LINEAR_LAYERS, SLIDING_LAYERS = "layers", "dense_layers", "linear_layers", "sliding_layers"
+BORROWING_LAYERS, SLIDING_BORROWING_LAYERS = "borrowing_layers", "sliding_borrowing_layers"
+STACKS = LAYERS, DENSE_LAYERS, LINEAR_LAYERS, SLIDING_LAYERS, BORROWING_LAYERS, SLIDING_BORROWING_LAYERS
 """Names of the stacks of layers in the decoder's parameters."""
+
+LENDERS = {BORROWING_LAYERS: LAYERS, SLIDING_BORROWING_LAYERS: SLIDING_LAYERS}
+"""Stacks of layers that attend to keys and values of an earlier layer, and the stacks whose last layer that is."""
 
 
 class Run(NamedTuple):

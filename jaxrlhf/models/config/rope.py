@@ -73,4 +73,19 @@ class LongRope:
     attention_factor: float
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
+@dataclass(frozen=True)
+class ProportionalRope:
+    """Rotation of the first part of all frequencies, which are those of the whole head; the others do not turn.
+
+    Attributes:
+      partial_rotary_factor: Share of the frequencies that turn.
+      factor: Number that frequencies are divided by; None is 1.
+
+    Source: Gemma 4, as `rope_type: proportional` in transformers.
+    """
+
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope

@@ -139,6 +139,8 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
         **write_rope(config),
         **family.write(config),
     }
+    if fields["rope_scaling"] is None:  # a name of older versions, which newer ones warn of
+        del fields["rope_scaling"]
     if head != "lm":
         fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return fields if config.vision is None else SIGHTS[config.vision.family].fields(config, fields)

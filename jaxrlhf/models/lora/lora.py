@@ -13,16 +13,13 @@ import jax.numpy as jnp
 
 from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
-from jaxrlhf.models.config import LINEAR_LAYERS, STACKS, Head
+from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, STACKS, Head, ModelConfig
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.lora.quantized import Format, Quantized, quantize
 from jaxrlhf.models.parameters import VISION, Param, declare, path_name
 
 ROOMS = ("attention", "mlp")
 """Subtrees of a layer that hold its matrices."""
-
-_ABSENT = {LINEAR_LAYERS: {"query", "key", "value"}}
-"""Matrices that layers of a stack need not have for others to be adapted."""
 
 INPUTS = {"output": 2}
 """Number of input dimensions of a matrix, where that is not one."""
@@ -38,7 +35,7 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
         raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
-    shared = set.intersection(*(_matrices(layer) | _ABSENT.get(name, set()) for name, layer in stacks.items()))
+    shared = set.intersection(*(_matrices(layer) | _absent(config, name) for name, layer in stacks.items()))
     missing = [name for name in lora.targets if name not in shared]
     if missing and lora.part != "tower":
         there = ", ".join(name for name in Lora.MATRICES if name in shared)
@@ -51,6 +48,15 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
             raise Refusal(f"lora.part={lora.part!r}, and the model reads text alone; give vision=True, or drop part")
         tree[VISION] = {"layers": _in_rooms(declared[VISION]["layers"], lora)}
     return tree if head == "lm" else tree | {"head": declared["head"]}
+
+
+def _absent(config: ModelConfig, stack: str) -> set[str]:
+    """Matrices that layers of a stack need not have for others to be adapted."""
+    if stack == LINEAR_LAYERS:
+        return {"query", "key", "value"}
+    if stack == LAYERS and config.full_heads is not None and config.full_heads.values_are_keys:
+        return {"value"}
+    return {"key", "value"} if stack in LENDERS else set()
 
 
 def _in_rooms(layer: dict[str, Any], lora: Lora) -> dict[str, Any]:

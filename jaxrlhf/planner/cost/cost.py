@@ -38,8 +38,8 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
     Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
     """
     routed = None if model.experts is None else model.experts.per_token
-    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
-    scored = 2 * model.num_heads * (model.head_dim + value_dim) * context
+    value_dim = model.mean_head_dim if model.latent is None else model.latent.value_dim
+    scored = 2 * model.num_heads * (model.mean_head_dim + value_dim) * context
     if model.linear is not None:  # instead each value head reads and writes its matrix, whatever the context
         linear, share = model.linear, model.attention_layers / model.num_layers
         stepped = 6 * linear.value_heads * linear.key_dim * linear.value_dim * (context > 0)
@@ -198,7 +198,7 @@ def _heads_exchange_s(
         return 0.0
     group, inside = DeviceGroup(layout.context, layout.stage * layout.tensor), _exchanged(model, layout)
     if model.latent is None:
-        numbers, gathered = 2 * (inside.heads + inside.kv_heads) * model.head_dim, 0
+        numbers, gathered = 2 * (inside.heads + inside.kv_heads) * model.mean_head_dim, 0
     else:
         numbers = inside.heads * (model.head_dim + model.latent.value_dim)
         gathered = layout.context * (model.latent.rank + model.latent.rope_dim)

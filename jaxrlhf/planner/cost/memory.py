@@ -54,15 +54,16 @@ def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
     Attention is taken apart as a whole, the MLP one of its three matrices after another.
     """
     plain_layers = model.num_layers if model.experts is None else model.dense_layers
-    matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * model.intermediate_size
+    inner = model.mean_intermediate_size
+    matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * inner
     attention = model.num_layers * model.attention_parameters + replicated_weights(model, layout.generation_tensor)
     return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int, lanes: int = 1) -> float:
     """Keys and values of one token that one device holds; each head's are filled up to a multiple of `lanes`."""
-    head = model.head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
-    filled = -(-head // lanes) * lanes / head
+    head = model.mean_head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
+    filled = -(-head // lanes) * lanes / head if lanes > 1 else 1
     kept = model.num_layers * model.cache_width * filled * itemsize / layout.generation_stage
     # A latent serves all heads, so that every tensor shard keeps it.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)

@@ -288,8 +288,8 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
     return 2 * layer * each + cast + ordered, table * each
 
 
-def _back_weights(model: ModelConfig) -> int:
+def _back_weights(model: ModelConfig) -> float:
     """Weights of a layer's matrices that lead back to the residual stream, of attention and the MLP, experts not."""
-    heads = model.num_heads * (model.head_dim if model.latent is None else model.latent.value_dim)
-    inner = model.intermediate_size if model.experts is None else model.experts.shared_intermediate_size
+    heads = model.num_heads * (model.mean_head_dim if model.latent is None else model.latent.value_dim)
+    inner = model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
     return (heads + inner) * model.hidden_size

@@ -138,5 +138,6 @@ def _tensors(role: Role, hardware: Hardware) -> list[int]:
 
 
 def _stages(model: ModelConfig) -> list[int]:
-    """Ways to divide the layers; those with experts are not divided."""
-    return divisors(model.num_layers) if model.experts is None else [1]
+    """Ways to divide the layers; those with experts are not divided, and not those that others lend something."""
+    whole = model.experts is not None or model.borrowing_layers or model.layer_inputs is not None
+    return [1] if whole else divisors(model.num_layers)

@@ -193,6 +193,7 @@ class Family:
       read: Fields of `ModelConfig` beside those that all families share, and defaults of those. It asks
         for every field of config.json that this family has beside them.
       write: Fields of config.json beside those that all families share.
+      unread: Pattern of names of tensors that files may have and nothing computes with, for a model; None is none.
       predicts_several: Files may have layers behind the last one, or tensors named `mtp`, which predict several tokens
         at once. They are not read, and not exported.
       score_architecture: First part of the name with a score head; None is `architecture`.
@@ -205,6 +206,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     score_architecture: str | None = None
     predicts_several: bool = False
+    unread: Callable[[ModelConfig], re.Pattern[str] | None] = lambda config: None
 
     @property
     def causal(self) -> str:
@@ -217,7 +219,10 @@ class Family:
         return f"{self.score_architecture or self.architecture}ForSequenceClassification"
 
     def leaves_out(self, name: str, config: ModelConfig) -> bool:
-        """Return whether a tensor is of a layer that predicts several tokens."""
+        """Return whether a tensor is of a layer that predicts several tokens, or nothing computes with it."""
+        unread = self.unread(config)
+        if unread is not None and unread.match(name):
+            return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         behind = layer is not None and int(layer[1]) >= config.num_layers
         return self.predicts_several and (behind or name.startswith("mtp."))

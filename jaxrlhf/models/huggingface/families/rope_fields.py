@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from jaxrlhf.models.config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from jaxrlhf.models.config import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    ProportionalRope,
+    RopeScaling,
+    YarnRope,
+)
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 _KINDS: dict[str, type[RopeScaling] | None] = {
@@ -14,6 +22,7 @@ _KINDS: dict[str, type[RopeScaling] | None] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
     "longrope": LongRope,
+    "proportional": ProportionalRope,
 }
 _OTHER_NAMES = {"su": "longrope"}
 
@@ -45,7 +54,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
         raise given.error(f"rope type {sorted(named)}", f"known are {sorted(_KINDS)}")
     kind = kinds.pop()
     theta = float(rope.pop("rope_theta", 10_000.0))
-    rotated = float(rope.pop("partial_rotary_factor", 1.0))
+    rotated = 1.0 if kind == "proportional" else float(rope.pop("partial_rotary_factor", 1.0))
     longest = int(given.need("max_position_embeddings"))
     original = given.take("original_max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):

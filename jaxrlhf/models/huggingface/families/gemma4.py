@@ -1,0 +1,158 @@
+"""Gemma 4 (text): layers without a window have heads of their own, later layers borrow keys and values of earlier ones,
+and every layer has an embedding of the token for itself."""
+
+import re
+from typing import Any
+
+import jax
+
+from jaxrlhf.models.config import LENDERS, FullHeads, LayerInputs, ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, Family, StoredTensor, in_layers
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
+from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.parameters import declare, path_name
+
+_FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
+_PERIOD = 6
+"""Layers of which the last has no window, where the file does not say."""
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    given.only("attention_bias", False)
+    given.only("enable_moe_block", False)
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        given.take(name)  # of experts, which there are not
+    # Of images, which see each other; text sees what is before it either way.
+    given.only("use_bidirectional_attention", None, "vision")
+    given.only("hidden_activation", "gelu_pytorch_tanh")
+    given.default(head_dim=256, num_key_value_heads=4)
+    given.default(rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}})
+    count = given.need("num_hidden_layers")
+    layers = read_layer_types(given) or tuple((index + 1) % _PERIOD != 0 for index in range(count))
+    layers = (*layers[:-1], False)  # the last never has a window, whatever the file says
+    inner, borrowing = given.need("intermediate_size"), given.take("num_kv_shared_layers") or 0
+    width, rows = given.take("hidden_size_per_layer_input", 256), given.take("vocab_size_per_layer_input", 262_144)
+    double = bool(given.take("use_double_wide_mlp", False)) and borrowing > 0
+    return {
+        "activation": "gelu_tanh",
+        "norms": "sandwich",
+        "scale_embeddings": True,
+        "tie_embeddings": given.take("tie_word_embeddings", True),
+        "query_pre_attn_scalar": 1.0,
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scale": True,
+        "final_logit_softcapping": given.take("final_logit_softcapping"),
+        "sliding_window": given.take("sliding_window", 512),
+        "sliding_layers": layers,
+        "full_heads": _read_full_heads(given, layers),
+        "borrowing_layers": borrowing,
+        "borrowing_intermediate_size": 2 * inner if double else None,
+        "layer_inputs": LayerInputs(width, rows) if width else None,
+        **read_two_ropes(given, full_theta=_FULL_THETA, sliding_theta=_SLIDING_THETA),
+    }
+
+
+def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
+    """Heads of layers without a window: fields of their own, or since transformers 5 what single layers differ in.
+
+    Raises:
+      Refusal: Layers of one kind differ, or in something else.
+    """
+    same, kv_heads = bool(given.take("attention_k_eq_v", False)), given.need("num_key_value_heads")
+    head_dim, own_heads = given.take("global_head_dim", 512), given.take("num_global_key_value_heads")
+    full = {"head_dim": head_dim, "num_key_value_heads": own_heads if same and own_heads else kv_heads}
+    by_layer = given.take("per_layer_config")
+    if by_layer is not None:
+        places = [index for index, slides in enumerate(layers) if not slides]
+        each = [by_layer.get(str(place), {}) for place in places]
+        alike = all(other == each[0] for other in each)
+        if not alike or by_layer.keys() - set(map(str, places)) or each[0].keys() - set(full):
+            raise given.error(
+                f"per_layer_config={by_layer!r}", "computed are head_dim and num_key_value_heads of full_attention"
+            )
+        full = {"head_dim": given.need("head_dim"), "num_key_value_heads": kv_heads} | each[0]
+    return FullHeads(full["num_key_value_heads"], full["head_dim"], values_are_keys=same)
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    full, inputs = config.full_heads, config.layer_inputs
+    assert full is not None
+    places = [index for index, slides in enumerate(config.sliding_layers) if not slides]
+    own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attention_k_eq_v": full.values_are_keys,
+        "enable_moe_block": False,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "sliding_window": config.sliding_window,
+        "layer_types": write_layer_types(config),
+        "per_layer_config": {str(place): own for place in places},
+        "num_kv_shared_layers": config.borrowing_layers,
+        "use_double_wide_mlp": config.borrowing_intermediate_size is not None,
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
+        "vocab_size_per_layer_input": config.vocab_size if inputs is None else inputs.vocab_size,
+        "rope_theta": None,
+        "rope_scaling": None,
+        **write_two_ropes(config),
+    }
+
+
+_IN_LAYERS = (
+    DECODER
+    | QK_NORM
+    | in_layers(
+        attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
+        mlp_norm=("pre_feedforward_layernorm.weight", "D", "D"),
+        mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
+        scale=("layer_scalar", "O", "O"),
+        layer_input__narrow=("per_layer_input_gate.weight", "DP", "P D"),
+        layer_input__widen=("per_layer_projection.weight", "PD", "D P"),
+        layer_input__norm=("post_per_layer_input_norm.weight", "D", "D"),
+    )
+)
+_INPUTS = {
+    "layer_inputs.embed": StoredTensor("model.embed_tokens_per_layer.weight", "VLP", "V LP"),
+    "layer_inputs.projection": StoredTensor("model.per_layer_model_projection.weight", "DLP", "LP D"),
+    "layer_inputs.norm": StoredTensor("model.per_layer_projection_norm.weight", "P", "P"),
+}
+
+
+def by_stack(config: ModelConfig, table: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """A table of layers, of which each stack has those parameters that it declares."""
+    declared = {path_name(path) for path, _ in jax.tree.leaves_with_path(declare(config, "lm"))}
+    found = {path: each for path, each in table.items() if not path.startswith("layers.")}
+    stack_of = config.pattern.stack_of()
+    for stack in dict.fromkeys(stack_of):
+        places = tuple(index for index, other in enumerate(stack_of) if other == stack)
+        for path, each in table.items():
+            own = path.replace("layers", stack, 1)
+            if path.startswith("layers.") and own in declared:
+                found[own] = each._replace(layers=places)
+    return found
+
+
+def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    return by_stack(config, _IN_LAYERS if config.layer_inputs is None else _IN_LAYERS | _INPUTS)
+
+
+def borrowers(config: ModelConfig) -> re.Pattern[str] | None:
+    """Names of keys and values of layers that borrow them, which published files have nevertheless."""
+    places = [str(index) for index, stack in enumerate(config.pattern.stack_of()) if stack in LENDERS]
+    if not places:
+        return None
+    return re.compile(rf"model\.layers\.({'|'.join(places)})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+
+
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4",
+    _tensors,
+    _read,
+    _write,
+    score_architecture="Gemma4Text",
+    unread=borrowers,
+)
+"""Gemma 4 (text) without experts."""

@@ -1,0 +1,1 @@
+"""Parts of the residual stream beside attention and the MLP."""

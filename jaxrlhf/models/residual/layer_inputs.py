@@ -1,0 +1,47 @@
+"""Embeddings of tokens for each layer, which it adds to the residual stream behind its MLP.
+
+    input_l = (table_l[token] sqrt(P) + norm(project_l(embedding) / sqrt(D))) / sqrt(2)
+    h += norm(widen(activation(narrow(h)) * input_l))
+
+Source: Gemma 4, as `hidden_size_per_layer_input` in transformers.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models import linear
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.norm import norm
+
+
+def layer_inputs(
+    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], embed_RWD: Float[Array, "R W D"]
+) -> Float[Array, "L R W P"] | None:
+    """Inputs of all layers; None where layers have none.
+
+    Args:
+      embed_RWD: What the first layer is given.
+    """
+    if config.layer_inputs is None:
+        return None
+    own, dtype = params["layer_inputs"], embed_RWD.dtype
+    table_RWLP = own["embed"][token_RW].astype(dtype) * jnp.asarray(config.layer_inputs.width**0.5, dtype)
+    made_RWLP = linear.project(embed_RWD, own["projection"]) * jnp.asarray(config.hidden_size**-0.5, dtype)
+    both_RWLP = (norm(config, made_RWLP, own["norm"]) + table_RWLP) * jnp.asarray(0.5**0.5, dtype)
+    return jnp.moveaxis(both_RWLP, 2, 0)
+
+
+def with_input(
+    layer: Params,
+    config: ModelConfig,
+    hidden_RWD: Float[Array, "R W D"],
+    input_RWP: Float[Array, "R W P"],
+    activation: Callable[[Array], Array],
+) -> Float[Array, "R W D"]:
+    """Hidden states with what a layer makes of its own input."""
+    own = layer["layer_input"]
+    gate_RWP = activation(linear.project(hidden_RWD, own["narrow"]))
+    return hidden_RWD + norm(config, linear.project(gate_RWP * input_RWP, own["widen"]), own["norm"])
