@@ -3,6 +3,7 @@
 Each command is a module with a function `main`, started too as `python -m jaxrlhf.COMMAND ...`.
 """
 
+import difflib
 import importlib
 import sys
 
@@ -37,7 +38,9 @@ def _command() -> None:
         print("\njaxrlhf COMMAND --help says more, with examples.")
         return
     if name not in COMMANDS:
-        raise Refusal(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise Refusal(f"there is no command {name!r}; there are {', '.join(COMMANDS)}{hint}")
     sys.argv = [f"jaxrlhf {name}", *rest]
     importlib.import_module(f"jaxrlhf.{name}").main()
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from jaxrlhf.config import (
+    GRPO,
     PPO,
     AdaptiveKL,
     Algorithm,
@@ -100,9 +101,11 @@ def test_a_file_may_define_its_own_algorithm(tmp_path):
     assert to_json(override(load(path), {"algorithm.margin": 1.5}).algorithm)["margin"] == 1.5
 
 
-def test_unknown_name_lists_what_exists(refused):
-    with refused():
-        load("ppo_gms8k.py")
+def test_unknown_name_lists_what_exists_or_the_nearest(refused, tmp_path):
+    (tmp_path / "mine.py").touch()
+    for name in ("ppo_gms8k.py", "nothing_like_it", str(tmp_path / "mien.py")):
+        with refused():
+            load(name)
 
 
 def test_a_bad_file_is_named_with_its_line(refused, tmp_path):
@@ -120,6 +123,7 @@ def test_a_bad_file_is_named_with_its_line(refused, tmp_path):
         CONFIG_FILE.format(steps="Sampling(temperature='hot')"),
         CONFIG_FILE.format(steps="Rollout(sampling={})"),
         CONFIG_FILE.format(steps="Rewards(parts=(ArithmeticReward()))"),
+        "from jaxrlhf.config import FromScrach",
         "from jaxrlhf import load\ndef get_config():\n    config = load('ppo_gsm8k')\n    config.steps = 3",
     ]:
         path = tmp_path / "mine.py"
@@ -152,6 +156,15 @@ def test_an_error_of_a_files_own_code_keeps_its_traceback(tmp_path, source, erro
 def test_a_tuple_that_lacks_its_comma_is_known_as_such(refused):
     with refused():
         override(load("ppo_gsm8k"), {"offload": "actor"})
+
+
+def test_what_was_meant_by_a_value_of_the_wrong_type_is_said(refused):
+    config = load("ppo_gsm8k")
+    for changes in ({"model": "Qwen/Qwen3-0.6B"}, {"algorithm": "grpo"}):
+        with refused():
+            override(config, changes)
+    with refused():
+        replace(config, algorithm=GRPO)
 
 
 def test_override_changes_only_what_it_names():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tyro
 
+from jaxrlhf.__main__ import _command
 from jaxrlhf.config import (
     CommandLine,
     Config,
@@ -163,12 +164,26 @@ def test_user_error_is_one_line(refused, capsys):
         "--config grpo_gsm8k --algorithm.kl None --algorithm.kl.coefficient 1",
         "--config ppo_arithmetic --model Pretrained",
         "--config ppo_gsm8k --rewards.parts FormatReward",
+        "ppo_gsm8k",
     ]:
         with pytest.raises(SystemExit) as end:
             run_command(lambda words=words: from_words(words.split()))
         shown = capsys.readouterr()
         refused.check(shown.err)
         assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+
+
+def test_a_flag_or_a_command_that_is_misspelled_is_told(refused, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxrlhf", "trian", "--config", "ppo_gsm8k"])
+    with refused():
+        _command()
+    command = CommandLine(prog="jaxrlhf generate")
+    command.add_argument("policy")
+    command.add_argument("--dry-run", action="store_true")
+    with refused():
+        command.parse_config(["mine", "--config", "ppo_gsm8k", "--dry_run"])
+    with refused():
+        command.parse_args([])
 
 
 CONTRADICTION = """

@@ -117,3 +117,10 @@ def test_a_parquet_file_is_read_a_part_at_a_time(tmp_path):
     assert [row.record["answer"] for row, _ in zip(rows, RECORDS, strict=False)] == [2 * n for n in range(9)]
     with pytest.raises(Refusal, match=r"prompts\.parquet: not a readable parquet file"):
         list(rows)
+
+
+def test_a_file_beside_the_one_that_was_meant_is_named(refused, tmp_path):
+    write(tmp_path / "train.jsonl", RECORDS)
+    for path in (tmp_path / "trian.jsonl", tmp_path):
+        with refused():
+            next(read_rows(path))

@@ -247,7 +247,9 @@ def test_nothing_fits(load, tmp_path):
     ("name", "content", "match"),
     [
         ("a.jsonl", None, r"a\.jsonl: no such file"),
-        ("a.txt", "1", r"a\.txt: expected a \.jsonl, \.jsonl\.gz or \.parquet"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl \(one JSON object a line\), \.jsonl\.gz or \.parquet file$"),
+        ("a.csv", "1", r"; pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\) makes one"),
+        ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "the file is UTF-16; save it as UTF-8"),
         ("a.jsonl", "", "holds no records"),
         ("a.jsonl", "\n \n", "holds no records"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n\n{"prompt": \n', r"a\.jsonl, line 3: not valid JSON"),
@@ -266,7 +268,7 @@ def test_nothing_fits(load, tmp_path):
         (
             "a.jsonl",
             '{"prompt": "x", "answer": "1"}\n{"question": "x", "b": 1}\n',
-            r"line 2: no key 'prompt'; .*\['b', 'question'\]",
+            r"line 2: no key 'prompt'; .*\['b', 'question'\]; name the right one by prompt_key",
         ),
         (
             "a.jsonl",
@@ -278,7 +280,7 @@ def test_nothing_fits(load, tmp_path):
         ("a.jsonl", '{"prompt": ""}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": []}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}\n', "line 1: a message in 'prompt' must have"),
-        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "line 1: 'answer' must be a text or a number, got None"),
+        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "number, got None; where there are none, set answer_key=None"),
         ("a.jsonl", '{"prompt": "x"}\n', r"line 1: no key 'answer'; there are \['prompt'\]"),
         ("a.parquet", "x", r"a\.parquet: not a readable parquet file"),
         ("a.parquet", "", r"a\.parquet: not a readable parquet file"),

@@ -1,9 +1,11 @@
 """Records of `.jsonl`, `.jsonl.gz` and `.parquet` files; what is wrong is said with file, line and key."""
 
+import codecs
 import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,18 +53,23 @@ class Row(NamedTuple):
         """True if the record has the field `key`."""
         return field_of(self.record, key) is not _NONE
 
-    def value(self, key: str) -> Any:
-        """The field `key`, `a.b` being `b` of `a`; `Refusal` if the record has none."""
+    def value(self, key: str, setting: str | None = None) -> Any:
+        """The field `key`, `a.b` being `b` of `a`; `Refusal` if the record has none.
+
+        Args:
+          setting: Setting that names the field, for the refusal.
+        """
         value = field_of(self.record, key)
         if value is _NONE:
-            raise Refusal(f"{self.place}: no key {key!r}; there are {sorted(self.record)}")
+            advice = f"; name the right one by {setting}" if setting else ""
+            raise Refusal(f"{self.place}: no key {key!r}; there are {sorted(self.record)}{advice}")
         return value
 
-    def text(self, key: str) -> str:
-        """The field `key` as text; numbers become text, anything else is a `Refusal`."""
-        value = self.value(key)
+    def text(self, key: str, setting: str | None = None, advice: str = "") -> str:
+        """The field `key` as text; numbers become text, anything else is a `Refusal` with some advice."""
+        value = self.value(key, setting)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}")
+            raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}{advice}")
         return str(value)
 
 
@@ -77,15 +84,26 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     readers = {".jsonl": _read_jsonl, ".jsonl.gz": _read_jsonl, ".parquet": _read_parquet}
     suffix = next((suffix for suffix in readers if path.name.endswith(suffix)), None)
     if suffix is None:
-        raise Refusal(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
+        raise Refusal(f"{path}: expected a .jsonl (one JSON object a line), .jsonl.gz or .parquet file{_advice(path)}")
     if not path.is_file():
-        raise Refusal(f"{path}: no such file")
+        close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
+        hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked from {Path.cwd()})"
+        raise Refusal(f"{path}: no such file{hint}")
     empty = True
     for row in readers[suffix](path):
         empty = False
         yield row
     if empty:
         raise Refusal(f"{path}: the file holds no records")
+
+
+def _advice(path: Path) -> str:
+    """Advice on a file of another kind: what makes one of it that is read."""
+    if path.suffix in (".csv", ".tsv", ".json", ".xlsx"):
+        kind = {".csv": "csv", ".tsv": "csv", ".json": "json", ".xlsx": "excel"}[path.suffix]
+        more = ", sep='\\t'" if path.suffix == ".tsv" else ""
+        return f"; pandas.read_{kind}({path.name!r}{more}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
+    return "; HubData reads a directory laid out like a data set of the hub" if path.is_dir() else ""
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -96,6 +114,8 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         try:
             record: Any = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
+            if line[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise Refusal(f"{path}: the file is UTF-16; save it as UTF-8") from error
             raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
         except RecursionError:
             record = None

@@ -274,7 +274,7 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
     )
     if data.image_key is None:
         return example
-    count = len(image_values(row.value(data.image_key)))
+    count = len(image_values(row.value(data.image_key, "image_key")))
     kept = {key: value for key, value in row.record.items() if key != data.image_key}
     sources = tuple(f"record:{row.source}/{data.image_key}/{index}" for index in range(count))
     return example._replace(prompt=marked(example.prompt, count, place=row.place), record=kept, images=sources)
@@ -283,7 +283,7 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
 def _prompt(row: Row, data: PromptFields) -> Any:
     """The prompt; TRL's `messages` before the assistant's last where there is no field of the default name."""
     if data.prompt_key != "prompt" or row.has("prompt") or not isinstance(row.record.get("messages"), list):
-        return row.value(data.prompt_key)
+        return row.value(data.prompt_key, "prompt_key")
     messages = row.record["messages"]
     told = bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
     return messages[:-1] if told else messages
@@ -294,14 +294,15 @@ def _answer(row: Row, data: PromptFields) -> str | None:
     if data.answer_key is None:
         return None
     verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
-    return row.text(_VERL_ANSWER if verl else data.answer_key)
+    key = _VERL_ANSWER if verl else data.answer_key
+    return row.text(key, "answer_key (None where there are no answers)", "; where there are none, set answer_key=None")
 
 
 def _solution(row: Row, data: PromptFields) -> str | None:
     """The worked solution: a text, or what the assistant says last."""
     if data.solution_key is None:
         return None
-    value = row.value(data.solution_key)
+    value = row.value(data.solution_key, "solution_key")
     return last_said(value, row.place, data.solution_key) if isinstance(value, list) else row.text(data.solution_key)
 
 

@@ -51,8 +51,12 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
         # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
         tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
     except Exception as error:  # what tokenizers raises of a file that it cannot read has no class of its own
+        there = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
+        reason = _first_line(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
+        if there and "tokenizer.json" in there:
+            reason = f"its tokenizer.json: {_first_line(error)}"
         raise Refusal(
-            f"no tokenizer could be loaded from {path!r} ({_first_line(error)}); give a directory with "
+            f"no tokenizer could be loaded from {path!r} ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
         ) from error
     _check(tokenizer, path)

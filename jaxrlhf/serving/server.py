@@ -43,10 +43,10 @@ class Server:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self._socket.close()
             raise Refusal(
-                f"cannot listen at {host}:{port} ({error.strerror}); choose another --host or --port"
+                f"cannot listen at {host}:{port} ({getattr(error, 'strerror', error)}); choose another --host or --port"
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"

@@ -30,9 +30,11 @@ class ViewServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind(("127.0.0.1", port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self._socket.close()
-            raise Refusal(f"cannot listen at port {port} ({error.strerror}); choose another --port") from error
+            raise Refusal(
+                f"cannot listen at port {port} ({getattr(error, 'strerror', error)}); choose another --port"
+            ) from error
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(view_app(files), log_level="warning", access_log=False, lifespan="off")
         self._server = uvicorn.Server(config)

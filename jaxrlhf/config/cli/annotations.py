@@ -47,9 +47,31 @@ def spell(annotation: Any) -> str:
 
 def check_type(name: str, value: object, annotation: Any) -> None:
     """Raise `Refusal` unless `value` is what the annotation of setting `name` allows."""
-    one = _is_sequence(annotation) and _conforms((value,), annotation)
-    hint = f"; a tuple of one is written ({value!r},), with a comma" if one else ""
-    require(_conforms(value, annotation), f"{name} must be {spell(annotation)}, got {value!r}{hint}")
+    if not _conforms(value, annotation):
+        require(False, f"{name} must be {spell(annotation)}, got {value!r}{_hint(value, annotation)}")
+
+
+def _hint(value: object, annotation: Any) -> str:
+    """Advice on a value of the wrong type, where what was meant can be told from it."""
+    if _is_sequence(annotation) and _conforms((value,), annotation):
+        return f"; a tuple of one is written ({value!r},), with a comma"
+    if isinstance(value, list) and _conforms(tuple(value), annotation):
+        return "; write it as a tuple, with ( ) around it in place of [ ], and a comma after a single one"
+    kinds = variants(annotation)
+    if isinstance(value, type) and value in kinds:
+        return f"; write {value.__name__}(...), with what it needs in the brackets"
+    if isinstance(value, str):
+        meant = [kind.__name__ for kind in kinds if kind.__name__.lower() == value.lower()]
+        taking = [kind.__name__ for kind in kinds if _begins_with_a_text(kind)]
+        if meant or taking:
+            return "; write " + " or ".join([f"{one}(...)" for one in meant] or [f"{one}({value!r})" for one in taking])
+    return ""
+
+
+def _begins_with_a_text(owner: type) -> bool:
+    """True for settings such as `Pretrained`, whose first field is a text that has to be given."""
+    first = next((field for field in dataclasses.fields(owner) if not field.kw_only), None)
+    return first is not None and field_types(owner)[first.name] is str and first.default is dataclasses.MISSING
 
 
 def check_types(settings: Any, name: str) -> None:

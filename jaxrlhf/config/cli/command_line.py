@@ -77,7 +77,8 @@ class CommandLine(argparse.ArgumentParser):
         self.epilog = f"examples:\n{self._examples}" if examples else None
 
     def error(self, message: str) -> NoReturn:
-        raise Refusal(message)
+        how = f"; `{self.prog} --help` shows how" if "are required" in message or "unrecognized" in message else ""
+        raise Refusal(f"{message}{how}")
 
     def parse_config(
         self,
@@ -102,14 +103,29 @@ class CommandLine(argparse.ArgumentParser):
         if {"-h", "--help"} & {*words}:  # before flags that are missing are asked for
             self._show_help(words)
         flags, rest = self.parse_known_args(words)
+        self._check_misspelled(rest)
         changed = [*implied(flags), *rest]
 
         def change(config: Config) -> Config:
             return override(config, _changes(config, changed))
 
         if flags.config is None and default is None:
+            if rest and not rest[0].startswith("-"):
+                policy = ", a policy --policy" if "--policy" in self._option_string_actions else ""
+                raise Refusal(
+                    f"do not know what to do with {rest[0]!r} alone; a configuration is --config NAME{policy}"
+                )
             self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
-        return change(default) if flags.config is None and default else load(flags.config, change), flags
+        if flags.config is None and default is not None:
+            return change(default), flags
+        return load(flags.config, change if changed else None), flags
+
+    def _check_misspelled(self, words: Sequence[str]) -> None:
+        """Refuse flags of this command with _ in place of -, which would be taken for settings."""
+        for word in words:
+            flag = word.partition("=")[0]
+            if "_" in flag and (meant := flag.replace("_", "-")) in self._option_string_actions:
+                raise Refusal(f"there is no {flag}; did you mean {meant}?")
 
     def _show_help(self, words: Sequence[str]) -> NoReturn:
         """Print the help, and the settings of a configuration if one is named, and leave."""

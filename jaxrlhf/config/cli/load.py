@@ -102,9 +102,11 @@ def _find(name: str) -> Path:
     wanted = name.removesuffix(".py")
     if wanted in known:
         return known[wanted]
-    close = difflib.get_close_matches(Path(wanted).name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise Refusal(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}{hint}")
+    beside = {str(path).removesuffix(".py"): str(path) for path in sorted(Path(name).parent.glob("*.py"))}
+    close = difflib.get_close_matches(wanted, beside, n=1) or difflib.get_close_matches(Path(wanted).name, known, n=1)
+    if close:
+        raise Refusal(f"no configuration {name!r}; did you mean {beside.get(close[0], close[0])}?")
+    raise Refusal(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}")
 
 
 def _place(error: Exception, path: Path) -> str:
@@ -126,6 +128,12 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
         return f"{message}: settings stay as they are made; make others with dataclasses.replace(settings, field=value)"
     if (wrong := _wrong_type(error)) is not None:
         return wrong
+    absent = re.match(r"cannot import name '(\w+)' from 'jaxrlhf.config'", message)
+    if absent:
+        from jaxrlhf import config
+
+        close = difflib.get_close_matches(absent[1], vars(config), n=1)
+        return f"jaxrlhf.config has no {absent[1]}" + (f"; did you mean {close[0]}?" if close else "")
     misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
     if misspelled:
         owner, field = misspelled.groups()

@@ -136,7 +136,7 @@ def _held_out(pair: PairRecord, data: PairFields) -> bool:
 
 
 def _pair(row: Row, data: PairFields) -> PairRecord:
-    answers = [row.value(key) for key in (data.chosen_key, data.rejected_key)]
+    answers = [row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")]
     prompt: str | Messages | None
     if all(isinstance(answer, list) for answer in answers):
         chosen, rejected = (last_said(said, row.place, name) for name, said in zip(_ANSWERS, answers, strict=True))
@@ -151,7 +151,7 @@ def _pair(row: Row, data: PairFields) -> PairRecord:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
     if chosen == rejected:
         raise Refusal(f"{row.place}: the chosen and the rejected answer are the same")
-    margin = 0.0 if data.margin_key is None else row.value(data.margin_key)
+    margin = 0.0 if data.margin_key is None else row.value(data.margin_key, "margin_key")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise Refusal(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
     return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.stored)
@@ -192,7 +192,7 @@ def _prompt(row: Row, data: PairFields) -> str | Messages | None:
 
 def prompt_of(row: Row, key: str) -> str | Messages:
     """The prompt in a field: a text, or chat messages."""
-    value = row.value(key)
+    value = row.value(key, "prompt_key")
     return value if value and isinstance(value, str) else _messages(row, value, key)
 
 
@@ -209,7 +209,7 @@ def _messages(row: Row, value: Any, key: str) -> Messages:
 def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
     if data.safe_keys is None:
         return None
-    chosen, rejected = (row.value(key) for key in data.safe_keys)
+    chosen, rejected = (row.value(key, "safe_keys") for key in data.safe_keys)
     if not (isinstance(chosen, bool) and isinstance(rejected, bool)):
         raise Refusal(f"{row.place}: {data.safe_keys} must be true or false, got {chosen!r:.40} and {rejected!r:.40}")
     return chosen, rejected
@@ -224,7 +224,7 @@ def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str 
         *others, other = dialogue(rejected, place=f"{row.place}: rejected")
     except Refusal as error:
         there = sorted(row.record)
-        raise Refusal(f"{error}; a field with the prompt is named by data.prompt_key, and there are {there}") from error
+        raise Refusal(f"{error}; a field with the prompt is named by prompt_key, and there are {there}") from error
     if shared != others:
         raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
     return shared, last["content"], other["content"]

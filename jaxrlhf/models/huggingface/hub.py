@@ -32,6 +32,8 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
                 f"`python -m jaxrlhf.export {run} DIRECTORY` (--step chooses the step), and give DIRECTORY"
             )
         return directory
+    if directory.is_file():
+        raise Refusal(f"{name} is a file; give the directory that has config.json and *.safetensors beside each other")
     found = _HUB_ID.fullmatch(name)
     if found is None or ("/" in name and directory.parent.is_dir()):
         raise Refusal(f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B")
