@@ -8,7 +8,9 @@ import io
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import nbformat
 import numpy as np
 import openai
 import PIL.Image
@@ -17,6 +19,7 @@ import seeing
 import tiny_checkpoints
 import torch
 import transformers
+from nbclient import NotebookClient
 from tiny_runs import get_config, records
 
 import jaxrlhf
@@ -28,6 +31,7 @@ from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
+ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 12
 PLACEHOLDERS = {"boi_token_index": "<|vision_start|>", "eoi_token_index": "<|vision_end|>"}
 PLACEHOLDERS |= {"image_token_index": "<|image_pad|>"}
@@ -154,3 +158,20 @@ def test_a_run_and_its_export_are_served_with_pictures(trained, exported, monkey
 
     assert generated(pixels) == answer
     assert generated(-pixels) != answer, "another picture makes another answer"
+
+
+def test_the_notebook_runs_with_few_steps(tmp_path):
+    """Its last cell is read alone, since its checkpoint is on the hub."""
+    few = {"steps": 1, "cold_start.steps": 1, "evaluation.every_steps": 1, "evaluation.problems": 8}
+    few |= {"data.train_problems": 64, "data.eval_problems": 8, "devices": 1}
+    notebook = nbformat.read(ROOT / "notebooks/vision.ipynb", as_version=4)
+    assert len(notebook.cells) <= 15
+    [cell] = [cell for cell in notebook.cells if "jaxrlhf.override(jaxrlhf.load" in cell.source]
+    cell.source += f"\nconfig = jaxrlhf.override(config, {few!r})"
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
+    assert shown.count("image/png") == 4 + 1 + 4, "pictures, the curve, and pictures that are asked about"
+    _, code, _ = notebook.cells[-1].source.replace("```python", "```").split("```")
+    read = {"jaxrlhf": jaxrlhf}
+    exec(code, read)
+    assert read["config"].model.vision and read["config"].data.image_key == "images"
