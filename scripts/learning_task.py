@@ -51,6 +51,7 @@ from jaxrlhf.config import (
     KLCovLoss,
     MaxRL,
     Model,
+    NashMD,
     OnlineDPO,
     OptimalTokenBaseline,
     Optimizer,
@@ -108,8 +109,9 @@ def further() -> dict[str, Algorithm]:
     covariances = (ClipCovLoss(share=0.02, covariance_low=0.0), KLCovLoss(share=0.02))
     by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in (*losses, *covariances)}
     groups = (GMPO, GRPOPassK, MaxRL, GDPO, OptimalTokenBaseline, OnlineDPO, LUFFY)
+    nash = NashMD(beta=0.01, preference="higher")
     pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
-    return {kind.__name__: kind() for kind in groups} | by_loss | {type(one).__name__: one for one in pairs}
+    return {kind.__name__: kind() for kind in groups} | by_loss | {type(one).__name__: one for one in (nash, *pairs)}
 
 
 def write_records(folder: Path) -> Path:

@@ -31,6 +31,7 @@ from jaxrlhf.config.algorithms.critic_free import (
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
 from jaxrlhf.config.algorithms.luffy import LUFFY
+from jaxrlhf.config.algorithms.nash_md import NashMD
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.algorithms.preference import (
     CPO,

@@ -17,7 +17,7 @@ from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.workers.model import Metrics, ModelSetup
-from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.sampler import MixtureSampler, Sampler
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 
 
@@ -31,9 +31,11 @@ class Actor(TrainedWorker):
 
     Attributes:
       version: Steps that have updated the weights.
+      opponents: Generates from a mixture of the policy and the reference; None where no algorithm asks for it.
     """
 
     replays_routing = keeps_sampled = True
+    opponents: MixtureSampler | None = None
 
     def __init__(
         self,
@@ -68,11 +70,12 @@ class Actor(TrainedWorker):
         }
 
     @contextmanager
-    def generating(self) -> Iterator[Sampler]:
-        """Have the current weights in the engine within the block."""
-        assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
+    def generating(self, sampler: Sampler | None = None) -> Iterator[Sampler]:
+        """Have the current weights in the engine of a sampler within the block; None is the policy's own."""
+        sampler = self._sampler if sampler is None else sampler
+        assert sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         if not self.here:
-            yield self._described_sampler(self._sampler, self._hybrid)
+            yield self._described_sampler(sampler, self._hybrid)
             return
         with self.parameters.on_devices():
             try:
@@ -83,10 +86,10 @@ class Actor(TrainedWorker):
             try:
                 # Masters beside cast copies wait in host memory.
                 with self.parameters.partly_away(self._hybrid.masters["parameters"]):
-                    self._sampler.load(weights, self.version, spent=self._hybrid.spent)
-                    yield self._sampler
+                    sampler.load(weights, self.version, spent=self._hybrid.spent)
+                    yield sampler
             finally:
-                self._sampler.engine.unload()
+                sampler.engine.unload()
                 self._weights = self._switched(self._hybrid.to_training(weights, self._weights))
 
     def _described_sampler(self, sampler: Sampler, hybrid: HybridEngine) -> Sampler:
@@ -130,6 +133,17 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def generate_opponents(self, problems: Sequence[Problem], sampling: Sampling, *, seed: int) -> RolloutBatch:
+        """Sample a response to each problem from the mixture of the current policy and the reference.
+
+        Args:
+          seed: With a problem's id it determines a response; that of `generate_sequences` would draw alike.
+        """
+        assert self.opponents is not None, "the algorithm has no opponents"
+        with self.generating(self.opponents) as sampler:
+            return sampler.generate(problems, sampling, responses_per_prompt=1, seed=seed)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def continue_sequences(

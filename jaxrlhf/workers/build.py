@@ -15,7 +15,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
-from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
+from jaxrlhf.config import ROLLOUT, Config, ModelReward, NashMD, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import decoder
@@ -24,8 +24,10 @@ from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.models.attention.kernel_choice import choose_execution
+from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_config
+from jaxrlhf.models.mixture import GeometricMixture
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.endpoint import check_health
@@ -50,7 +52,7 @@ from jaxrlhf.workers.role_weights import (
     rollout_format,
     saved_params,
 )
-from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
+from jaxrlhf.workers.sampler import CompletionFeed, MixtureSampler, RolloutWorker, Sampler
 from jaxrlhf.workers.score_model import ScoreModel
 
 
@@ -159,13 +161,18 @@ class Builder(PoolRoles):
         Args:
           share: Fraction of a step's responses that it generates.
         """
-        config, rollout = self.config, self.config.rollout
+        rollout = self.config.rollout
         if rollout.server is not None:
             return self._server_engine(rollout.server)
+        return self._engine(self.model, submesh, share, slots=rollout.slots or rollout.responses_per_step)
+
+    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> Engine:
+        """The engine of a model that keeps what the policy keeps, or twice as much."""
+        config, rollout = self.config, self.config.rollout
         return Engine(
-            self.model,
+            model,
             submesh,
-            slots=math.ceil((rollout.slots or rollout.responses_per_step) * share),
+            slots=math.ceil(slots * share),
             prompts=math.ceil(rollout.prompts_per_step * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
@@ -174,7 +181,7 @@ class Builder(PoolRoles):
             decode=decoder(self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
-            most_kept=rollout.sampling.most_kept,
+            most_kept=rollout.sampling.most_kept if model is self.model else 0,
             pixels=self.pixels,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
@@ -188,9 +195,19 @@ class Builder(PoolRoles):
                 stage_axes=("stage",),
                 decodes=True,
                 wanted=config.attention,
-                cache=rollout.cache,
+                cache=rollout.cache if model is self.model else "slots",
             ),
         )
+
+    def _opponents(self, start: Params, phase: Phase) -> MixtureSampler | None:
+        """Sampler of the mixture with the weights that a phase starts from; None where the algorithm has none."""
+        algorithm, own, prompts = phase.config.algorithm, self.sampler, self.config.rollout.prompts_per_step
+        if not isinstance(algorithm, NashMD) or own is None or self.hybrid is None or not self.here:
+            return None
+        mixture = GeometricMixture.of(self.model, algorithm.mixture)
+        engine = self._engine(mixture, own.submesh, own.submesh.size / own.mesh.size, slots=prompts)
+        settings = {**vars(own), "config": mixture, "engine": engine, "most_kept": 0}
+        return MixtureSampler(**settings, reference=copied(start, self.hybrid.generation_shapes["parameters"]))
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
         """The engine that asks the run's servers, which are refused now if they do not answer."""
@@ -256,7 +273,9 @@ class Builder(PoolRoles):
             if spec.name != "actor":
                 workers[spec.name] = self._model(spec, start, phase)
         if "actor" in from_policy:  # last: the others copy the policy that it takes over
-            workers["actor"] = self._actor(start, phase)
+            opponents = self._opponents(start, phase)
+            workers["actor"] = actor = self._actor(start, phase)
+            actor.opponents = opponents
         if "reference" in roles and phase.config.reference_is_frozen_actor:
             lora = self.config.actor.lora
             adapters = self._adapters(self.policy) if lora is not None and lora.start is not None else None

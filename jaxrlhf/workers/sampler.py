@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
+from jaxrlhf.batch import EpisodeBatch, Params, Problem, RolloutBatch, images_of_problems
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
@@ -17,6 +17,7 @@ from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
+from jaxrlhf.models.mixture import GeometricMixture
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.sharding.submesh import hand_over
 from jaxrlhf.workers.model import Metrics, Progress
@@ -328,6 +329,23 @@ def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, wid
         assert own is not None
         padded[row, start : start + len(own)] = own
     return padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSampler(Sampler):
+    """A sampler of a mixture of the policy and the reference; its `config` is the mixture's.
+
+    Attributes:
+      reference: Weights of the reference in the generation layout over the whole mesh.
+    """
+
+    reference: Params
+
+    def load(self, weights: Any, version: int, *, spent: Any) -> None:
+        """Set the engine's weights, of which the policy's are given as those of any sampler; none are deleted."""
+        assert isinstance(self.config, GeometricMixture)
+        policy, reference = (hand_over(tree, self.submesh) for tree in (weights["parameters"], self.reference))
+        self.engine.update_weights(PolicyWeights(self.config, self.config.joined(policy, reference), version))
 
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:

@@ -1,0 +1,73 @@
+"""Nash-MD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.losses import PolicyLoss
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
+from jaxrlhf.config.settings import Positive, Share
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class NashMD(PolicyGradient):
+    """Nash learning from human feedback by mirror descent (Munos et al. 2023, arXiv:2312.00886).
+
+    Each response of the policy is compared with one that is drawn, token by token, from a geometric mixture of the
+    policy and the reference. The chance to be preferred to it, less a half, is what the policy follows, kept near the
+    reference by `beta`, so it takes no `kl`. The mixture generates on the actor's devices, with a copy of the
+    reference's weights beside the policy's.
+
+    Attributes:
+      beta: tau in the paper, the weight of the log-ratio to the reference.
+      mixture: beta in the paper, the share of the reference in the mixture; at 0 the policy plays against itself.
+      preference: Chance that a response is preferred, given both scores: `bradley-terry` is a sigmoid of their
+        difference; `higher` is 1 for the higher score, and a half for equal ones.
+      policy: Its losses are summed over a response, as `seq-mean-token-sum` does.
+    """
+
+    collect: ClassVar[str] = "jaxrlhf.dataflows.nash_md:collect"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.nash_md:learn"
+    takes_several_sequences: ClassVar[bool] = False
+
+    beta: Positive[float] = 0.1
+    mixture: Share[float] = 0.125
+    preference: Literal["bradley-terry", "higher"] = "bradley-terry"
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.policy.aggregation == "seq-mean-token-sum",
+            "NashMD has the log-probability of whole responses in its loss: policy.aggregation must be "
+            f"'seq-mean-token-sum', got {self.policy.aggregation!r}",
+        )
+        require(self.kl is None, f"NashMD is kept near the reference by beta, and kl={self.kl} would do so twice")
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference(), REWARD)
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        rollout = config.rollout
+        odd = {
+            "environment": config.environment is not None,
+            "actor.lora": config.actor.lora is not None,
+            "actor.layout.generation_stage": config.actor.layout.generation_stage > 1,
+            "rollout.quantize": rollout.quantize is not None,
+            "rollout.server": rollout.server is not None,
+            "rollout.staleness": rollout.staleness > 0,
+            "a pool for 'rollout'": config.generates_apart,
+        }
+        given = [name for name, is_given in odd.items() if is_given]
+        require(
+            not given,
+            "NashMD draws from a mixture of policy and reference, on the actor's devices and with whole weights; leave "
+            f"out {', '.join(given)}",
+        )

@@ -1,0 +1,65 @@
+"""Nash-MD: a policy learns to be preferred to a geometric mixture of itself and the reference.
+
+Source: Munos et al. 2023 (Nash learning from human feedback, arXiv:2312.00886).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxrlhf import algos
+from jaxrlhf.batch import Array
+from jaxrlhf.config import NashMD
+from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import responses
+from jaxrlhf.dataflows.grpo import Returns
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, value_of
+
+
+@dataclass(frozen=True)
+class WithOpponents(ScoredRollout):
+    """Scored responses, and one of the mixture to each problem.
+
+    Attributes:
+      opponents: Responses of the mixture, and their scores.
+    """
+
+    opponents: ScoredRollout | None = None
+
+
+def collect(roles: Roles, work: StepInput[NashMD]) -> WithOpponents:
+    """Sampled responses, and one to each of their problems that the mixture draws by other random numbers."""
+    sampled = responses(roles, work)
+    seed = int(np.random.SeedSequence([work.seed, 1]).generate_state(1)[0] >> 1)
+    drawn = roles.actor.generate_opponents(sampled.problems, work.config.rollout.sampling, seed=seed)
+    scores = roles.reward.compute_reward(sampled.problems, drawn)
+    return WithOpponents(**vars(sampled), opponents=ScoredRollout(sampled.problems, drawn, scores))
+
+
+def learn(roles: Roles, work: StepInput[NashMD], batch: ScoredRollout) -> StepResult:
+    """Nash-MD: how much likelier than not a response is preferred, less its log-ratio to the reference."""
+    settings, copies = work.settings, work.config.rollout.responses_per_prompt
+    opponents = batch.opponents if isinstance(batch, WithOpponents) else None  # programs are lowered without any
+    metrics: Metrics = {}
+
+    def advantage(returns: Returns) -> Array:
+        assert returns.log_ratio_BT is not None, "the role is there"
+        theirs_B, known_B = returns.score_B, np.asarray(returns.scorable_B)
+        if opponents is not None:
+            theirs = value_of(opponents.scores)
+            theirs_B, found_B = np.repeat(theirs.score_B, copies), np.repeat(theirs.scorable_B, copies)
+            known_B = known_B & found_B
+        chance_B = algos.preferred(returns.score_B, theirs_B, how=settings.preference)
+        metrics["nash/preferred"] = float(np.mean(chance_B, where=known_B)) if known_B.any() else float("nan")
+        log_ratio_B = np.asarray(returns.log_ratio_BT).sum(axis=1)
+        return np.where(known_B, algos.nash_advantage(chance_B, log_ratio_B, beta=settings.beta), 0)
+
+    result = grpo.learn(roles, work, batch, advantage)
+    if opponents is None:
+        return result
+    theirs, tokens = value_of(opponents.scores), float(value_of(opponents.rollout).sequences.mask_BT.sum())
+    known_P = np.asarray(theirs.scorable_B)
+    metrics["score/opponents"] = float(np.mean(theirs.score_B, where=known_P)) if known_P.any() else float("nan")
+    metrics["tokens/generated"] = result.metrics["tokens/generated"] + tokens
+    return replace(result, metrics=result.metrics | metrics)
