@@ -20,7 +20,7 @@ _BLOCK, _PART = 64, 512
 """Cache positions of a tile, and of one program of the decode kernel."""
 
 _SMALLEST_DOT = 16
-"""Rows that the tensor cores multiply at least."""
+"""Rows that the tensor cores multiply at least, and numbers that they sum over."""
 
 
 def pallas_decode(
@@ -41,9 +41,10 @@ def pallas_decode(
     Source: Dao et al. 2023, Flash-Decoding for long-context inference.
     """
     _, _, head_dim, capacity = key_BKHS.shape
+    wide = _whole_width(head_dim)
     specs = [
-        pl.BlockSpec((None, None, head_dim, _PART), lambda b, k, p: (b, k, 0, p)),
-        pl.BlockSpec((None, None, _PART, head_dim), lambda b, k, p: (b, k, p, 0)),
+        pl.BlockSpec((None, None, wide, _PART), lambda b, k, p: (b, k, 0, p)),
+        pl.BlockSpec((None, None, _PART, wide), lambda b, k, p: (b, k, p, 0)),
     ]
     slots = query_BNH, jnp.minimum(position_B, capacity - 1)
     sizes = {"kv_heads": key_BKHS.shape[1], "capacity": capacity, "interpret": interpret}
@@ -64,32 +65,37 @@ def pallas_pages(
     The kernel that JAX ships knows no windows, and multiplies float32 in TF32.
     """
     pages, page_tokens, both, head_dim = pages_ZSJH.shape
-    columns = table_BQ.shape[1]
+    columns, wide = table_BQ.shape[1], _whole_width(head_dim)
     specs = [
         pl.BlockSpec((None, columns), lambda b, k, p: (b, 0)),
-        pl.BlockSpec((pages, page_tokens, None, head_dim), lambda b, k, p: (0, 0, 2 * k, 0)),
-        pl.BlockSpec((pages, page_tokens, None, head_dim), lambda b, k, p: (0, 0, 2 * k + 1, 0)),
+        pl.BlockSpec((pages, page_tokens, None, wide), lambda b, k, p: (0, 0, 2 * k, 0)),
+        pl.BlockSpec((pages, page_tokens, None, wide), lambda b, k, p: (0, 0, 2 * k + 1, 0)),
     ]
     sizes = {"kv_heads": both // 2, "capacity": columns * page_tokens, "interpret": interpret}
     return _decode(_read_pages, (table_BQ, pages_ZSJH, pages_ZSJH), specs, query_BNH, newest_B, score_mod, **sizes)
 
 
-def _read_slot(key_ref, value_ref, start, seen_S):
+def _whole_width(head_dim: int) -> int:
+    """Numbers of a head in a tile, a power of two; those that the head has not are read as zeros."""
+    return max(_SMALLEST_DOT, pl.next_power_of_2(head_dim))
+
+
+def _read_slot(key_ref, value_ref, start, seen_S, there_H):
     """Keys and values of a tile's positions, of the part of a slot that this program has."""
     window = pl.ds(start % _PART, _BLOCK)
-    key_HS = triton.load(key_ref.at[:, window], mask=seen_S[None, :], other=0.0)
-    return key_HS, triton.load(value_ref.at[window, :], mask=seen_S[:, None], other=0.0)
+    key_HS = triton.load(key_ref.at[:, window], mask=there_H[:, None] & seen_S[None, :], other=0.0)
+    return key_HS, triton.load(value_ref.at[window, :], mask=seen_S[:, None] & there_H[None, :], other=0.0)
 
 
-def _read_pages(table_ref, key_ref, value_ref, start, seen_S):
+def _read_pages(table_ref, key_ref, value_ref, start, seen_S, there_H):
     """Keys and values of a tile's positions, wherever their pages are."""
     page_tokens, place_S = key_ref.shape[1], start + jnp.arange(_BLOCK)
     page_S = triton.load(table_ref.at[place_S // page_tokens], mask=seen_S, other=0)
     at_S, across_H = place_S % page_tokens, jnp.arange(key_ref.shape[2])
     entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
     entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
-    key_HS = triton.load(key_ref.at[entries_HS], mask=seen_S[None, :], other=0.0)
-    return key_HS, triton.load(value_ref.at[entries_SH], mask=seen_S[:, None], other=0.0)
+    key_HS = triton.load(key_ref.at[entries_HS], mask=there_H[:, None] & seen_S[None, :], other=0.0)
+    return key_HS, triton.load(value_ref.at[entries_SH], mask=seen_S[:, None] & there_H[None, :], other=0.0)
 
 
 def _decode(
@@ -107,7 +113,8 @@ def _decode(
     """Attention of slots to what `read` finds of their positions in the arrays of the cache."""
     slots, _, head_dim = query_BNH.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
-    group = query_BKGH.shape[2]
+    group, wide = query_BKGH.shape[2], _whole_width(head_dim)
+    query_BKGH = jnp.pad(query_BKGH, ((0, 0), (0, 0), (0, 0), (0, wide - head_dim)))
     tile = max(_SMALLEST_DOT, pl.next_power_of_2(group))
     parts = pl.cdiv(capacity, _PART)
 
@@ -123,19 +130,25 @@ def _decode(
     of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
     out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
         partial(
-            _decode_part, read=read, group=group, tile=tile, divisor=score_mod.divide_by(head_dim), cap=score_mod.cap
+            _decode_part,
+            read=read,
+            group=group,
+            tile=tile,
+            head_dim=head_dim,
+            divisor=score_mod.divide_by(head_dim),
+            cap=score_mod.cap,
         ),
         grid=(slots, kv_heads, parts),
         in_specs=[
             *[of_slot] * 2,
-            pl.BlockSpec((None, None, tile, head_dim), lambda b, k, p: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, tile, wide), lambda b, k, p: (b, k, 0, 0)),
             *specs,
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, tile, head_dim), lambda b, k, p: (b, k, p, 0, 0)),
+            pl.BlockSpec((None, None, None, tile, wide), lambda b, k, p: (b, k, p, 0, 0)),
             *[of_heads] * 2,
         ],
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*whole, head_dim), whole, whole)],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*whole, wide), whole, whole)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="decode_attention",
@@ -143,17 +156,17 @@ def _decode(
     share_BKPG = jnp.exp(most_BKPG - most_BKPG.max(axis=2, keepdims=True))
     total_BKG1 = (share_BKPG * sum_BKPG).sum(axis=2)[..., None]
     out_BKGH = (share_BKPG[..., None] * out_BKPGH).sum(axis=2) / total_BKG1
-    return out_BKGH.astype(query_BNH.dtype).reshape(query_BNH.shape)
+    return out_BKGH[..., :head_dim].astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
-def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, divisor, cap):
+def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, head_dim, divisor, cap):
     """Softmax over one part of one slot's cache, for the queries of one key-value head.
 
     Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
     """
     *cached, out_ref, sum_ref, most_ref = refs
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
-    own_G1 = (jnp.arange(tile) < group)[:, None]
+    own_G1, there_H = (jnp.arange(tile) < group)[:, None], jnp.arange(query_ref.shape[-1]) < head_dim
     query_GH = triton.load(query_ref, mask=own_G1, other=0.0)
     begin = pl.program_id(2) * _PART
     first, end = first_ref[...], end_ref[...]
@@ -163,7 +176,7 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, diviso
         start = begin + index * _BLOCK
         place_S = start + jnp.arange(_BLOCK)
         seen_S = (place_S >= first) & (place_S < end)
-        key_HS, value_SH = read(*cached, start, seen_S)
+        key_HS, value_SH = read(*cached, start, seen_S, there_H)
         score_GS = cap(triton.dot(query_GH, key_HS, precision=precision) / divisor)
         score_GS = jnp.where(seen_S[None, :], score_GS, LOWEST)
         next_G = jnp.maximum(most_G, score_GS.max(axis=1))
