@@ -1,16 +1,21 @@
 """One device and eight give the same responses."""
 
 import math
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine, Request
+from jaxrlhf.engine import Engine, Request, compiled
 from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.topology import topology
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
@@ -79,6 +84,46 @@ def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
 def test_heads_are_split_where_the_cache_is_of_latents_that_serve_all_of_them():
     _, completions = run(LATENT, data=2, tensor=2)
     same(completions, run(LATENT)[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "order"), [(MODEL, ((0, 3, 1, 2), (0, 2, 1, 3))), (LATENT, ((0, 1, 3, 2), (0, 1, 2, 3)))]
+)
+def test_a_cache_that_lies_position_by_position_as_on_tpus_gives_the_same(model, order, expected, monkeypatch):
+    monkeypatch.setattr(compiled, "BY_POSITION", ("cpu",))
+    engine, completions = run(model)
+    same(completions, expected if model is MODEL else run_usual(model, monkeypatch))
+    cache, *_ = engine.compiled.named("decode")[0].output_formats
+    assert [tuple(leaf.layout.major_to_minor for leaf in stored) for stored in cache] == [order] * model.num_layers
+
+
+@pytest.mark.slow
+def test_decoding_on_a_tpu_holds_its_cache_once():
+    """As its own compiler says, of a cache that is most of what there is."""
+    model = replace(MODEL, num_kv_heads=4, head_dim=128, hidden_size=128)
+    mesh = mesh_of({"data": 1}, topology(hardware("v5e-1")))
+    layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)
+    engine = Engine(
+        model,
+        mesh,
+        slots=64,
+        max_prompt_tokens=512,
+        max_response_tokens=512,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+        slot_axes=SLOT_AXES,
+    )
+    engine.load(described(models.param_shapes(model, "lm", jnp.bfloat16), layout), version=0)
+    engine.compile_ahead([512])
+    memory = engine.lowered["decode[64, 1024]"].compile().memory_analysis()
+    cache = 2 * model.num_layers * 64 * 4 * 128 * 1024 * 4
+    assert cache < memory.argument_size_in_bytes < 1.1 * cache
+    assert memory.temp_size_in_bytes < 0.1 * cache
+
+
+def run_usual(model, monkeypatch):
+    monkeypatch.setattr(compiled, "BY_POSITION", ())
+    return run(model)[1]
 
 
 def same(completions, expected):

@@ -5,15 +5,22 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.programs import Shape
-from jaxrlhf.models import Pipeline
+from jaxrlhf.models import LayerCache, Pipeline
 from jaxrlhf.models.attention.pages import PagedCache
 from jaxrlhf.sharding.described import are_here, described
 
 Size = str | int | None
+
+BY_POSITION = ("tpu",)
+"""Platforms whose caches in slots lie position by position in memory, as decoding there reads and writes them.
+
+XLA would bring all of a cache that lies otherwise into that order at every dispatch, and hold it twice.
+"""
 
 
 class Compiled:
@@ -48,7 +55,7 @@ class Compiled:
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
         """Call a program compiled for these sizes, of which the first is its name; compile it the first time."""
         if sizes not in self.programs or not self.here:
-            layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._whole), arguments)
+            layout = jax.tree.map(lambda leaf: _placement(leaf) or self._whole, arguments)
             jitted = jax.jit(
                 partial(program, shape=self.shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
             )
@@ -63,6 +70,16 @@ class Compiled:
         name, *rest = map(str, sizes)
         self.lowered[f"{name}[{', '.join(rest)}]" if rest else name] = lowered
         return described(lowered.out_info, lowered.compile().output_shardings if out is None else out)
+
+
+def _placement(leaf: Any) -> Any:
+    """Sharding of an argument, with its order in memory if that is not the usual one; None of an array of the host."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    format: Any = leaf.format  # type: ignore[union-attr]  # JAX's stubs do not say that arrays have it
+    layout = format.layout
+    usual = layout is None or layout.major_to_minor == tuple(range(leaf.ndim))
+    return leaf.sharding if usual else format
 
 
 class EngineShardings:
@@ -89,6 +106,23 @@ class EngineShardings:
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
         self.cache = sharding((*stages, *slot_axes), kv_head_axis)
         self.pages = PagedCache(sharding(slot_axes, None, kv_head_axis), sharding(slot_axes))
+        self._by_position = mesh.devices.flat[0].platform in BY_POSITION
+        self._head_ways = mesh.shape[kv_head_axis] if kv_head_axis else 1
+
+    def of_slots(self, cache: Any) -> Any:
+        """Shardings of a cache in slots, or of one of its layers, and the order in memory where it is not the usual."""
+        if not self._by_position:
+            return self.cache
+        return jax.tree.map(self._of_layer, cache, is_leaf=lambda stored: isinstance(stored, LayerCache))
+
+    def _of_layer(self, stored: Any) -> Any:
+        if not isinstance(stored, LayerCache):
+            return self.cache
+        # The last two dimensions are what registers tile: one head would fill an eighth of them.
+        one_head = stored.key_BKHS.shape[1] <= self._head_ways
+        key, value = ((0, 1, 3, 2), (0, 1, 2, 3)) if one_head else ((0, 3, 1, 2), (0, 2, 1, 3))
+        formats: Any = [Format(Layout(major_to_minor=order), self.cache) for order in (key, value)]
+        return LayerCache(*formats)
 
 
 def same_layout(old: tuple[bool, list], new: tuple[bool, list]) -> bool:

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrlhf.batch import Array
@@ -42,9 +44,14 @@ class SlotCache:
         self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, kinds: int = 1
     ) -> None:
         self._compiled, self._slots, self._kinds = compiled, slots, kinds
-        self.layout, self._prefix = layout.cache, layout.prompts.prefix
+        self._shardings, self._prefix = layout, layout.prompts.prefix
         self.sizes = cache_capacities(longest)
         self.free()
+
+    @property
+    def layout(self) -> Any:
+        """Shardings of `arrays`."""
+        return self._shardings.of_slots(self.arrays)
 
     @property
     def size(self) -> int:
@@ -69,7 +76,8 @@ class SlotCache:
         """Be one of `sizes`, at least: step by step, so that every step is compiled once."""
         if not self.arrays:
             empty = partial(programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
-            self.arrays = self._compiled.run(("empty cache",), empty, out=self.layout)
+            out = self._shardings.of_slots(jax.eval_shape(partial(empty, shape=self._compiled.shape)))
+            self.arrays = self._compiled.run(("empty cache",), empty, out=out)
         while self.size < size:
             self._resize(self._rows, self.sizes[self.sizes.index(self.size) + 1], None)
 
@@ -90,7 +98,8 @@ class SlotCache:
         for layer, stored in enumerate(self.arrays):
             sizes = (_named("place", stored), width, self.size, rows)
             arguments = (stored, prefilled.prompts.prefix, np.int32(places[type(stored)]), row_I, slot_I)
-            self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=self.layout, donate=0)
+            out = self._shardings.of_slots(stored)
+            self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=out, donate=0)
             places[type(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
@@ -107,7 +116,8 @@ class SlotCache:
         program, before = partial(programs.resize, capacity=capacity), self.size
         for layer, stored in enumerate(self.arrays):
             sizes = (_named("resize", stored), self._rows, before, rows, capacity)
-            self.arrays[layer] = self._compiled.run(sizes, program, stored, row_GB, out=self.layout)
+            out = self._shardings.of_slots(stored)
+            self.arrays[layer] = self._compiled.run(sizes, program, stored, row_GB, out=out)
         self._rows = rows
 
 

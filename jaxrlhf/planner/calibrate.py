@@ -334,11 +334,12 @@ def _decode_call(
         slots = slots._replace(active_B=~slots.active_B, cached_B=cached_B, limit_B=endless_B)
         return programs.empty_cache(slots=count, capacity=size.capacity, shape=shape), slots
 
-    cache, slots = jax.jit(begun, out_shardings=(layout.cache, layout.slots))()
+    cached = layout.of_slots(jax.eval_shape(begun)[0])
+    cache, slots = jax.jit(begun, out_shardings=(cached, layout.slots))()
     params = _params(mesh, model, dtype)
     program = jax.jit(
         partial(programs.decode, shape=shape),
-        out_shardings=(layout.cache, layout.slots, layout.whole),
+        out_shardings=(cached, layout.slots, layout.whole),
         donate_argnums=(2, 3),
     )
     layers = jax.jit(partial(programs.unstack, shape=shape))(params)

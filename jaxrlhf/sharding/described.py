@@ -22,7 +22,8 @@ def described(tree: Any, layout: Any = None) -> Any:
     """Shapes, dtypes and shardings of arrays.
 
     Args:
-      layout: Shardings to give them: a tree, of which one may stand for all below it. None keeps their own.
+      layout: Shardings to give them, or formats, which are those with an order in memory: a tree, of which one may
+        stand for all below it. None keeps their own.
     """
 
     def one(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
