@@ -122,7 +122,7 @@ class EngineShardings:
         one_head = stored.key_BKHS.shape[1] <= self._head_ways
         key, value = ((0, 1, 3, 2), (0, 1, 2, 3)) if one_head else ((0, 3, 1, 2), (0, 2, 1, 3))
         formats: Any = [Format(Layout(major_to_minor=order), self.cache) for order in (key, value)]
-        return LayerCache(*formats)
+        return type(stored)(*formats)
 
 
 def same_layout(old: tuple[bool, list], new: tuple[bool, list]) -> bool:
