@@ -1,6 +1,7 @@
 """Prompts with images: samples as the teacher-forced model has them, and a tower that runs once for all responses."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,24 @@ def test_equal_tokens_with_other_images_share_nothing():
     (alone,) = engine().generate([second], Sampling(greedy=True), seed=0)
     assert other.tokens == alone.tokens
     np.testing.assert_allclose(other.logps, alone.logps, atol=1e-5)
+
+
+def test_a_later_turn_runs_the_tower_over_new_images_alone():
+    """And is drawn as where nothing was kept."""
+    kept, greedy, before = engine(), Sampling(greedy=True), PROBLEMS[0]
+    (first,) = kept.generate([Request(0, before.prompt_tokens, images=before.images, keep=True)], greedy, seed=0)
+    tokens, images = (*before.prompt_tokens, *first.tokens, 5, 6), before.images
+    for turn, more in enumerate(((), PROBLEMS[2].images[:1])):
+        images += tuple(replace(image, start=len(tokens)) for image in more)
+        tokens += (IMAGE,) * sum(image.tokens for image in more) + (7,)
+        request = Request(0, tokens, images=images, keep=True, has_replies=True, max_tokens=4)
+        ran = kept.prefill.images
+        (later,) = kept.generate([request], greedy, seed=0)
+        (alone,) = engine().generate([request], greedy, seed=0)
+        assert kept.prefill.images - ran == len(more), turn
+        assert later.tokens == alone.tokens
+        np.testing.assert_allclose(later.logps, alone.logps, atol=1e-5)
+    assert kept.prefill.reused_tokens > len(before.prompt_tokens)
 
 
 def test_damaged_prompts_are_refused():

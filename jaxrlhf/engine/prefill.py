@@ -16,7 +16,7 @@ from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.models import Past
-from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts
+from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts, unknown
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
@@ -142,7 +142,7 @@ class Prefill:
             chunk = min(width, _chunk_of(longest - first, rows=count))
             arguments = (*arguments, Past(prefix, np.asarray(first, np.int32)))
             sizes = ("prefill from", width, chunk, count)
-        if (images := self._images(prompts, length_P, width)) is not None:
+        if (images := self._images(prompts, length_P, width, known=first)) is not None:
             past = arguments[4:] or (None,)
             arguments, sizes = (*arguments[:4], *past, images), (*sizes, *images.pixel_RJQC.shape[1:3], "patches")
         program = partial(programs.prefill, chunk_tokens=chunk)
@@ -150,14 +150,18 @@ class Prefill:
             self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version
         )
 
-    def _images(self, prompts: Sequence[tuple[int, ...]], length_P: np.ndarray, width: int) -> Any:
-        """Images of the prompts on the devices; None where none has any, or the model reads text alone."""
+    def _images(self, prompts: Sequence[tuple[int, ...]], length_P: np.ndarray, width: int, *, known: int) -> Any:
+        """Images of the prompts on the devices; None where none has any, or the model reads text alone.
+
+        Args:
+          known: Tokens at the start of all prompts that are not run.
+        """
         vision = self._compiled.shape.config.vision
         if vision is None:
             return None
         images_P = [images_of(prompt) for prompt in prompts] + [()] * (len(length_P) - len(prompts))
-        rows = rows_of_prompts(vision, images_P, length_P, width, self._pixels)
-        self.images += sum(map(len, images_P))
+        rows = rows_of_prompts(vision, images_P, length_P, width, self._pixels, known=known)
+        self.images += sum(len(unknown(images, known)) for images in images_P)
         return None if rows is None else self._compiled.put(rows, self._layout.rows)
 
 

@@ -210,22 +210,38 @@ def offset_of(vision: Vision, images: Sequence[Image], tokens: int) -> int:
 
 
 def rows_of_prompts(
-    vision: Vision, images_P: Sequence[Sequence[Image]], length_P: np.ndarray, width: int, pixels: Pixels
+    vision: Vision,
+    images_P: Sequence[Sequence[Image]],
+    length_P: np.ndarray,
+    width: int,
+    pixels: Pixels,
+    *,
+    known: int = 0,
 ) -> ImageRows | None:
-    """Images of left-aligned prompts, a prompt in a row; None where none has any."""
+    """Images of left-aligned prompts, a prompt in a row; None where none has any.
+
+    Args:
+      known: Tokens of every prompt that are not run; of images among them nothing but the positions is needed.
+    """
     if not any(images_P):
         return None
     shape = len(images_P), width
-    layout = RowLayout(vision, images_P, Room.of(images_P, merge=vision.merge))
+    shown_P = [unknown(images, known) for images in images_P]
+    layout = RowLayout(vision, shown_P, Room.of(shown_P, merge=vision.merge, least=Room(1, vision.merge**2)))
     feature_PS, block_PS, turn_PS3 = (
         np.full(shape, -1, np.int32),
         np.zeros(shape, np.int32),
         np.zeros((*shape, 3), np.int32),
     )
     for row, (images, length) in enumerate(zip(images_P, length_P.tolist(), strict=True)):
-        feature_PS[row, :length], block_PS[row, :length] = layout.tokens(row, images, length)
+        feature_PS[row, :length], block_PS[row, :length] = layout.tokens(row, shown_P[row], length)
         turn_PS3[row, :length] = turns_of(vision, images, length)
     return layout.rows(range(len(images_P)), pixels, feature_PS, block_PS, turn_PS3)
+
+
+def unknown(images: Sequence[Image], known: int) -> list[Image]:
+    """Images of a prompt that do not lie among its first, known tokens."""
+    return [image for image in images if image.start + image.tokens > known]
 
 
 class RowLayout:
