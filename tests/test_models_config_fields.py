@@ -2,13 +2,11 @@
 
 import json
 
-import jax
 import pytest
 from tiny_checkpoints import build, write
 
 from jaxrlhf import models
-from jaxrlhf.models.config import FullHeads, LongRope, Pattern, Run
-from jaxrlhf.sharding.mesh import STAGE_AXES, mesh_of
+from jaxrlhf.models.config import LongRope
 
 _SHARED = {
     "attention_dropout": 0.0,
@@ -147,37 +145,6 @@ GEMMA3 = {name: value for name, value in GEMMA2.items() if name != "hidden_act"}
     "sliding_window_pattern": 6,
     "vocab_size": 262144,
 }
-GEMMA4 = _SHARED | {
-    "architectures": ["Gemma4ForCausalLM"],
-    "model_type": "gemma4_text",
-    "attention_bias": False,
-    "attention_k_eq_v": True,
-    "enable_moe_block": False,
-    "final_logit_softcapping": 30.0,
-    "global_head_dim": 512,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1536,
-    "hidden_size_per_layer_input": 256,
-    "intermediate_size": 6144,
-    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 8,
-    "num_global_key_value_heads": 1,
-    "num_hidden_layers": 35,
-    "num_key_value_heads": 2,
-    "num_kv_shared_layers": 20,
-    "rope_parameters": {
-        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-    },
-    "sliding_window": 512,
-    "use_bidirectional_attention": "vision",
-    "use_double_wide_mlp": True,
-    "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
-}
-"""Fields of its own as transformers read them before layers had configurations of their own."""
 DEEPSEEK_V2_LITE = _SHARED | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -291,45 +258,23 @@ def test_windows_of_published_checkpoints(tmp_path):
     assert (gemma3.rope_theta, gemma3.sliding_rope_theta, gemma3.sliding_window) == (1e6, 1e4, 512)
 
 
-def test_layers_that_borrow_keys_and_values_are_the_last_ones(tmp_path):
-    config = read(tmp_path, GEMMA4)
-    assert config.full_heads == FullHeads(kv_heads=1, head_dim=512, values_are_keys=True)
-    own, borrowing = config.sections
-    assert own == Pattern(3, (Run("sliding_layers", 4), Run("layers", 1)))
-    assert borrowing == Pattern(4, (Run("sliding_borrowing_layers", 4), Run("borrowing_layers", 1)))
-    assert (config.intermediate_size, config.borrowing_intermediate_size) == (6144, 12288)
-    places = [str(index) for index, slides in enumerate(config.sliding_layers) if not slides]
-    by_layer = {"per_layer_config": {at: {"head_dim": 512, "num_key_value_heads": 1} for at in places}}
-    assert read(tmp_path, GEMMA4 | by_layer | {"global_head_dim": None}) == config
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_kv_shared_layers": 31}, "have to be a layer without the window"),
-        ({"num_global_key_value_heads": 3}, r"num_heads=8 is not a multiple of full_heads\.kv_heads=3"),
-        ({"sliding_window": None}, "full_heads beside a window"),
-    ],
-)
-def test_layers_that_cannot_borrow_are_refused(tmp_path, change, words):
-    with pytest.raises(ValueError, match=words):
-        read(tmp_path, GEMMA4 | change)
-
-
-def test_layers_that_borrow_are_not_divided_over_stages(tmp_path):
-    config = read(tmp_path, GEMMA4)
-    pipeline = models.pipeline_over(mesh_of({"stage": 7}, jax.devices()[:7]), STAGE_AXES, row_axes=())
-    staged = models.Execution(pipeline=pipeline)
-    with pytest.raises(ValueError, match="cannot be divided over 7 stages"):
-        jax.eval_shape(lambda: models.unstack_layers({}, config, execution=staged))
-
-
 def test_a_context_that_changes_all_tokens_is_kept_to(tmp_path):
     config = read(tmp_path, PHI4_MINI)
     assert isinstance(config.rope_scaling, LongRope) and config.max_positions == 4096
     assert config.rope_scaling.short_factor == (1.0,) * 48 and config.rotary_dim == 96
     # sqrt(1 + ln(131072 / 4096) / ln 4096)
     assert config.rope_scaling.attention_factor == pytest.approx(1.1902380714238083)
+
+
+def refused(directory, fields, change):
+    """Read the fields, and have them refused with a change, by its name."""
+    read(directory, fields)
+    (name,) = change
+    with pytest.raises(ValueError) as error:
+        read(directory, fields | change)
+    message = str(error.value)
+    assert "config.json" in message and "\n" not in message
+    assert ("rope" if "rope" in name else name) in message
 
 
 @pytest.mark.parametrize(
@@ -343,10 +288,6 @@ def test_a_context_that_changes_all_tokens_is_kept_to(tmp_path):
         (GEMMA3, {"attn_logit_softcapping": 50.0}),
         (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
         (GEMMA3, {"rope_parameters": {"rope_theta": 5.0}}),
-        (GEMMA4, {"enable_moe_block": True}),
-        (GEMMA4, {"use_bidirectional_attention": "all"}),
-        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 512}}}),
-        (GEMMA4, {"per_layer_config": {"4": {"num_attention_heads": 4}}}),
         (OLMO2, {"attention_bias": True}),
         (OLMO2, {"clip_qkv": 8.0}),
         (PHI4, {"lm_head_bias": True}),
@@ -363,13 +304,7 @@ def test_a_context_that_changes_all_tokens_is_kept_to(tmp_path):
     ids=lambda fields: "" if len(fields) > 1 else next(iter(fields)),
 )
 def test_what_might_change_the_numbers_is_refused(tmp_path, fields, change):
-    read(tmp_path, fields)
-    (name,) = change
-    with pytest.raises(ValueError) as error:
-        read(tmp_path, fields | change)
-    message = str(error.value)
-    assert "config.json" in message and "\n" not in message
-    assert ("rope" if "rope" in name else name) in message
+    refused(tmp_path, fields, change)
 
 
 def test_sparse_attention_that_sees_all_tokens_says_so(tmp_path):

@@ -21,8 +21,8 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
 RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
-FIRST = list({KINDS[kind][0]: kind for kind in reversed(RECENT)}.values())
-"""The first kind of each family."""
+FIRST = list({(KINDS[kind][0], "num_experts" in KINDS[kind][1]): kind for kind in reversed(RECENT)}.values())
+"""The first kind of each family, and of those that are both the first with experts."""
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in FIRST]
 
 

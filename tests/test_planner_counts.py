@@ -36,8 +36,9 @@ def leaves(config, head: str) -> list[tuple[str, int]]:
     for path, param in jax.tree.leaves_with_path(declare(config, head)):
         name, shape = jax.tree_util.keystr(path, simple=True, separator="."), param.shape
         if param.dims[0] == "vocab":
-            assert config.vocab_size <= shape[0] < config.vocab_size + 64
-            shape = (config.vocab_size, *shape[1:])
+            rows = config.layer_inputs.vocab_size if name.startswith("layer_inputs") else config.vocab_size
+            assert rows <= shape[0] < rows + 64
+            shape = (rows, *shape[1:])
         found.append((name, math.prod(shape)))
     return found
 

@@ -259,12 +259,32 @@ KINDS = {
             "vocab_size_per_layer_input": VOCAB,
         },
     ),
-    "gemma4-keys-are-values": (
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "head_dim": 8,
+            "sliding_window": 6,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB - 7,
+            "altup_num_inputs": 3,
+            "laurel_rank": 6,
+            "intermediate_size": 128,
+            "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0, 0.0],
+        },
+    ),
+    "gemma4-moe": (
         "Gemma4Text",
         _GEMMA4
         | {
             "num_hidden_layers": 6,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "hidden_size_per_layer_input": 0,
@@ -287,7 +307,13 @@ def params(kinds=KINDS):
     ]
 
 
-_CAUSAL = {"Gemma3Text": "Gemma3", "Gemma4Text": "Gemma4", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
+_CAUSAL = {
+    "Gemma3Text": "Gemma3",
+    "Gemma4Text": "Gemma4",
+    "Gemma3nText": "Gemma3n",
+    "Qwen3_5Text": "Qwen3_5",
+    "Qwen3_5MoeText": "Qwen3_5Moe",
+}
 """Names of language models that are not their configuration's."""
 
 

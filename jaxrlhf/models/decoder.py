@@ -26,6 +26,7 @@ from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOut
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
 from jaxrlhf.models.residual.layer_inputs import layer_inputs
+from jaxrlhf.models.residual.streams import gathered, spread
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import Flow, Layers, cache_places, nothing_lent, run_layers, split_by_stack, stacks
 from jaxrlhf.models.vision.rows import ImageRows
@@ -109,8 +110,9 @@ def hidden_states(
     """
     sight = see(params, config.vision, images, execution)
     turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
-    hidden_RWD = execution.split_rows(_embed(params, config, execution.slices(token_RW), execution.dtype, sight))
-    inputs = _inputs(params, config, execution.slices(token_RW), hidden_RWD)
+    embed_RWD = _embed(params, config, execution.slices(token_RW), execution.dtype, sight)
+    inputs = _inputs(params, config, execution.slices(token_RW), embed_RWD)
+    hidden_RWD = execution.split_rows(spread(params, config, embed_RWD))
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
@@ -142,7 +144,7 @@ def hidden_states(
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     layers = stacks(params, config, execution.pipeline)
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
-    hidden_RWD = norm(config, hidden_RWD, params["final_norm"])
+    hidden_RWD = norm(config, gathered(params, config, hidden_RWD), params["final_norm"])
     return HiddenStates(execution.joined(hidden_RWD), outputs.get("router"))
 
 
@@ -184,7 +186,7 @@ def prefill(
         raise ValueError("prompts with images that are seen both ways run whole; give chunk_tokens=None and no past")
     else:
         output = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
-    return output._replace(hidden_PD=norm(config, output.hidden_PD, params["final_norm"]))
+    return output._replace(hidden_PD=norm(config, gathered(params, config, output.hidden_PD), params["final_norm"]))
 
 
 def _prefill_whole(
@@ -199,8 +201,8 @@ def _prefill_whole(
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotations(config, position_PS, turn_RW3=None if sight is None else sight.turn_RW3)
-    hidden_PSD = _embed(params, config, token_PS, execution.dtype, sight)
-    inputs = _inputs(params, config, token_PS, hidden_PSD)
+    embed_PSD = _embed(params, config, token_PS, execution.dtype, sight)
+    inputs, hidden_PSD = _inputs(params, config, token_PS, embed_PSD), spread(params, config, embed_PSD)
 
     def stack(layers, hidden_PSD, rows):
         turn, segment_PS, sight = rows
@@ -272,8 +274,9 @@ def _prefill_chunks(
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
         turn = rotations(config, position_PC, turn_RW3=None if part is None else part.turn_RW3)
-        hidden_PCD = _embed(params, config, token_PC, execution.dtype, part)
-        place = turn, start, length_P, part, _inputs(params, config, token_PC, hidden_PCD)
+        embed_PCD = _embed(params, config, token_PC, execution.dtype, part)
+        place = turn, start, length_P, part, _inputs(params, config, token_PC, embed_PCD)
+        hidden_PCD = spread(params, config, embed_PCD)
         if execution.pipeline is None:
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
         else:
@@ -288,7 +291,7 @@ def _prefill_chunks(
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
     prefix, begun = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
     kept = prefix, choice_PSLk
-    start_state = jnp.zeros((prompts, config.hidden_size), execution.dtype), kept
+    start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), kept
     chunks = -(-(length_P.max() - begun) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     if width != given_width:  # of models with linear attention
@@ -363,13 +366,14 @@ def decode(
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
-    state = layers, cache, embed_B1D, (turn, position_B)
+    state = layers, cache, spread(params, config, embed_B1D), (turn, position_B)
     if execution.pipeline is None:
         hidden_B1D, written = stack(*state)
     else:
         hidden_B1D, written = pipeline_decode(execution.pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
-    return DecodeOutput(norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk)
+    hidden_B1D = norm(config, gathered(params, config, hidden_B1D), params["final_norm"])
+    return DecodeOutput(hidden_B1D[:, 0], written, choice_BLk)
 
 
 def _embed(

@@ -25,7 +25,8 @@ from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.mlp import ACTIVATIONS, feed_forward
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm, rms_norm
-from jaxrlhf.models.residual.layer_inputs import with_input
+from jaxrlhf.models.residual.layer_inputs import of_input
+from jaxrlhf.models.residual.streams import corrected, predicted
 from jaxrlhf.models.rope import Rotations, rotate
 
 
@@ -190,7 +191,7 @@ def _gated(mixed_RWNH: Array, gate_RWNH: Array | None) -> Array:
 def _block(
     layer: Params,
     config: ModelConfig,
-    hidden_RWD: Array,
+    hidden_RWC: Array,
     mix: Callable[[Array], tuple[Array, Any]],
     execution: Execution,
     router: RouterInputs,
@@ -198,7 +199,10 @@ def _block(
 ) -> tuple[Array, Any, RouterOutputs | None]:
     """Attention, the MLP and what the layer makes of its own input, each added to the residual stream.
 
+    Of several streams all is added to the first, by which the others are corrected; the layer's input to the others.
+
     Args:
+      hidden_RWC: The residual stream, or several beside each other.
       mix: Attention of the tokens of a normed input, `[R, W, N, H]` of its own heads, and what it keeps of them.
     """
 
@@ -210,18 +214,42 @@ def _block(
             output_RWD = norm(config, output_RWD, layer[f"{part}_output_norm"])
         return output_RWD if config.residual_multiplier == 1.0 else output_RWD * config.residual_multiplier
 
-    mixed_RWNH, kept = mix(before("attention"))
+    streams_RWAD = None if config.streams is None else predicted(layer, config, hidden_RWC)
+    hidden_RWD = hidden_RWC if streams_RWAD is None else streams_RWAD[:, :, 0]
+    normed_RWD = before("attention")
+    mixed_RWNH, kept = mix(normed_RWD)
     mixed_RWD = linear.project(mixed_RWNH, layer["attention"]["output"], dims=2)
     if config.output_bias:
         mixed_RWD += layer["attention"]["output_bias"].astype(mixed_RWD.dtype)[None, None]
     hidden_RWD += after("attention", mixed_RWD)
-    output_RWD, routed = feed_forward(layer["mlp"], config, before("mlp"), execution=execution, router=router)
+    if config.laurel_rank is not None:
+        hidden_RWD = (hidden_RWD + _augmented(layer, config, normed_RWD)) * 0.5**0.5
+    given = before("mlp"), hidden_RWD, _flag(layer, "cut")
+    output_RWD, routed = feed_forward(layer["mlp"], config, *given, execution=execution, router=router)
     hidden_RWD += after("mlp", output_RWD)
+    activation = ACTIVATIONS[config.activation]
+    if streams_RWAD is not None:
+        streams_RWAD = corrected(layer, config, streams_RWAD, hidden_RWD)
+        first_RWD = streams_RWAD[:, :, 0] * layer["streams"]["scale"].astype(hidden_RWD.dtype)[None, None]
+        assert input_RWP is not None, "layers with several streams have inputs of their own"
+        added_RW1D = of_input(layer, config, first_RWD, input_RWP, activation)[:, :, None]
+        streams_RWAD = jnp.concatenate([streams_RWAD[:, :, :1], streams_RWAD[:, :, 1:] + added_RW1D], axis=2)
+        return streams_RWAD.reshape(hidden_RWC.shape), kept, routed
     if input_RWP is not None:
-        hidden_RWD = with_input(layer, config, hidden_RWD, input_RWP, ACTIVATIONS[config.activation])
+        hidden_RWD += of_input(layer, config, hidden_RWD, input_RWP, activation)
     if "scale" in layer:
         hidden_RWD *= jax.lax.stop_gradient(layer["scale"]).astype(hidden_RWD.dtype)[None, None]
     return hidden_RWD, kept, routed
+
+
+def _augmented(layer: Params, config: ModelConfig, normed_RWD: Array) -> Array:
+    """A layer's normed input, and a normed product of it with two narrow matrices.
+
+    Source: Menghani et al. 2024 (LAuReL, arXiv:2411.07501), section 2.
+    """
+    own = layer["laurel"]
+    low_RWD = linear.project(linear.project(normed_RWD, own["narrow"]), own["widen"])
+    return normed_RWD + norm(config, low_RWD, own["norm"])
 
 
 def repeat_heads(head_KH: Array, copies: int) -> Array:

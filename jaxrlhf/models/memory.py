@@ -38,6 +38,7 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
     normed += model.mean_kv_width * model.value_norm
     given = 0 if model.experts is None else expert * model.hidden_size
     given += 0 if model.layer_inputs is None else 2 * model.hidden_size + 4 * model.layer_inputs.width
+    given += 2 * (model.stream_width - model.hidden_size) + 2 * (model.laurel_rank or 0)
     whole = (6 if tensor == 1 else 2) * model.hidden_size + model.norm_parameters + given
     mixed = 4 * model.num_heads * model.mean_head_dim
     return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
@@ -156,7 +157,7 @@ def training_activation_bytes(
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     again = remat or row_tokens >= LONG_ROW
-    kept = layers * (model.hidden_size * itemsize if remat else layer) + (0 if again else layers * scores)
+    kept = layers * (model.stream_width * itemsize if remat else layer) + (0 if again else layers * scores)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
     working = layer * remat + scores * _in_strips(row_tokens) * (_at_a_time(row_tokens) + again)

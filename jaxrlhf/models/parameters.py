@@ -5,8 +5,7 @@ initialisation, sharding rules, Hugging Face import and export read it. Layers a
 on a leading `L` dimension so that one scan runs them.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -23,48 +22,17 @@ from jaxrlhf.models.config import (
     Experts,
     Head,
     LatentAttention,
-    LayerInputs,
     LinearAttention,
     ModelConfig,
-    Vision,
     padded_rows,
 )
+from jaxrlhf.models.config.param import Param
+from jaxrlhf.models.residual.parameters import declare_around_layers, declare_in_layers
+from jaxrlhf.models.vision.parameters import declare_tower
 from jaxrlhf.sharding.rules import Dim
 
 VISION = "vision"
 """Name of the tower among the decoder's parameters."""
-
-
-@dataclass(frozen=True)
-class Param:
-    """One parameter.
-
-    Attributes:
-      shape: Full, unsharded shape.
-      dims: Name of each dimension for the sharding rules; None where it is never split, and a name with a count
-        where it stays whole over mesh axes that do not divide the count.
-      init: Initialiser, used where no checkpoint gives the parameter.
-      fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
-      padding: Entries at the end of the first dimension that are no part of the model: always zeros.
-      fixed: It stays as it is while others are trained.
-    """
-
-    shape: tuple[int, ...]
-    dims: tuple[Dim, ...]
-    init: Literal["normal", "ones", "zeros"] = "normal"
-    fan_in: int = 1
-    padding: int = 0
-    fixed: bool = False
-
-    @property
-    def unpadded(self) -> tuple[int, ...]:
-        """Shape without the padding."""
-        return (self.shape[0] - self.padding, *self.shape[1:])
-
-    @property
-    def stacked(self) -> bool:
-        """True if the first dimension counts layers."""
-        return self.dims[0] == "layers"
 
 
 @causal_lm_method
@@ -81,15 +49,14 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     }
     if config.full_heads is not None:
         tree |= {stack: _apart(config, stack, stack_of.count(stack)) for stack in dict.fromkeys(stack_of)}
-    if config.layer_inputs is not None:
-        tree["layer_inputs"] = _layer_inputs(config, config.layer_inputs)
+    tree |= declare_around_layers(config)
     if config.dense_layers:
         tree[DENSE_LAYERS] = _layers(replace(plain, num_layers=config.dense_layers, experts=None))
     if config.linear is not None:
         linear = replace(plain, num_layers=stack_of.count(LINEAR_LAYERS))
         tree[LINEAR_LAYERS] = _layers(linear) | {"attention": _linear_attention(linear, config.linear)}
     if config.vision is not None:
-        tree[VISION] = _tower(config.vision)
+        tree[VISION] = declare_tower(config.vision)
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
     elif not config.tie_embeddings:
@@ -108,6 +75,7 @@ def _alike(config: ModelConfig) -> ModelConfig:
         rope_layers=(),
         full_heads=None,
         borrowing_layers=0,
+        sparsity=(),
     )
 
 
@@ -118,17 +86,6 @@ def _apart(config: ModelConfig, stack: str, count: int) -> dict[str, Any]:
     absent = {"value"} if stack == LAYERS and config.full_heads.values_are_keys else set()
     absent |= {"key", "value", "key_norm"} if stack in LENDERS else set()
     return layers | {"attention": {name: each for name, each in layers["attention"].items() if name not in absent}}
-
-
-def _layer_inputs(config: ModelConfig, inputs: LayerInputs) -> dict[str, Param]:
-    """Table and projection of the inputs of all layers, which are stored together."""
-    rows, width, layers, each = padded_rows(inputs.vocab_size), config.hidden_size, config.num_layers, inputs.width
-    whole: tuple[Dim, ...] = ("vocab", None, ("embed", each))
-    return {
-        "embed": Param((rows, layers, each), whole, fan_in=each, padding=rows - inputs.vocab_size),
-        "projection": Param((width, layers, each), ("embed", None, None), fan_in=width),
-        "norm": Param((each,), (None,), _unit(config)),
-    }
 
 
 def _table(config: ModelConfig) -> Param:
@@ -156,18 +113,8 @@ def _norms(config: ModelConfig) -> dict[str, Param]:
 def _layers(config: ModelConfig) -> dict[str, Any]:
     """All layers of a model whose layers are alike."""
     experts = config.experts
-    tree: dict[str, Any] = {}
-    if config.layer_inputs is not None:
-        layers, width, each = config.num_layers, config.hidden_size, config.layer_inputs.width
-        tree["layer_input"] = {
-            "narrow": Param((layers, width, each), ("layers", "embed", None), fan_in=width),
-            "widen": Param((layers, each, width), ("layers", None, "embed"), fan_in=each),
-            "norm": _norm(config, width),
-        }
-    if config.layer_scale:
-        tree["scale"] = Param((config.num_layers, 1), ("layers", None), "ones", fixed=True)
     return {
-        **tree,
+        **declare_in_layers(config),
         **_norms(config),
         "attention": _attention(config) if config.latent is None else _latent_attention(config, config.latent),
         "mlp": _mlp(config, config.intermediate_size) if experts is None else _mixture(config, experts),
@@ -278,6 +225,11 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
         "router": Param((layers, width, count), ("layers", "embed", None), fan_in=width),
         "experts": {"gate": wide, "up": wide, "down": tall},
     }
+    if experts.apart:
+        tree["router_scale"] = Param((layers, width), ("layers", None), "ones")
+        tree["expert_scale"] = Param((layers, count), ("layers", None), "ones")
+        norms = ("experts_norm", "experts_output_norm", "shared_output_norm")
+        tree |= {name: _norm(config, width) for name in norms}
     if experts.bias:
         tree["router_bias"] = Param((layers, count), ("layers", None), "zeros")
     if experts.biases:
@@ -289,62 +241,6 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
         tree["shared"] = _mlp(config, experts.shared_intermediate_size)
     if experts.shared_gate:
         tree["shared_gate"] = Param((layers, width, 1), ("layers", "embed", None), fan_in=width)
-    return tree
-
-
-def _tower(vision: Vision) -> dict[str, Any]:
-    """A vision tower, whose layers are stacked by themselves: no stage of a pipeline divides them."""
-    width, inner, count = vision.hidden_size, vision.intermediate_size, (vision.num_layers,)
-    embed, heads, wide = ("embed", width), ("heads", vision.num_heads), ("mlp", inner)
-
-    def weight(before: tuple[int, ...], shape: tuple[int, ...], *dims: Dim, inputs: int = 1) -> Param:
-        stack = ("tower_layers",) * len(before)
-        return Param((*before, *shape), (*stack, *dims), fan_in=math.prod(shape[:inputs]))
-
-    def vector(before: tuple[int, ...], shape: tuple[int, ...], *dims: Dim, ones: bool = False) -> Param:
-        return Param((*before, *shape), (*("tower_layers",) * len(before), *dims), "ones" if ones else "zeros")
-
-    def norm(name: str, before: tuple[int, ...], size: int) -> dict[str, Param]:
-        bias = {f"{name}_bias": vector(before, (size,), None)} if vision.norm == "layer" else {}
-        return {name: vector(before, (size,), None, ones=True)} | bias
-
-    def merging(before: tuple[int, ...], normed: int) -> dict[str, Param]:
-        size, out = vision.merged_size, vision.out_size
-        return norm("norm", before, normed) | {
-            "inner": weight(before, (size, size), ("embed", size), ("mlp", size)),
-            "inner_bias": vector(before, (size,), ("mlp", size)),
-            "outer": weight(before, (size, out), ("mlp", size), ("embed", out)),
-            "outer_bias": vector(before, (out,), None),
-        }
-
-    shape = (vision.num_heads, vision.head_dim)
-    attention = {name: weight(count, (width, *shape), embed, heads, None) for name in ("query", "key", "value")}
-    attention |= {f"{name}_bias": vector(count, shape, heads, None) for name in ("query", "key", "value")}
-    attention |= {"output": weight(count, (*shape, width), heads, None, embed, inputs=2)}
-    names = ("gate", "up") if vision.gated else ("up",)
-    mlp = {name: weight(count, (width, inner), embed, wide) for name in names}
-    mlp |= {f"{name}_bias": vector(count, (inner,), wide) for name in names}
-    mlp |= {"down": weight(count, (inner, width), wide, embed), "down_bias": vector(count, (width,), None)}
-    sides = (vision.patch_size, vision.patch_size)
-    pixels = (3, *([vision.frames] if vision.frames > 1 else []), *sides)
-    tree = {
-        "patch": weight((), (*pixels, width), *[None] * len(pixels), embed, inputs=len(pixels)),
-        "layers": norm("attention_norm", count, width)
-        | norm("mlp_norm", count, width)
-        | {"attention": attention | {"output_bias": vector(count, (width,), None)}, "mlp": mlp},
-    }
-    if vision.patch_bias:
-        tree["patch_bias"] = vector((), (width,), None)
-    if vision.positions:
-        tree["positions"] = Param((vision.positions, width), (None, embed), fan_in=width)
-    if vision.merger == "mlp":
-        tree["merger"] = merging((), width)
-    else:
-        projection = weight((), (width, vision.out_size), embed, None)
-        tree |= norm("final_norm", (), width)
-        tree["merger"] = {"norm": vector((), (width,), None), "projection": projection}
-    if vision.deepstack:
-        tree["deepstack"] = merging((len(vision.deepstack),), vision.merged_size)
     return tree
 
 

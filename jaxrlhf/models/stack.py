@@ -6,6 +6,7 @@ its layers are separate arrays, in the decode layout: queries, keys and values i
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,9 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.pipeline import Pipeline
 
-LAYER_FLAGS = ("slides", "turns", "depth")
-"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads, a layer's index."""
+LAYER_FLAGS = ("slides", "turns", "depth", "cut")
+"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads, a layer's index, the cut of
+its gates."""
 
 Stacks = dict[str, Params]
 """Stacks of layers by their names."""
@@ -93,6 +95,8 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
         flags["slides"] = jnp.array(config.sliding_layers)[:, None]
     if config.rope_layers:
         flags["turns"] = jnp.array(config.rope_layers)[:, None]
+    if any(config.sparsity):
+        flags["cut"] = jnp.array([NormalDist().inv_cdf(part) if part else -np.inf for part in config.sparsity])[:, None]
     if config.vision is not None and config.vision.deepstack:
         flags["depth"] = jnp.arange(config.num_layers)[:, None]
     by_stack = split_by_stack(flags, config)

@@ -9,6 +9,7 @@ from jaxrlhf.models.config.parts import (
     LatentAttention,
     LayerInputs,
     LinearAttention,
+    Streams,
 )
 from jaxrlhf.models.config.pattern import (
     BORROWING_LAYERS,

@@ -134,6 +134,7 @@ class ModelConfig(DecoderShape):
         biases = counted * (2 * self.experts.intermediate_size + self.hidden_size) * self.experts.biases
         router = (self.hidden_size + self.experts.bias + self.experts.biases) * self.experts.count
         shared = self.hidden_size * self.experts.shared_gate
+        shared += (4 * self.hidden_size + self.experts.count) * self.experts.apart
         return 3 * self.hidden_size * inner + biases + router + shared
 
     def layer_parameters(self, *, experts: float | None = None) -> float:
@@ -144,7 +145,26 @@ class ModelConfig(DecoderShape):
         """
         first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
         own = 0 if self.layer_inputs is None else 2 * self.hidden_size * self.layer_inputs.width
+        own += 2 * self.hidden_size * (self.laurel_rank or 0)
+        if self.streams is not None:
+            own += self.streams.count * (self.hidden_size + self.streams.count**2 + self.streams.count)
         return self.attention_parameters + last + own + (first - last) * self.dense_layers / self.num_layers
+
+    @property
+    def _stream_parameters(self) -> int:
+        """Weights of streams and of narrow products beside attention."""
+        width, weights = self.hidden_size, 0
+        if self.laurel_rank is not None:
+            weights += self.num_layers * width * (2 * self.laurel_rank + 1)
+        if self.streams is not None:
+            count = self.streams.count
+            weights += self.num_layers * ((count + 2) * width + count**3 + count**2) + 2 * (count - 1) * width**2
+        return weights
+
+    @property
+    def stream_width(self) -> int:
+        """Numbers of a token between two layers."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def input_parameters(self) -> int:
@@ -162,7 +182,7 @@ class ModelConfig(DecoderShape):
         """Number of weights, the embedding and the given head included."""
         layers = self._all_attention_parameters
         layers += round(self.num_layers * self.mlp_parameters()) + self.num_layers * self.norm_parameters
-        layers += self.input_parameters + self.num_layers * self.layer_scale
+        layers += self.input_parameters + self.num_layers * self.layer_scale + self._stream_parameters
         layers += self.dense_layers * (3 * self.hidden_size * self.intermediate_size - int(self.mlp_parameters()))
         last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
         tower = 0 if self.vision is None else self.vision.parameters

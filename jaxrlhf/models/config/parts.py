@@ -123,6 +123,17 @@ class LayerInputs:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Residual streams beside each other, of which layers compute with the first and correct the others.
+
+    Attributes:
+      count: A, number of streams.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """A gate g and its product with u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
 
@@ -148,6 +159,8 @@ class Experts:
       scaling: Factor of the scores after that.
       bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
       biases: The router's logits and each expert's matrices have biases (gpt-oss).
+      apart: Experts stand beside the MLP: they and it are normed apart, before and after, and the router has a scale of
+        its input and one of each expert (Gemma 4).
       activation: Function of an expert's gate, or of its gate and up together.
       groups: Equal parts of the experts; a token goes through experts of its best groups alone.
       groups_per_token: Number of best groups.
@@ -165,6 +178,7 @@ class Experts:
     scaling: float = 1.0
     bias: bool = False
     biases: bool = False
+    apart: bool = False
     activation: Literal["silu", "gelu_tanh"] | ClampedGate = "silu"
     groups: int = 1
     groups_per_token: int = 1

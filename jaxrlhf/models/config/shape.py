@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.config.parts import Experts, FullHeads, LatentAttention, LayerInputs, LinearAttention
+from jaxrlhf.models.config.parts import Experts, FullHeads, LatentAttention, LayerInputs, LinearAttention, Streams
 from jaxrlhf.models.config.pattern import (
     BORROWING_LAYERS,
     DENSE_LAYERS,
@@ -33,6 +33,7 @@ FamilyName = Literal[
     "gemma2",
     "gemma3_text",
     "gemma4_text",
+    "gemma3n_text",
     "deepseek_v2",
     "deepseek_v3",
     "olmo3",
@@ -105,6 +106,11 @@ class DecoderShape:
         has the window, or has none, as they do. They go with `full_heads`.
       borrowing_intermediate_size: F of those layers; None is F of the others.
       layer_inputs: Embeddings of tokens for each layer (Gemma 4); None is none.
+      streams: Several residual streams (Gemma 3n); None is one.
+      laurel_rank: Width between two matrices, whose product is added to the residual stream beside attention
+        (Gemma 3n); None has none.
+      sparsity: Share of the MLP's gates that is left out in each layer, those that are not the largest (Gemma 3n).
+        Empty: none is.
       layer_scale: What a layer gives is multiplied by a number of its own, which is not trained (Gemma 4).
       latent: Latent attention, with queries and keys of width H; None projects keys and values.
       linear: Linear attention in some layers; None is none.
@@ -154,6 +160,9 @@ class DecoderShape:
     borrowing_layers: int = 0
     borrowing_intermediate_size: int | None = None
     layer_inputs: LayerInputs | None = None
+    streams: Streams | None = None
+    laurel_rank: int | None = None
+    sparsity: tuple[float, ...] = ()
     layer_scale: bool = False
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
@@ -179,8 +188,12 @@ class DecoderShape:
                 f"dense_layers={self.dense_layers} of num_layers={self.num_layers} come before layers with experts; "
                 f"a model without experts has dense_layers=0"
             )
-        if self.experts is not None and self.activation != "silu":
-            raise Refusal(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
+        if self.experts is not None and self.activation not in ("silu", self.experts.activation):
+            raise Refusal(
+                f"activation={self.activation!r} with experts, which compute {self.experts.activation}; give the same"
+            )
+        if self.experts is not None and self.borrowing_intermediate_size is not None:
+            raise Refusal("borrowing_intermediate_size with experts, whose MLP is the same in all layers; leave it out")
         if (self.linear is not None) != any(self.linear_layers) or (self.linear_layers and all(self.linear_layers)):
             raise Refusal(
                 f"linear_layers={self.linear_layers} with linear={self.linear}; some layers have linear attention and "
@@ -195,7 +208,9 @@ class DecoderShape:
             self._check_full_heads(self.full_heads)
         elif self.borrowing_layers:
             raise Refusal(f"borrowing_layers={self.borrowing_layers} without full_heads, with which they go")
-        for name in ("sliding_layers", "rope_layers", "linear_layers"):
+        if self.streams is not None and (self.layer_inputs is None or self.norms != "sandwich" or self.layer_scale):
+            raise Refusal("streams go with layer_inputs, norms='sandwich' and no layer_scale; leave streams out")
+        for name in ("sliding_layers", "rope_layers", "linear_layers", "sparsity"):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise Refusal(
                     f"{name} speaks of {len(getattr(self, name))} layers, num_layers is {self.num_layers}; "
@@ -228,7 +243,8 @@ class DecoderShape:
             own |= {"num_kv_heads": self.full_heads.kv_heads, "head_dim": self.full_heads.head_dim}
         if borrows and self.borrowing_intermediate_size is not None:
             own["intermediate_size"] = self.borrowing_intermediate_size
-        own |= {"full_heads": None, "sliding_layers": (), "borrowing_layers": 0, "borrowing_intermediate_size": None}
+        own |= {"full_heads": None, "borrowing_layers": 0, "borrowing_intermediate_size": None}
+        own |= {"sliding_layers": (), "sparsity": ()}
         return replace(self, **own)
 
     @property

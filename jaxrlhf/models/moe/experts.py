@@ -83,7 +83,7 @@ def route(
 
         s = softmax(x W) or sigmoid(x W)
         choice = top-k of s + bias, within the best groups of experts
-        weight = scaling * s[choice] / (sum s[choice] where normalised)
+        weight = scaling * s[choice] / (sum s[choice] where normalised) * (scale[choice] where experts have one)
 
     The router is as precise as the activations, and its logits are float32, so a trainer with
     float32 masters and a sampler with a bfloat16 copy choose alike.
@@ -113,6 +113,8 @@ def route(
     probability_RWE = score_RWE
     if experts.scores == "sigmoid":
         probability_RWE = score_RWE / (score_RWE.sum(axis=-1, keepdims=True) + 1e-20)
+    if "expert_scale" in mlp:
+        weight_RWk *= mlp["expert_scale"].astype(jnp.float32)[choice_RWk]
     return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE, own_RWk)
 
 

@@ -1,9 +1,10 @@
-"""Embeddings of tokens for each layer, which it adds to the residual stream behind its MLP.
+"""Embeddings of tokens for each layer, which it adds to the residual stream behind its MLP; rows that the table does
+not have are its first.
 
     input_l = (table_l[token] sqrt(P) + norm(project_l(embedding) / sqrt(D))) / sqrt(2)
     h += norm(widen(activation(narrow(h)) * input_l))
 
-Source: Gemma 4, as `hidden_size_per_layer_input` in transformers.
+Source: Gemma 3n and 4, as `hidden_size_per_layer_input` in transformers.
 """
 
 from collections.abc import Callable
@@ -28,20 +29,21 @@ def layer_inputs(
     if config.layer_inputs is None:
         return None
     own, dtype = params["layer_inputs"], embed_RWD.dtype
+    token_RW = jnp.where(token_RW < config.layer_inputs.vocab_size, token_RW, 0)
     table_RWLP = own["embed"][token_RW].astype(dtype) * jnp.asarray(config.layer_inputs.width**0.5, dtype)
     made_RWLP = linear.project(embed_RWD, own["projection"]) * jnp.asarray(config.hidden_size**-0.5, dtype)
     both_RWLP = (norm(config, made_RWLP, own["norm"]) + table_RWLP) * jnp.asarray(0.5**0.5, dtype)
     return jnp.moveaxis(both_RWLP, 2, 0)
 
 
-def with_input(
+def of_input(
     layer: Params,
     config: ModelConfig,
     hidden_RWD: Float[Array, "R W D"],
     input_RWP: Float[Array, "R W P"],
     activation: Callable[[Array], Array],
 ) -> Float[Array, "R W D"]:
-    """Hidden states with what a layer makes of its own input."""
+    """Product of hidden states and a layer's own input, for the residual stream."""
     own = layer["layer_input"]
     gate_RWP = activation(linear.project(hidden_RWD, own["narrow"]))
-    return hidden_RWD + norm(config, linear.project(gate_RWP * input_RWP, own["widen"]), own["norm"])
+    return norm(config, linear.project(gate_RWP * input_RWP, own["widen"]), own["norm"])

@@ -5,6 +5,7 @@ from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma import GEMMA2, GEMMA3
+from jaxrlhf.models.huggingface.families.gemma3n import GEMMA3N
 from jaxrlhf.models.huggingface.families.gemma4 import GEMMA4
 from jaxrlhf.models.huggingface.families.gemma_vision import GEMMA3_VISION
 from jaxrlhf.models.huggingface.families.glm import GLM4, GLM4_MOE
@@ -44,6 +45,7 @@ _ALL = (
         QWEN3_5_MOE,
         DEEPSEEK_V32,
         GEMMA4,
+        GEMMA3N,
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

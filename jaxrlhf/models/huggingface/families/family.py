@@ -151,6 +151,22 @@ def mixture(mlp: str, *, gate: str, up: str, down: str) -> dict[str, StoredTenso
     )
 
 
+def fused_experts(experts: str, inner: int, *, layer: int = 0) -> dict[str, StoredTensor]:
+    """Experts of a layer in two tensors, the gate of each above its up.
+
+    Args:
+      experts: Beginning of the tensors' names.
+      inner: Width of an expert.
+      layer: First layer that has experts.
+    """
+    both = experts + "gate_up_proj"
+    return {
+        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", 0, 2 * inner)),
+        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", inner, 2 * inner)),
+        "layers.mlp.experts.down": StoredTensor(experts + "down_proj", "EFD", "E D F", layer=layer),
+    }
+
+
 ROUTER_BIAS = in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
 
 SHARED_EXPERTS = in_layers(

@@ -6,8 +6,16 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.models.config import LENDERS, FullHeads, LayerInputs, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, Family, StoredTensor, in_layers
+from jaxrlhf.models.config import LENDERS, Experts, FullHeads, LayerInputs, ModelConfig
+from jaxrlhf.models.huggingface.families.family import (
+    DECODER,
+    LAYER,
+    QK_NORM,
+    Family,
+    StoredTensor,
+    fused_experts,
+    in_layers,
+)
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
@@ -20,9 +28,6 @@ _PERIOD = 6
 
 def _read(given: Fields) -> dict[str, Any]:
     given.only("attention_bias", False)
-    given.only("enable_moe_block", False)
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        given.take(name)  # of experts, which there are not
     # Of images, which see each other; text sees what is before it either way.
     given.only("use_bidirectional_attention", None, "vision")
     given.only("hidden_activation", "gelu_pytorch_tanh")
@@ -35,6 +40,7 @@ def _read(given: Fields) -> dict[str, Any]:
     width, rows = given.take("hidden_size_per_layer_input", 256), given.take("vocab_size_per_layer_input", 262_144)
     double = bool(given.take("use_double_wide_mlp", False)) and borrowing > 0
     return {
+        "experts": _read_experts(given),
         "activation": "gelu_tanh",
         "norms": "sandwich",
         "scale_embeddings": True,
@@ -52,6 +58,17 @@ def _read(given: Fields) -> dict[str, Any]:
         "layer_inputs": LayerInputs(width, rows) if width else None,
         **read_two_ropes(given, full_theta=_FULL_THETA, sliding_theta=_SLIDING_THETA),
     }
+
+
+def _read_experts(given: Fields) -> Experts | None:
+    """Experts beside the MLP, if there are any."""
+    count, chosen, inner = (given.take(name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    if not given.take("enable_moe_block", False):
+        return None
+    if None in (count, chosen, inner):
+        raise given.error("enable_moe_block=True", "num_experts, top_k_experts or moe_intermediate_size are missing")
+    beside = given.need("intermediate_size")
+    return Experts(count, chosen, inner, beside, apart=True, activation="gelu_tanh")
 
 
 def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
@@ -76,6 +93,16 @@ def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
     return FullHeads(full["num_key_value_heads"], full["head_dim"], values_are_keys=same)
 
 
+def _write_experts(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,
+        "top_k_experts": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+    }
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
     full, inputs = config.full_heads, config.layer_inputs
     assert full is not None
@@ -85,7 +112,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "attention_k_eq_v": full.values_are_keys,
-        "enable_moe_block": False,
+        "enable_moe_block": config.experts is not None,
+        **_write_experts(config.experts),
         "final_logit_softcapping": config.final_logit_softcapping,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(config),
@@ -100,7 +128,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_IN_LAYERS = (
+WITH_INPUTS = (
     DECODER
     | QK_NORM
     | in_layers(
@@ -113,7 +141,7 @@ _IN_LAYERS = (
         layer_input__norm=("post_per_layer_input_norm.weight", "D", "D"),
     )
 )
-_INPUTS = {
+INPUTS = {
     "layer_inputs.embed": StoredTensor("model.embed_tokens_per_layer.weight", "VLP", "V LP"),
     "layer_inputs.projection": StoredTensor("model.per_layer_model_projection.weight", "DLP", "LP D"),
     "layer_inputs.norm": StoredTensor("model.per_layer_projection_norm.weight", "P", "P"),
@@ -134,8 +162,25 @@ def by_stack(config: ModelConfig, table: dict[str, StoredTensor]) -> dict[str, S
     return found
 
 
+_BESIDE_EXPERTS = in_layers(
+    mlp__shared__gate=("mlp.gate_proj.weight", "DF", "F D"),
+    mlp__shared__up=("mlp.up_proj.weight", "DF", "F D"),
+    mlp__shared__down=("mlp.down_proj.weight", "FD", "D F"),
+    mlp__router=("router.proj.weight", "DE", "E D"),
+    mlp__router_scale=("router.scale", "D", "D"),
+    mlp__expert_scale=("router.per_expert_scale", "E", "E"),
+    mlp__experts_norm=("pre_feedforward_layernorm_2.weight", "D", "D"),
+    mlp__experts_output_norm=("post_feedforward_layernorm_2.weight", "D", "D"),
+    mlp__shared_output_norm=("post_feedforward_layernorm_1.weight", "D", "D"),
+)
+
+
 def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    return by_stack(config, _IN_LAYERS if config.layer_inputs is None else _IN_LAYERS | _INPUTS)
+    table = WITH_INPUTS if config.layer_inputs is None else WITH_INPUTS | INPUTS
+    if config.experts is not None:
+        inside = fused_experts(LAYER + "experts.", config.experts.intermediate_size)
+        table = table | _BESIDE_EXPERTS | inside
+    return by_stack(config, table)
 
 
 def borrowers(config: ModelConfig) -> re.Pattern[str] | None:
@@ -155,4 +200,4 @@ GEMMA4 = Family(
     score_architecture="Gemma4Text",
     unread=borrowers,
 )
-"""Gemma 4 (text) without experts."""
+"""Gemma 4 (text)."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_experts, read_latent, write_latent
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, fused_experts
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
 
@@ -63,15 +63,9 @@ def _write_mistral4(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mistral4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Experts of a layer in one tensor, the gate of each above its up."""
     assert config.experts is not None
-    inner = config.experts.intermediate_size
-    both, layer = LAYER + "mlp.experts.gate_up_proj", config.dense_layers
-    return latent_tensors(config) | {
-        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", 0, 2 * inner)),
-        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", inner, 2 * inner)),
-        "layers.mlp.experts.down": StoredTensor(LAYER + "mlp.experts.down_proj", "EFD", "E D F", layer=layer),
-    }
+    inner, layer = config.experts.intermediate_size, config.dense_layers
+    return latent_tensors(config) | fused_experts(LAYER + "mlp.experts.", inner, layer=layer)
 
 
 MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4, _write_mistral4)
