@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from learning_run import SEEDS
 from learning_task import exported, from_pairs, further, generating, supervised, write_records
+from test_data_retokenized import pairs_of_digits
 from test_extending import readmes_algorithm
 from tiny_runs import records
 
@@ -31,6 +32,7 @@ from jaxrlhf.config import (
     ProcessRewardModel,
     RewardModel,
     Rollout,
+    SpanDistillation,
     StepFile,
 )
 from jaxrlhf.data.sources import load_problems
@@ -174,4 +176,16 @@ def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
     first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path)
     assert first["eval/accuracy_at_start"] <= 0.5
     assert last["eval/accuracy"] >= 0.9
+    assert last["kl/ref_sequence_mean"] <= 0.2 * first["kl/ref_sequence_mean"]
+
+
+@pytest.mark.slow
+def test_it_learns_from_a_teacher_with_another_tokenizer(folder, guessing, tmp_path):
+    pairs_of_digits(tmp_path / "tokenizer")
+    judge = exported(write_records(tmp_path), "answer", seed=3, tokenizer=str(tmp_path / "tokenizer"))
+    algorithm = SpanDistillation(reference_model=judge)
+    first, *_, last = run(task.task(folder, algorithm, guessing(0)), tmp_path / "run")
+    assert first["eval/accuracy_at_start"] <= 0.5
+    assert last["eval/accuracy"] >= 0.9
+    assert last["spans/aligned_fraction"] == 1 and last["spans/tokens_mean"] == 1  # of a digit, or of EOS
     assert last["kl/ref_sequence_mean"] <= 0.2 * first["kl/ref_sequence_mean"]

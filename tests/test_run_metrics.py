@@ -17,8 +17,8 @@ from tiny_runs import get_config, records
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TokenRecords, TruncatedImportance, to_json
+from jaxrlhf.data.tokenizer import pieces_of
 from jaxrlhf.dataflows import ppo
-from jaxrlhf.trainer.samples import pieces_of
 
 STEPS = 4
 RESPONSES = 16

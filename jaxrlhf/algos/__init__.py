@@ -38,7 +38,16 @@ from jaxrlhf.algos.losses import (
     gspo_loss,
     sapo_loss,
 )
-from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, selected, whiten
+from jaxrlhf.algos.masked import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    segment_mean,
+    segment_sum,
+    selected,
+    span_sums,
+    whiten,
+)
 from jaxrlhf.algos.objectives import (
     ObjectiveTerms,
     TokenOutput,

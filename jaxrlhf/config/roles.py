@@ -21,6 +21,8 @@ class RoleSpec:
       training: Settings of its training; None is a frozen model. A plan that lays the role out anew changes the
         algorithm's field of the role's name.
       model: Checkpoint that it starts from; None starts it as a copy of the policy.
+      room: Tokens at most that the model's own tokenizer makes of one of the policy's, for models that read texts in
+        theirs (`ModelSetup.retokenizer`); None reads the policy's tokens, and has its tokenizer.
     """
 
     name: str
@@ -28,6 +30,7 @@ class RoleSpec:
     head: Literal["lm", "value"] | None = "lm"
     training: Training | None = None
     model: Pretrained | None = None
+    room: float | None = None
 
     @property
     def worker_class(self) -> type:
@@ -47,6 +50,11 @@ def actor(training: Training) -> RoleSpec:
 def reference(model: Pretrained | None = None) -> RoleSpec:
     """The frozen policy that the actor is kept close to, or another model that judges its tokens."""
     return RoleSpec("reference", "jaxrlhf.workers.reference:Reference", model=model)
+
+
+def teacher(model: Pretrained, *, room: float) -> RoleSpec:
+    """A frozen policy with a tokenizer of its own, which judges spans of text."""
+    return RoleSpec("reference", "jaxrlhf.workers.reference:Teacher", model=model, room=room)
 
 
 def critic(training: Training, model: Pretrained | None = None, *, name: str = "critic") -> RoleSpec:

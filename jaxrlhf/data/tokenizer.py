@@ -31,6 +31,8 @@ _CHAT_TEMPLATE = (
 SEEING = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Further special tokens of a model that sees."""
 _CONTEXT_TOKENS = 32_768
+_CHARACTER_BYTES = 4
+_PIECE_TOKENS = 8
 
 
 def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedTokenizerBase:
@@ -128,6 +130,21 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     return decode
+
+
+def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Texts that tokens add to those before them; bytes of a character come with the token that completes it."""
+    pieces: list[str] = []
+    first = read = 0
+    for end in range(1, len(tokens) + 1):
+        # A few tokens before, because a tokenizer may write the first of a text in another way.
+        before, text = decode(tokens[first:read]), decode(tokens[first:end])
+        if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        first, read = max(0, read - _PIECE_TOKENS), end
+    return pieces
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -2,19 +2,22 @@
 
     A_t = log pi_teacher(y_t | y_<t) - log pi_student(y_t | y_<t)
 
-Its mean is minus the reverse KL, and following it token by token lowers that.
+Its mean is minus the reverse KL, and following it token by token lowers that. With a teacher of another tokenizer y_t
+is a span of text, of one or more tokens of each.
 
 Source: Agarwal et al. 2024 (arXiv:2306.13649), reverse KL on the student's own samples; as an
 advantage: Thinking Machines Lab 2025, "On-policy distillation".
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from jaxrlhf.algos import kl_estimate, policy_objective, selected
+from jaxrlhf.algos import kl_estimate, policy_objective, selected, span_sums
 from jaxrlhf.batch import Array, RolloutBatch, Scores
-from jaxrlhf.config import PolicyGradient
+from jaxrlhf.config import PolicyGradient, SpanDistillation
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
@@ -44,4 +47,34 @@ def prepare(
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, teacher_logp_BT)
     metrics = rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
+    return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
+
+
+def learn_spans(roles: Roles, work: StepInput[SpanDistillation], batch: ScoredRollout) -> StepResult:
+    """On-policy distillation by spans of text, for a teacher with another tokenizer."""
+    old_logp = old_log_prob(roles, work, batch.rollout)
+    teacher: Any = roles.reference  # the algorithm's roles say that it is a `Teacher`
+    spans = teacher.compute_spans(batch.problems, batch.rollout)
+    prepared = call(partial(prepare_spans, work), batch.rollout, batch.scores, old_logp, spans)
+    actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.settings)
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
+
+
+def prepare_spans(
+    work: StepInput[SpanDistillation], rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, spans: Any
+) -> Minibatches:
+    """The advantage of each token's span, cut into minibatches; tokens in no span are not trained on."""
+    teacher_BT, span_BT = (np.asarray(array) for array in spans)
+    logp_BT = np.asarray(rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT)
+    chosen_BT = np.asarray(rollout.sequences.mask_BT)
+    mask_BT = chosen_BT & (span_BT >= 0)
+    own_BT, count_BT = span_sums(logp_BT, span_BT, mask_BT), span_sums(np.ones_like(logp_BT), span_BT, mask_BT)
+    advantage_BT = np.where(mask_BT, teacher_BT - own_BT, 0).astype(np.float32)
+    # For the metrics, what a span differs by is spread over its tokens.
+    spread_BT = np.where(chosen_BT, logp_BT + advantage_BT / np.maximum(count_BT, 1), 0)
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, spread_BT)
+    metrics["spans/aligned_fraction"] = float(mask_BT.sum() / max(chosen_BT.sum(), 1))
+    metrics["spans/tokens_mean"] = float(mask_BT.sum() / max((1 / np.maximum(count_BT, 1))[mask_BT].sum(), 1))
+    sequences = replace(rollout.sequences, mask_BT=mask_BT)
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, None)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))

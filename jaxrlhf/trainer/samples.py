@@ -7,15 +7,13 @@ import numpy as np
 
 from jaxrlhf.batch import Array, RolloutBatch
 from jaxrlhf.conversations.images import as_text
+from jaxrlhf.data.tokenizer import pieces_of
 from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.tracking import Sample
 from jaxrlhf.workers.reward import response_texts
-
-_CHARACTER_BYTES = 4
-_CONTEXT_TOKENS = 8
 
 
 def to_samples(
@@ -77,21 +75,6 @@ def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -
     if collected.record_E is not None:
         return [record.answer for record in collected.record_E]
     return response_texts(value_of(collected.rollout), decode)
-
-
-def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Texts that tokens add to those before them; bytes of a character come with the token that completes it."""
-    pieces: list[str] = []
-    first = read = 0
-    for end in range(1, len(tokens) + 1):
-        # A few tokens before, because a tokenizer may write the first of a text in another way.
-        before, text = decode(tokens[first:read]), decode(tokens[first:end])
-        if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        first, read = max(0, read - _CONTEXT_TOKENS), end
-    return pieces
 
 
 def _tokens(

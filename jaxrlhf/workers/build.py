@@ -338,14 +338,15 @@ class Builder(PoolRoles):
             self.weights(role).head,
             self.mesh(role),
             self.training(role),
-            width=self.width,
-            longest_response=self.config.rollout.max_response_tokens,
+            width=self.in_room(self.width, role),
+            longest_response=self.in_room(self.config.rollout.max_response_tokens, role),
             execution=self.execution(role, remat=role in self.remat and self.remat[role].on),
             progress=self.progress,
             offload=parts,
             temperature=self.config.rollout.sampling.temperature,
             pixels=self.pixels,
             staleness=self.config.rollout.staleness,
+            retokenizer=self.retokenizer(role) if self.here else None,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
@@ -365,7 +366,7 @@ class Builder(PoolRoles):
     def _model(self, spec: RoleSpec, start: Params, phase: Phase) -> ModelWorker:
         """Worker of any role but the actor."""
         weights, mesh = self.weights(spec.name), self.mesh(spec.name)
-        check_vocabulary(self.tokenizer, weights.model, role=spec.name)
+        check_vocabulary(self.tokenizer_of(spec.name) if self.here else self.tokenizer, weights.model, role=spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
         if not self.here:
             params = dict(target)
@@ -373,7 +374,7 @@ class Builder(PoolRoles):
             shared = {name: leaf for name, leaf in start.items() if name != "head" or spec.head == "lm"}
             params = copied(shared, target)
         else:
-            if spec.head == "lm":
+            if spec.head == "lm" and spec.room is None:
                 check_same_tokens(self.tokenizer, spec.model.path, role=spec.name)
             params = initial_params(spec.model, weights, target, seed=self.config.seed)
         if spec.training is None:

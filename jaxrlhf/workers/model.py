@@ -17,6 +17,7 @@ from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Refusal, Training
+from jaxrlhf.data.retokenized import Retokenizer
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
@@ -57,6 +58,7 @@ class ModelSetup:
       temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
       pixels: Reads the images of prompts.
       staleness: Versions by which the policy that sampled a response may be behind this one.
+      retokenizer: Makes tokens of this model of the policy's; None where they are the same.
     """
 
     role: str
@@ -72,6 +74,7 @@ class ModelSetup:
     temperature: float
     pixels: Pixels = no_pixels
     staleness: int = 0
+    retokenizer: Retokenizer | None = None
 
 
 class ModelWorker:

@@ -1,5 +1,6 @@
 """The roles on one pool: model, mesh, training settings, execution and weights of each."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import Config, Pretrained, Refusal, RoleSpec, Training
+from jaxrlhf.data.retokenized import Retokenizer
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.causal_lm import AnyModel
@@ -106,6 +108,22 @@ class PoolRoles:
         own = self.spec(role).model
         return self.model if own is None else model_config(own, self.tokenizer)
 
+    def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
+        """Tokenizer of a role's model: the policy's, but of models that read texts in their own."""
+        spec = self.spec(role)
+        if spec.room is None or spec.model is None:
+            return self.tokenizer
+        return load_tokenizer(str(resolve(spec.model.path)))
+
+    def retokenizer(self, role: str) -> Retokenizer | None:
+        """Retokenizer from the policy's tokens to those of a role's model; None where they are the same."""
+        own = self.tokenizer_of(role)
+        return None if own is self.tokenizer else Retokenizer(self.tokenizer, own)
+
+    def in_room(self, tokens: int, role: str) -> int:
+        """Tokens of a role's own tokenizer that there is room for, where the policy's are so many."""
+        return math.ceil(tokens * (self.spec(role).room or 1.0))
+
     def training(self, role: str) -> Training:
         """Layout and token budget of a role; a frozen one's are the actor's, but for the reference's layout.
 
@@ -117,7 +135,7 @@ class PoolRoles:
         actor = self.config.actor
         layout = (self.config.reference_layout if role == "reference" else None) or actor.layout
         shards = len(self.pool.devices) // (layout.stage * layout.tensor * layout.context)
-        least = shards * packed_row_tokens(self.width, budget=0, token_shards=layout.context)
+        least = shards * packed_row_tokens(self.in_room(self.width, role), budget=0, token_shards=layout.context)
         return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, least))
 
     def weights(self, role: str) -> RoleWeights:

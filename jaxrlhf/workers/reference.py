@@ -1,9 +1,15 @@
 """The reference: the frozen policy that the actor is kept close to."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
+import numpy as np
+
+from jaxrlhf.batch import Array, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.retokenized import NO_SPAN, Aligned
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.model import ModelWorker, sequences_of
 
@@ -17,6 +23,71 @@ class Reference(ModelWorker):
     def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi_ref of every response token. `temperature=None` is the rollout's."""
         return self.log_prob(rollout, temperature=temperature)
+
+
+class SpanLogp(NamedTuple):
+    """Log-probabilities of the spans of text that the policy's tokens are in.
+
+    Attributes:
+      logp_BT: float32 of the whole span, at each of its tokens; 0 where there is none.
+      span_BT: int32, spans of each response from 0; `NO_SPAN` where there is none.
+    """
+
+    logp_BT: Array
+    span_BT: Array
+
+
+class Teacher(ModelWorker):
+    """A policy that is not trained, with a tokenizer of its own."""
+
+    @worker_method(THREE_D_PROTO)
+    def compute_spans(self, problems: Sequence[Problem], rollout: RolloutBatch) -> SpanLogp:
+        """log pi of each span of the responses, at the rollout's temperature.
+
+        Args:
+          problems: Problem of each group of responses.
+
+        Raises:
+          Refusal: A prompt has more tokens here than there is room for.
+        """
+        mask_BT, longest = np.asarray(rollout.sequences.mask_BT), self.setup.longest_response
+        found = SpanLogp(np.zeros(mask_BT.shape, np.float32), np.full(mask_BT.shape, NO_SPAN, np.int32))
+        if not self.here:
+            self.log_prob(_all_chosen(len(mask_BT), self.setup.width))
+            return found
+        prompts, responses = self._retokenized(problems, rollout)
+        token_BT = np.zeros((len(mask_BT), self.setup.width), np.int32)
+        chosen_BT, length_B = np.zeros(token_BT.shape, bool), np.zeros(len(mask_BT), np.int32)
+        for row, (prompt, own) in enumerate(zip(prompts, responses, strict=True)):
+            tokens = [*prompt, *own.tokens[:longest]]
+            length_B[row], token_BT[row, : len(tokens)] = len(tokens), tokens
+            chosen_BT[row, len(prompt) : len(tokens)] = True
+        prompt_id_B = np.asarray(rollout.sequences.prompt_id_B)
+        logp_BT = np.asarray(self.log_prob(Sequences(token_BT, length_B, chosen_BT, prompt_id_B)))
+        for row, own in enumerate(responses):
+            span_S, sum_S = own.sums(logp_BT[row, chosen_BT[row]])
+            found.span_BT[row, mask_BT[row]], found.logp_BT[row, mask_BT[row]] = span_S, sum_S
+        return found
+
+    def _retokenized(self, problems: Sequence[Problem], rollout: RolloutBatch) -> tuple[list[list[int]], list[Aligned]]:
+        """Prompt and response of each row in the tokens of this model."""
+        retokenizer, room = self.setup.retokenizer, self.setup.width - self.setup.longest_response
+        assert retokenizer is not None, "the role's room says that the model has a tokenizer of its own"
+        prompts = [retokenizer.prompt(problem) for problem in problems]
+        if (longest := max(map(len, prompts))) > room:
+            raise Refusal(
+                f"a prompt has {longest} tokens of {self.role}_model, which has room for {room}; raise algorithm.room"
+            )
+        sequences, copies = rollout.sequences, len(rollout.truncated_B) // len(problems)
+        rows = zip(np.asarray(sequences.token_BT), np.asarray(sequences.mask_BT), rollout.truncated_B, strict=True)
+        responses = [retokenizer.response(token_T[mask_T].tolist(), finished=not cut) for token_T, mask_T, cut in rows]
+        return [prompt for prompt in prompts for _ in range(copies)], responses
+
+
+def _all_chosen(rows: int, width: int) -> Sequences:
+    """Rows as long as they may be, for a program that is lowered."""
+    tokens = np.ones((rows, width), np.int32), np.full(rows, width, np.int32), np.ones((rows, width), bool)
+    return Sequences(*tokens, np.arange(rows, dtype=np.int64))
 
 
 class FrozenActor:

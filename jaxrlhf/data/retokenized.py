@@ -1,0 +1,109 @@
+"""Responses as another tokenizer has them: which of its tokens are the same text as which of the policy's."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.tokenizer import decoder, pieces_of
+
+NO_SPAN = -1
+_NO_CHARACTER = "\ufffd"
+
+
+class Aligned(NamedTuple):
+    """A response in the tokens of another tokenizer.
+
+    Spans are the shortest stretches of text that begin and end between two tokens of both.
+
+    Attributes:
+      tokens: Ids of the other tokenizer, its EOS included where the response ended by one.
+      span_S: Span of each of the policy's tokens, counted from 0; `NO_SPAN` behind the last place where both cut, and
+        from bytes on that are no character.
+      span_T: Span of each of the other tokenizer's tokens.
+    """
+
+    tokens: list[int]
+    span_S: np.ndarray
+    span_T: np.ndarray
+
+    def sums(self, logp_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Span of each of the policy's tokens, and the sum of the other's log-probabilities over it.
+
+        Args:
+          logp_T: Log-probabilities of the first of the other tokens; a span that goes on behind them is none.
+        """
+        count = len(logp_T)
+        whole = self.span_T[count] if count < len(self.span_T) else NO_SPAN
+        spans = int(self.span_T.max(initial=NO_SPAN)) + 1 if whole == NO_SPAN else int(whole)
+        inside_T = (self.span_T[:count] >= 0) & (self.span_T[:count] < spans)
+        sums = np.bincount(self.span_T[:count][inside_T], weights=logp_T[inside_T], minlength=spans + 1)
+        span_S = np.where(self.span_S < spans, self.span_S, NO_SPAN)
+        return span_S, np.where(span_S == NO_SPAN, 0.0, sums[span_S])
+
+
+class Retokenizer:
+    """Prompts and responses of a policy in the tokens of another model.
+
+    Args:
+      policy: Tokenizer of the policy.
+      other: Tokenizer of the other model, whose chat template prompts are written in.
+
+    Raises:
+      Refusal: The other tokenizer cannot say where in a text its tokens are.
+    """
+
+    def __init__(self, policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
+        if not other.is_fast:
+            raise Refusal(
+                f"{type(other).__name__} does not say where in a text its tokens are; give a model that has a "
+                "tokenizer.json"
+            )
+        self._decode, self._special, self._other = decoder(policy), frozenset(policy.all_special_ids), other
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """Token ids of a prompt: its messages in the other chat template or, without either, its text."""
+        if self._other.chat_template is None or not problem.messages:
+            return self._ids(problem.prompt, special=True)[0]
+        messages = [dict(message) for message in problem.messages]
+        written = self._other.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._ids(str(written), special=False)[0]
+
+    def response(self, tokens: Sequence[int], *, finished: bool) -> Aligned:
+        """The response's text in other tokens, side by side with the policy's.
+
+        Args:
+          finished: False where a limit cut it, so that it has no EOS.
+        """
+        ends = finished and bool(tokens) and tokens[-1] in self._special
+        said = list(tokens[:-1] if ends else tokens)
+        pieces = pieces_of(said, self._decode)
+        # Bytes of half a character are no text that another model could be asked about, and what follows them goes on.
+        pieces = pieces[: next((index for index, piece in enumerate(pieces) if _NO_CHARACTER in piece), len(pieces))]
+        ends = ends and len(pieces) == len(said)
+        ids, end_T = self._ids("".join(pieces), special=False)
+        # A piece without text belongs to the token that completes its character; of the other tokenizer, all tokens of
+        # a character end behind it.
+        place_S = np.cumsum([len(piece) for piece in pieces], dtype=int)
+        cuts_S = {int(place): index for index, place in reversed([*enumerate(place_S)]) if pieces[index]}
+        cuts_T = {int(place): index for index, place in enumerate(end_T)}
+        shared = sorted(cuts_S.keys() & cuts_T.keys())
+        span_S = _spans([cuts_S[place] for place in shared], len(tokens))
+        span_T = _spans([cuts_T[place] for place in shared], len(ids))
+        if ends:  # the two say that they are done, which is a span by itself
+            ids, span_S[-1], span_T = [*ids, self._other.eos_token_id], len(shared), np.append(span_T, len(shared))
+        return Aligned(ids, span_S, span_T)
+
+    def _ids(self, text: str, *, special: bool) -> tuple[list[int], list[int]]:
+        """Token ids of a text, and where in it each ends."""
+        encoded = self._other(text, add_special_tokens=special, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+
+
+def _spans(last: Sequence[int], count: int) -> np.ndarray:
+    """Span of each of `count` tokens, given the index of each span's last."""
+    span = np.searchsorted(np.asarray(last, int), np.arange(count))
+    return np.where(span < len(last), span, NO_SPAN)
