@@ -164,7 +164,8 @@ class Sequences:
       prompt_id_B: int64 group key.
       choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
         that is not known; None if it was not recorded.
-      images_B: Tuple of the `Image`s of each sequence, in an array of objects; None if there are none.
+      images_B: Tuple of the `Image`s of each sequence, in an array of objects, `[B, k]` as lengths are; None if there
+        are none.
       kept_BTK: int32, ids that a token was drawn among, -1 past them; all -1 is any, and None wherever it stands.
     """
 

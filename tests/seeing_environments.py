@@ -1,6 +1,8 @@
 """Environments and tools that show pictures."""
 
+import base64
 import hashlib
+import io
 
 import numpy as np
 import PIL.Image
@@ -73,3 +75,27 @@ def read(text: str):
         text: Of anything.
     """
     return [{"type": "text", "text": text}]
+
+
+async def asks(session, record):
+    """Show two pictures one after another, then a third one from the beginning."""
+    from openai import AsyncOpenAI
+
+    def shown(*parts):
+        written = io.BytesIO()
+        picture(session.seed, *parts).save(written, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
+        said = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Look."}]
+        return {"role": "user", "content": said}
+
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+
+        async def answer(*messages):
+            asked = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+            return {"role": "assistant", "content": asked.choices[0].message.content}
+
+        first = shown("first")
+        said = await answer(first)
+        await answer(first, said, shown("second"))
+        await answer(shown("third"))
+    return 1.0

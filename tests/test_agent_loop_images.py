@@ -210,10 +210,25 @@ def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], done.logps, atol=1e-4)
 
 
-@pytest.mark.parametrize("environment", [Agent(program="here:run"), replace(SHOWS, history="as_templated")])
-def test_episodes_of_several_sequences_take_no_pictures(environment):
+def test_histories_that_are_rewritten_take_no_pictures():
     with pytest.raises(Refusal):
-        replace(load_configuration("grpo_shapes"), environment=environment)
+        replace(load_configuration("grpo_shapes"), environment=replace(SHOWS, history="as_templated"))
+
+
+@pytest.mark.slow
+def test_pictures_of_an_agent_program_are_trained_on_as_they_were_seen():
+    """Two sequences of an episode, whose first prompts differ by their pictures alone."""
+    batch = run(Agent(program="seeing_environments:asks", turn_tokens=5), [problem(0), problem(1)])
+    sequences = batch.rollout.sequences
+    assert [record.stop for record in batch.record_E] == ["done"] * 4
+    assert sorted(map(len, sequences.images_B)) == [1] * 4 + [2] * 4
+    for row in range(0, 8, 2):
+        one, other = sequences.images_B[row][0], sequences.images_B[row + 1][0]
+        begun = one.start + one.tokens
+        assert one.start == other.start and one.digest != other.digest
+        assert (sequences.token_BT[row, :begun] == sequences.token_BT[row + 1, :begun]).all()
+    mask_BT = sequences.mask_BT
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
 def test_tools_answer_with_pictures():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_runs
 
-from jaxrlhf.batch import EpisodeRows, RolloutBatch, Sequences
+from jaxrlhf.batch import EpisodeRows, Image, RolloutBatch, Sequences
 from jaxrlhf.config import GRPO, Rollout, load
 from jaxrlhf.dataflows.batches.episode_rows import Apart, side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
@@ -36,6 +36,10 @@ def rollout_of(episodes, width=9):
 
 def test_rows_side_by_side_come_apart_as_they_were():
     rollout = rollout_of(EPISODES)
+    images_B = np.empty(len(rollout.truncated_B), object)
+    for row in range(len(images_B)):
+        images_B[row] = (Image("here", str(row), (1, 2, 2), 0, 1),) * (row % 3)
+    rollout = replace(rollout, sequences=replace(rollout.sequences, images_B=images_B))
     value_BT = np.random.default_rng(0).normal(size=rollout.sequences.token_BT.shape)
     whole, joined = side_by_side(rollout, (value_BT,))
     assert joined.shape == (4, 27)

@@ -15,7 +15,7 @@ import served_models
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.config import load as load_configuration
-from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.config.serving import ServingLimits, SessionLimits
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine, EngineService, Request
 from jaxrlhf.models import model_config, tokenizer_of
@@ -98,6 +98,31 @@ def test_images_are_seen_as_the_engine_sees_them(sees):
     other = chat(client, parts("what is ", url(1), " and ", url(0), "?"))
     assert other.prompt_token_ids == choice.prompt_token_ids
     assert abs(other.logprobs.content[0].logprob - drawn[0]) > 1e-4 or other.token_ids != choice.token_ids
+
+
+def test_a_session_goes_on_where_the_same_images_were_seen(sees):
+    """And begins anew where the text is the same and an image is another."""
+    _, model = sees
+    with Server(model, token="a-key") as server:
+        base_url, key = server.sessions.open("pictures", 3, SessionLimits())
+        with openai.OpenAI(base_url=base_url, api_key=key, max_retries=0) as agent:
+            asked = parts(url(0), "what?")
+            first = chat(agent, asked)
+            more = parts("and ", url(1), "?")
+            said = {"role": "assistant", "content": first.message.content}
+            second = chat(agent, [*asked, said, *more])
+            other = chat(agent, [*parts(url(2), "what?"), said, *more])
+        recorded = server.sessions.close("pictures")
+    stream = [*first.prompt_token_ids, *first.token_ids]
+    assert second.prompt_token_ids[: len(stream)] == stream
+    assert [len(sequence.images) for sequence in recorded.sequences] == [2, 2]
+    assert len({sequence.images[0].digest for sequence in recorded.sequences}) == 2
+    token = model.images.placeholders.token
+    for sequence in recorded.sequences:
+        places = [one.start + n for one in sequence.images for n in range(one.tokens)]
+        drawn = np.array(sequence.mask, bool)
+        assert np.flatnonzero((np.array(sequence.tokens) == token) & ~drawn).tolist() == places
+    assert other.prompt_token_ids[: len(first.prompt_token_ids)] == first.prompt_token_ids
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class AgentLoop:
         if not self._has_agents:
             yield None
             return
-        model = ServedModel("policy", service, self.format.tokenizer, self.stop_tokens)
+        model = ServedModel("policy", service, self.format.tokenizer, self.stop_tokens, images=self.format.reader)
         with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
             yield server.sessions
 

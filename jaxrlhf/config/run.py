@@ -369,10 +369,11 @@ class Config(Settings):
             for one in choices(self.environment)
             if isinstance(one, Agent) or one.history == "as_templated"
         ]
+        templated = any(one.history == "as_templated" for one in choices(self.environment))
         require(
-            not (several and getattr(self.model, "vision", False)),
-            f"the model sees images, and {', '.join(several)} takes none: an agent program, or history='as_templated'; "
-            "choose a model that reads text, or an environment whose history is 'as_sampled'",
+            not (templated and getattr(self.model, "vision", False)),
+            "an environment of history='as_templated' shows no images, and the model sees; choose 'as_sampled', or a "
+            "model that reads text",
         )
         require(
             not several or self.algorithm.takes_several_sequences,

@@ -8,7 +8,7 @@ from typing import Literal
 from jaxrlhf.batch import Image
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.cutting import cut_to
-from jaxrlhf.conversations.images import marked, written
+from jaxrlhf.conversations.images import behind, marked, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 _OPENING_TOKENS = 16
@@ -47,7 +47,7 @@ class _Stream:
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
         """Tokens, and the images among them, go behind all others."""
-        self.images += tuple(replace(image, start=len(self.tokens) + image.start) for image in images)
+        self.images += behind(images, len(self.tokens))
         self.tokens += tokens
 
     def sequence(self) -> TokenSequence:

@@ -1,6 +1,7 @@
 """Images in messages of an episode: parts of contents, and their places among the tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,15 +45,34 @@ def written(
     Raises:
       EnvironmentFailure: An image is damaged, nobody reads images, or the chat template does not show each of them.
     """
-    if not sources:
-        return SeenTokens(write(told), ())
     try:
-        images = referred(sources, reader, place=_MESSAGES)
-        assert reader is not None, "there are references to images"
-        tokens = write(told, rewritten=partial(_in_place, images=images, reader=reader))
-        return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=_MESSAGES))
+        return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, told), place=_MESSAGES)
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
+
+
+def shown(
+    images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]], *, place: str
+) -> SeenTokens:
+    """Tokens of what has a `MARK` for each of these images, which are not in a prompt yet.
+
+    Args:
+      write: Function of `rewritten`, as of `ChatFormat.prompt`, to tokens.
+
+    Raises:
+      EnvironmentFailure: The chat template does not show each of them.
+      Refusal: A text spells placeholders.
+    """
+    if not images:
+        return SeenTokens(write(), ())
+    assert reader is not None, "there are references to images"
+    tokens = write(rewritten=partial(_in_place, images=images, reader=reader))
+    return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=place))
+
+
+def behind(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
+    """Images of a part of a sequence in the sequence, of which so many tokens stand before it."""
+    return tuple(replace(image, start=tokens + image.start) for image in images)
 
 
 def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:

@@ -4,9 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
+from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations import ChatFormat, TokenSequence
+from jaxrlhf.conversations.images import behind, shown
+from jaxrlhf.data.images import MARK
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 Fork = Literal["template", "edited", "retokenised"]
@@ -23,6 +28,7 @@ class RecordedCall:
       told: Messages of the request and the reply, as they are compared; empty of a completion without a chat.
       tools: Tools of the request, as they are compared.
       reply: Words of what was drawn; None of a completion without a chat.
+      images: Images of the prompt.
       reward: Reward that was posted for it.
     """
 
@@ -36,6 +42,7 @@ class RecordedCall:
     version: int
     reasoning: tuple[str | None, ...] = ()
     ids: Mapping[str, str] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
     reward: float | None = None
     after: list["RecordedCall"] = field(default_factory=list)
 
@@ -58,6 +65,12 @@ class Prompt:
     told: tuple[str, ...] = ()
     tools: str = ""
     reasoning: tuple[str | None, ...] = ()
+    images: tuple[Image, ...] = ()
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The prompt as one that has other images is not."""
+        return SeenPrompt.of(self.tokens, self.images)
 
 
 class CallTree:
@@ -81,10 +94,20 @@ class CallTree:
         self.calls: list[RecordedCall] = []
         self.forks: Counter[Fork] = Counter()
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Prompt:
-        """Tokens of a chat."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema], images: Sequence[Image] = ()) -> Prompt:
+        """Tokens of a chat.
+
+        Args:
+          images: References to its images, each of which has a `MARK` in a message.
+
+        Raises:
+          EnvironmentFailure: The chat template refuses the messages.
+          Refusal: A text spells placeholders.
+        """
         assert self._form is not None, "a tokenizer without chats has no chat requests"
-        told, reasoning = tuple(map(_words, messages)), tuple(message.get("reasoning_content") for message in messages)
+        own = _shared_out(messages, images)
+        told = tuple(_words(message, some) for message, some in zip(messages, own, strict=True))
+        reasoning = tuple(message.get("reasoning_content") for message in messages)
         tools_key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         found = self._call_before(told, tools_key, reasoning)
         rest = [] if found is None else list(messages[len(found.told) :])
@@ -94,12 +117,16 @@ class CallTree:
             reasoned = any(call.reply is not None and bool(call.reply.reasoning) for call in found.path())
             if self._history == "as_sampled" or self._form.keeps(rest, reasoning=reasoned):
                 named = [_named(message, found.ids) for message in rest]
-                delta = self._form.delta(named, tools, ended_by=ended_by if reply.ended else None)
-                return Prompt(found.stream + delta, found, told, tools_key, reasoning)
+                write = partial(self._form.delta, named, tools, ended_by=ended_by if reply.ended else None)
+                new = [image for some in own[len(found.told) :] for image in some]
+                delta, placed = shown(new, self._form.reader, write, place="messages")
+                seen = found.images + behind(placed, len(found.stream))
+                return Prompt(found.stream + delta, found, told, tools_key, reasoning, seen)
             self.forks["template"] += 1
         elif self._edits(told):
             self.forks["edited"] += 1
-        return Prompt(self._form.prompt(messages, tools), None, told, tools_key, reasoning)
+        tokens, placed = shown(images, self._form.reader, partial(self._form.prompt, messages, tools), place="messages")
+        return Prompt(tokens, None, told, tools_key, reasoning, placed)
 
     def plain(self, tokens: tuple[int, ...], text: str | None, text_of: Any) -> Prompt:
         """Tokens of a completion, which go on from a call if they begin with all of its own.
@@ -112,17 +139,18 @@ class CallTree:
             call for call in self.calls if tokens[: len(call.stream)] == call.stream and len(tokens) > len(call.stream)
         ]
         if begins:
-            return Prompt(tokens, max(begins, key=lambda call: len(call.stream)))
+            before = max(begins, key=lambda call: len(call.stream))
+            return Prompt(tokens, before, images=before.images)
         whole = text if text is not None else text_of(tokens)
         for call in sorted(self.calls, key=lambda call: -len(call.stream)):
-            before = text_of(call.stream)
-            if len(whole) > len(before) and whole.startswith(before):
+            said = text_of(call.stream)
+            if len(whole) > len(said) and whole.startswith(said):
                 if text is None:
                     self.forks["retokenised"] += 1
                     break
                 # The text goes on: what was drawn stays as it is, and what follows alone is encoded.
-                rest = self._encode(whole[len(before) :])
-                return Prompt(call.stream + rest, call)
+                rest = self._encode(whole[len(said) :])
+                return Prompt(call.stream + rest, call, images=call.images)
         return Prompt(tokens, None)
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -159,6 +187,7 @@ class CallTree:
             version,
             reasoning,
             ids,
+            prompt.images,
         )
         self.calls.append(made)
         if prompt.before is not None:
@@ -172,7 +201,7 @@ class CallTree:
         """
         trained: set[RecordedCall] = set()
         made, paths = [], []
-        for last in sorted((call for call in self.calls if not call.after), key=lambda call: call.stream):
+        for last in sorted((call for call in self.calls if not call.after), key=_place):
             length = len(last.stream)
             mask, logps, turns, versions = [0] * length, [0.0] * length, [-1] * length, [-1] * length
             path = last.path()
@@ -184,7 +213,8 @@ class CallTree:
                 count = len(call.tokens)
                 mask[span], logps[span], turns[span] = [1] * count, list(call.logps), [turn] * count
                 versions[span] = [call.version] * count
-            made.append(TokenSequence(last.stream, tuple(mask), tuple(logps), tuple(turns), tuple(versions)))
+            columns = tuple(mask), tuple(logps), tuple(turns), tuple(versions)
+            made.append(TokenSequence(last.stream, *columns, last.images))
             paths.append(tuple(path))
         return tuple(made), tuple(paths)
 
@@ -206,8 +236,19 @@ class CallTree:
         return any(call.told[:1] == told[:1] for call in self.calls if call.told)
 
 
-def _words(message: Message) -> str:
-    """A message as it is compared: role, content, calls with canonical arguments, and the call that it answers."""
+def _place(call: RecordedCall) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Place of a call among others, in an order of what was said and seen."""
+    return call.stream, tuple(image.digest for image in call.images)
+
+
+def _shared_out(messages: Sequence[Message], images: Sequence[Image]) -> list[list[Image]]:
+    """Images of each message, which has a `MARK` for each."""
+    left = iter(images)
+    return [[*islice(left, str(message.get("content") or "").count(MARK))] for message in messages]
+
+
+def _words(message: Message, images: Sequence[Image] = ()) -> str:
+    """A message as it is compared: role, content, calls with canonical arguments, the call that it answers, images."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -219,7 +260,8 @@ def _words(message: Message) -> str:
             ]
         )
     words = {"role": message.get("role"), "content": message.get("content") or "", "calls": calls}
-    return json.dumps({**words, "answers": message.get("tool_call_id")}, sort_keys=True)
+    seen = {"images": [image.digest for image in images]} if images else {}
+    return json.dumps({**words, **seen, "answers": message.get("tool_call_id")}, sort_keys=True)
 
 
 def _named(message: Message, names: Mapping[str, str]) -> Message:

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.image_prompts import in_place, referred
-from jaxrlhf.data.images import placed
+from jaxrlhf.conversations.images import shown
+from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import EnvironmentFailure, Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import ApiError, invalid, unsupported
+from jaxrlhf.serving.errors import ApiError, invalid
 from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
@@ -109,35 +108,20 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
       ApiError: It cannot be answered.
     """
     try:
-        images: tuple[Image, ...] = ()
-        if request.images:
-            tokens, images = _seen(model, request, session)
-            prompt = Prompt(tokens, None)
-        elif session is None:
-            prompt = Prompt(model.form.prompt(request.messages, request.tools), None)
+        images = referred(request.images, model.images, place="messages") if request.images else ()
+        if session is None:
+            write = partial(model.form.prompt, request.messages, request.tools)
+            tokens, images = shown(images, model.images, write, place="messages")
+            prompt = Prompt(tokens, None, images=images)
         else:
             with session.lock:
-                prompt = session.tree.chat(request.messages, request.tools)
+                prompt = session.tree.chat(request.messages, request.tools, images)
     except EnvironmentFailure as error:
         raise invalid(f"the chat template refuses the messages: {error.detail}", "messages") from error
-    stops = tuple(model.form.stop_tokens)
-    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl", images)
-
-
-def _seen(
-    model: ServedModel, request: ChatRequest, session: ServedSession | None
-) -> tuple[tuple[int, ...], tuple[Image, ...]]:
-    """Tokens and images of a chat that has some."""
-    if session is not None:
-        raise unsupported("images in the session of an agent; they are taken outside of sessions alone", "messages")
-    try:
-        images = referred(request.images, model.images, place="messages")
-        write = partial(in_place, images=images, reader=model.images)
-        tokens = model.form.prompt(request.messages, request.tools, rewritten=write)
-        assert model.images is not None
-        return tokens, placed(tokens, images, model.images.placeholders.token, place="messages")
     except Refusal as error:
         raise invalid(str(error), "messages") from error
+    stops = tuple(model.form.stop_tokens)
+    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
@@ -166,7 +150,6 @@ def _answer(
     tools: Sequence[ToolSchema] | None,
     session: ServedSession | None,
     prefix: str,
-    images: tuple[Image, ...] = (),
 ) -> ApiAnswer:
     if wanted.model != model.name:
         message = f"no model {wanted.model!r}; this server has {model.name!r}"
@@ -184,10 +167,11 @@ def _answer(
         wanted = replace(wanted, sampling=session.sampling)
     choices, each = [], []
     for prompt, room in zip(prompts, rooms, strict=True):
-        keys = list(range(wanted.n)) if session is None else session.begin(prompt.tokens, wanted.n)
+        keys = list(range(wanted.n)) if session is None else session.begin(prompt.seen, wanted.n)
         for key in keys:
             drawn_by = (seed, key) if session is None else (session.seed, key)
-            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, images))
+            goes_on = prompt.before is not None
+            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on))
             each.append(prompt)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     return ApiAnswer(model, wanted, each, choices, tools, session, answer_id)

@@ -46,7 +46,7 @@ class ServedModel:
           ApiError: The tokenizer has no chat template.
         """
         try:
-            return ChatFormat(self.tokenizer)
+            return ChatFormat(self.tokenizer, reader=self.images)
         except Refusal as error:
             raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
 
@@ -91,6 +91,7 @@ class Choice:
       seed, request_id: What its draws depend on beside its prompt.
       keep: Keys and values stay for a next turn.
       images: Images of the prompt.
+      has_replies: The prompt has earlier replies, as of `Request`.
     """
 
     prompt: tuple[int, ...]
@@ -100,6 +101,7 @@ class Choice:
     stop_tokens: tuple[int, ...]
     keep: bool = False
     images: tuple[Image, ...] = ()
+    has_replies: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ async def draw(
                 stop_texts=texts,
                 keep=choice.keep,
                 images=choice.images,
+                has_replies=choice.has_replies,
             )
             future = model.service.submit(
                 request,

@@ -34,7 +34,8 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     sequences = rollout.sequences
     length_EK = np.where(place_EK < 0, 0, np.asarray(sequences.length_B)[place_EK])
-    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK))
+    images_EK = None if sequences.images_B is None else _images_of(sequences.images_B, place_EK)
+    whole = replace(joined(rollout), sequences=replace(joined(sequences), length_B=length_EK, images_B=images_EK))
     truncated_EK = np.where(place_EK < 0, False, np.asarray(rollout.truncated_B)[place_EK])
     return (replace(whole, truncated_B=truncated_EK.any(axis=1)), *(joined(value) for value in values))
 
@@ -81,6 +82,7 @@ class Apart:
             **self.array({name: getattr(whole, name) for name in ("token_BT", "mask_BT", "choice_BTLk")}),
             length_B=np.asarray(whole.length_B)[there_EK],
             prompt_id_B=np.repeat(whole.prompt_id_B, there_EK.sum(axis=1)),
+            images_B=None if whole.images_B is None else whole.images_B[there_EK],
         )
 
 
@@ -95,6 +97,14 @@ def _places(episode_B: np.ndarray) -> np.ndarray:
     counts_E = np.diff([*starts, len(episode_B)])
     number_EK = np.arange(counts_E.max())[None]
     return np.where(number_EK < counts_E[:, None], starts[:, None] + number_EK, -1)
+
+
+def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
+    """Images of each sequence of each episode."""
+    images_EK = np.empty(place_EK.shape, object)
+    for place in np.ndindex(place_EK.shape):
+        images_EK[place] = images_B[place_EK[place]] if place_EK[place] >= 0 else ()
+    return images_EK
 
 
 def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:
