@@ -13,7 +13,7 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,12 +129,14 @@ def _prefill(params, token_PS, length_P, *, config, execution):
     return models.prefill(params, config, token_PS, length_P, chunk_tokens=CAPACITY // 4, execution=execution)
 
 
-def compiled(family: str, chip: str) -> Iterator[dict[str, Any]]:
-    """What the compiler of a chip says of each operation of a family."""
+def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> Iterator[dict[str, Any]]:
+    """What the compiler of a chip says of operations of a family."""
     machine = hardware(CHIPS[chip])
     mesh = Mesh(np.array(topology(machine)[:1]), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())
     for operation, kernel, function, shapes in programs(config_of(family), mesh):
+        if operation not in operations:
+            continue
         row = {"family": family, "chip": chip, "operation": operation, "kernel": kernel}
         start = time.perf_counter()
         donated = (4,) if operation in ("decode", "pages") else ()
@@ -167,13 +169,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Put rows in place of those of the same families and chips, and renew the table of the page."""
+    """Put rows in place of those of the same operations, and renew the table of the page."""
     file, page = DOCS / "kernels.json", DOCS / "accelerators.md"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    renewed = {(row["family"], row["chip"]) for row in rows}
-    known = [row for row in known if (row["family"], row["chip"]) not in renewed] + rows
-    families, chips = list(FAMILIES), list(CHIPS)
-    known.sort(key=lambda row: (families.index(row["family"]), chips.index(row["chip"])))
+    by_name = {(row["family"], row["chip"], row["operation"]): row for row in [*known, *rows]}
+    orders = list(FAMILIES), list(CHIPS), OPERATIONS
+    known = [
+        by_name[key]
+        for key in sorted(by_name, key=lambda key: [order.index(each) for order, each in zip(orders, key, strict=True)])
+    ]
     file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     page.write_text(written(page.read_text(encoding="utf-8"), {"kernels": table(known)}), encoding="utf-8")
 
@@ -182,11 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     for chip, family in itertools.product(given.chips, given.families):
         rows = []
-        for row in compiled(family, chip):
+        for row in compiled(family, chip, given.operations):
             print(json.dumps(row), flush=True)
             rows.append(row)
         if given.write:

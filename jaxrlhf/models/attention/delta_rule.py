@@ -186,3 +186,18 @@ def convolve(
             same_RW[:, :, None, None], there_RWKY * weight_KYT[None, None, :, :, tap].astype(jnp.float32), 0.0
         )
     return jax.nn.silu(total).astype(input_RWKY.dtype)
+
+
+def convolve_one(
+    input_B1KY: Float[Array, "B 1 K Y"], weight_KYT: Float[Array, "K Y T"], before_BSKY: Float[Array, "B S K Y"]
+) -> Float[Array, "B 1 K Y"]:
+    """The convolution of one token of every slot, after its T - 1 tokens before, in the order in which rows are summed.
+
+    Nothing is joined: XLA for GPUs does not compile a norm of what is cut out of joined arrays.
+    """
+    *taps_11KY, newest_11KY = jnp.moveaxis(weight_KYT.astype(jnp.float32)[None, None], -1, 0)
+    total = jnp.zeros(input_B1KY.shape, jnp.float32)
+    for tap, weight_11KY in enumerate(taps_11KY):
+        total += before_BSKY[:, tap : tap + 1].astype(input_B1KY.dtype).astype(jnp.float32) * weight_11KY
+    total += input_B1KY.astype(jnp.float32) * newest_11KY
+    return jax.nn.silu(total).astype(input_B1KY.dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.delta_rule import Steps, convolve, in_chunks, one_step, unit
+from jaxrlhf.models.attention.delta_rule import Steps, convolve, convolve_one, in_chunks, one_step, unit
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.norm import rms_norm
 
@@ -166,9 +166,8 @@ def mix_slots(
     Args:
       working_B: False for slots whose state stays as it is.
     """
-    segment_B1 = jnp.ones(projected.input_RWKY.shape[:2], jnp.int32)
     before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
-    convolved_B1KY = convolve(projected.input_RWKY, kernel_KYT, segment_B1, before_BSKY)
+    convolved_B1KY = convolve_one(projected.input_RWKY, kernel_KYT, before_BSKY)
     steps = _steps(config, projected, convolved_B1KY)
     mixed_B1KGU, matrix_BKGXU = one_step(state.matrix_BKGXU, steps)
     newest_BK1Y = jnp.swapaxes(projected.input_RWKY, 1, 2).astype(state.input_BKSY.dtype)

@@ -1,0 +1,27 @@
+"""Attention of families whose heads are odd compiles for chips that are not here."""
+
+import kernel_table
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "operation", "kernel"),
+    [("phi3", "pages", "pallas"), ("qwen3_next", "decode", "pallas"), ("deepseek_v2", "rows backward", "flash")],
+)
+def test_a_gpu_compiles_it_by_its_kernel(family, operation, kernel):
+    (row,) = kernel_table.compiled(family, "h100", [operation])
+    assert "refused" not in row
+    assert row["kernel"] == kernel and row["temporary_bytes"] > 0
+
+
+def test_chips_with_the_same_kernels_share_a_line_and_what_does_not_compile_is_said():
+    rows = [
+        {"family": "llama", "chip": chip, "operation": operation, "kernel": "flash"} | refused
+        for chip, refused in (("h100", {}), ("b200", {}), ("v5p", {"refused": "no"}))
+        for operation in kernel_table.OPERATIONS[:2]
+    ]
+    assert kernel_table.table(rows).splitlines()[2:] == [
+        "| llama | h100, b200 | flash | flash | — | — | — |",
+        "| llama | v5p | flash does not compile | flash does not compile | — | — | — |",
+    ]
