@@ -46,6 +46,9 @@ LAYERS = 4
 WIDTH, SLOTS, CAPACITY = 4096, 32, 2048
 """Tokens of a row, slots, and positions of each."""
 
+_BORROWING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+"""Two layers that keep keys and values, and two that borrow them."""
+
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     "qwen3": {"num_key_value_heads": 8, "head_dim": 128},
@@ -53,6 +56,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo3": {"num_key_value_heads": 8},
     "gemma2": {"hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8},
     "gemma3_text": {"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+    "gemma4_text": _BORROWING | {"num_key_value_heads": 1, "hidden_size_per_layer_input": 256},
+    "gemma3n_text": _BORROWING,
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
 }

@@ -228,12 +228,13 @@ def _block(
     output_RWD, routed = feed_forward(layer["mlp"], config, *given, execution=execution, router=router)
     hidden_RWD += after("mlp", output_RWD)
     activation = ACTIVATIONS[config.activation]
-    if streams_RWAD is not None:
+    if config.streams is not None and streams_RWAD is not None:
         streams_RWAD = corrected(layer, config, streams_RWAD, hidden_RWD)
         first_RWD = streams_RWAD[:, :, 0] * layer["streams"]["scale"].astype(hidden_RWD.dtype)[None, None]
         assert input_RWP is not None, "layers with several streams have inputs of their own"
-        added_RW1D = of_input(layer, config, first_RWD, input_RWP, activation)[:, :, None]
-        streams_RWAD = jnp.concatenate([streams_RWAD[:, :, :1], streams_RWAD[:, :, 1:] + added_RW1D], axis=2)
+        added_RWD = of_input(layer, config, first_RWD, input_RWP, activation)
+        other_A = (jnp.arange(config.streams.count) > 0).astype(added_RWD.dtype)
+        streams_RWAD += added_RWD[:, :, None] * other_A[None, None, :, None]
         return streams_RWAD.reshape(hidden_RWC.shape), kept, routed
     if input_RWP is not None:
         hidden_RWD += of_input(layer, config, hidden_RWD, input_RWP, activation)
