@@ -163,11 +163,8 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
     if isinstance(algorithm, GDPO):  # of several rewards; this one says that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
     if isinstance(algorithm, RewardModel | ProcessRewardModel):
-        settings |= {
-            "rewards": Rewards(),
-            "actor": Training(),
-            "steps": 150,
-        }  # it has no actor, and learns what a token is equal to
+        # It has no actor, and learns what a token is equal to.
+        settings |= {"rewards": Rewards(), "actor": Training(), "steps": 150}
     return Config(algorithm=algorithm, model=model, **settings | changes)
 
 

@@ -63,7 +63,7 @@ def draw(text: str):
     """Draw a picture.
 
     Args:
-        text: Of anything.
+        text: Words of the caller's.
     """
     return picture(text)
 
@@ -72,7 +72,7 @@ def read(text: str):
     """Read a list.
 
     Args:
-        text: Of anything.
+        text: Words of the caller's.
     """
     return [{"type": "text", "text": text}]
 

@@ -113,7 +113,7 @@ def played():
 
 
 def test_every_turn_sees_the_pictures_before_it():
-    """Of the environment's reset and steps, and of the record's prompt."""
+    """Pictures that reset and steps of the environment show, and one in the prompt of a record."""
     batch = played()
     sequences = batch.rollout.sequences
     assert [record.stop for record in batch.record_E] == ["done"] * 4

@@ -99,7 +99,7 @@ def test_a_cache_that_lies_position_by_position_as_on_tpus_gives_the_same(model,
 
 @pytest.mark.slow
 def test_decoding_on_a_tpu_holds_its_cache_once():
-    """As its own compiler says, of a cache that is most of what there is."""
+    """The chip's own compiler says so, asked about a model that is hardly more than its cache."""
     model = replace(MODEL, num_kv_heads=4, head_dim=128, hidden_size=128)
     mesh = mesh_of({"data": 1}, topology(hardware("v5e-1")))
     layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)

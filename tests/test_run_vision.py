@@ -38,7 +38,7 @@ PLACEHOLDERS |= {"image_token_index": "<|image_pad|>"}
 
 
 def picture(seed):
-    """As a data URL, of a size that has to be changed."""
+    """A drawn picture as a data URL, which the image processor has to resize."""
     pixels = np.random.default_rng(seed).integers(0, 255, (20, 30, 3), np.uint8)
     written = io.BytesIO()
     PIL.Image.fromarray(pixels).save(written, "PNG")

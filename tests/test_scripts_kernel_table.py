@@ -7,7 +7,12 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "operation", "kernel"),
-    [("phi3", "pages", "pallas"), ("qwen3_next", "decode", "pallas"), ("deepseek_v2", "rows backward", "flash")],
+    [
+        ("phi3", "pages", "pallas"),
+        ("qwen3_next", "decode", "pallas"),
+        ("gemma3n_text", "prefill", "xla"),
+        ("deepseek_v2", "rows backward", "flash"),
+    ],
 )
 def test_a_gpu_compiles_it_by_its_kernel(family, operation, kernel):
     (row,) = kernel_table.compiled(family, "h100", [operation])

@@ -289,9 +289,9 @@ class EpisodeRun:
 
 def _appended(content: Any, text: str) -> Any:
     """A message's content with a text behind it."""
-    if isinstance(content, str) or not text:
-        return content + text if text else content
-    return [*content, {"type": "text", "text": text}]
+    if not text:
+        return content
+    return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
 
 
 def _failed(failure: EnvironmentFailure) -> tuple[StopCause, str]:

@@ -58,7 +58,7 @@ class SourceRecord(NamedTuple):
     steps: StepRecord | None = None
 
     @property
-    def told(self) -> list[str]:
+    def answer_texts(self) -> list[str]:
         """Texts of all answers."""
         return [
             *(_texts(self.solution) if self.solution else []),
@@ -226,7 +226,7 @@ class Tokenized:
 
     def _spells(self, example: SourceRecord) -> bool:
         """True if a text of the record spells a control token; what is said of it at start is noted."""
-        found = self._control.first_in([*_texts(example.prompt), *example.told])
+        found = self._control.first_in([*_texts(example.prompt), *example.answer_texts])
         if found is not None:
             self.spelled.append(f"{example.place}: {found}")
         return found is not None
@@ -301,7 +301,7 @@ def _chat(prompt: str | Messages) -> Messages:
 
 def _check_encodes(example: SourceRecord, prompt: str) -> None:
     try:
-        "".join((prompt, example.answer or "", *example.told)).encode()
+        "".join((prompt, example.answer or "", *example.answer_texts)).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise Refusal(

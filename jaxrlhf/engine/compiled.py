@@ -74,12 +74,11 @@ class Compiled:
 
 def _placement(leaf: Any) -> Any:
     """Sharding of an argument, with its order in memory if that is not the usual one; None of an array of the host."""
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    given = getattr(leaf, "format", None)
+    if given is None:
         return None
-    format: Any = leaf.format  # type: ignore[union-attr]  # JAX's stubs do not say that arrays have it
-    layout = format.layout
-    usual = layout is None or layout.major_to_minor == tuple(range(leaf.ndim))
-    return leaf.sharding if usual else format
+    usual = given.layout is None or given.layout.major_to_minor == tuple(range(leaf.ndim))
+    return given.sharding if usual else given
 
 
 class EngineShardings:

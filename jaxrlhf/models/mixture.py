@@ -63,7 +63,8 @@ class GeometricMixture(CausalLM):
 
     def joined(self, policy: Params, reference: Params) -> Params:
         """Parameters of the mixture; those of the two are shared with it, and their tables are laid side by side."""
-        return {"policy": policy, "reference": reference, "table": _joined_table(self.base, policy, reference)}
+        whole = _side_by_side(*(table(params, self.base) for params in (policy, reference)))
+        return {"policy": policy, "reference": reference, "table": whole}
 
     def num_parameters(self, head: Head = "lm") -> int:
         return 2 * self.base.num_parameters(head)
@@ -137,11 +138,6 @@ class GeometricMixture(CausalLM):
     def _side_by_side(self, policy_D: Array, reference_D: Array) -> Array:
         scales = ((1 - self.share) / self.base.logits_scaling, self.share / self.base.logits_scaling)
         return jnp.concatenate([scales[0] * policy_D, scales[1] * reference_D], axis=-1)
-
-
-def _joined_table(base: ModelConfig, policy: Params, reference: Params) -> Array:
-    tables = table(policy, base), table(reference, base)
-    return _side_by_side(*tables)
 
 
 @jax.jit

@@ -11,13 +11,11 @@ from jaxrlhf.config import (
     Layout,
     Model,
     ModelReward,
-    NashMD,
     Nnx,
     PolicyGradient,
     Preference,
     Pretrained,
     Refusal,
-    ReMax,
     Training,
 )
 from jaxrlhf.models import from_scratch, tokenizer_of
@@ -303,8 +301,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         notes.append("rewards are functions: their seconds on the hosts are not counted")
     if getattr(config.algorithm, "max_rounds", 1) > 1:
         notes.append("prompts are taken to be drawn once in a step; each further round generates as much again")
-    further = {ReMax: "greedy answers", NashMD: "the mixture's answers and weights"}
-    left_out = [what for kind, what in further.items() if isinstance(config.algorithm, kind)]
+    left_out = [config.algorithm.draws_beside] if config.algorithm.draws_beside is not None else []
     left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
     left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
     notes.append(f"only steps are planned for; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")

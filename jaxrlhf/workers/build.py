@@ -15,7 +15,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
-from jaxrlhf.config import ROLLOUT, Config, ModelReward, NashMD, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
+from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import decoder
@@ -201,11 +201,11 @@ class Builder(PoolRoles):
 
     def _opponents(self, start: Params, phase: Phase) -> MixtureSampler | None:
         """Sampler of the mixture with the weights that a phase starts from; None where the algorithm has none."""
-        algorithm, own, prompts = phase.config.algorithm, self.sampler, self.config.rollout.prompts_per_step
-        if not isinstance(algorithm, NashMD) or own is None or self.hybrid is None or not self.here:
+        share, own = phase.config.algorithm.reference_share(), self.sampler
+        if share is None or own is None or self.hybrid is None or not self.here:
             return None
-        mixture = GeometricMixture.of(self.model, algorithm.mixture)
-        engine = self._engine(mixture, own.submesh, own.submesh.size / own.mesh.size, slots=prompts)
+        mixture, part = GeometricMixture.of(self.model, share), own.submesh.size / own.mesh.size
+        engine = self._engine(mixture, own.submesh, part, slots=self.config.rollout.prompts_per_step)
         settings = {**vars(own), "config": mixture, "engine": engine, "most_kept": 0}
         return MixtureSampler(**settings, reference=copied(start, self.hybrid.generation_shapes["parameters"]))
 

@@ -33,9 +33,10 @@ class Algorithm(Settings, ABC):
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
         None answers the problems greedily and scores the answers.
       takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
-      places_after: Positions of a sequence, after the last token of an answer that its records have labels of, that are
-        read; None is an algorithm that learns from no labelled answers.
+      places_after: Positions behind an answer's last token that the loss reads, of an algorithm that learns from
+        labelled answers (pairs, steps); None of one that does not.
       reads_solutions: Training records have worked solutions, no longer than a response may be.
+      draws_beside: Words for what a step generates beside the groups, which plans do not count; None is nothing.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
@@ -44,6 +45,7 @@ class Algorithm(Settings, ABC):
     takes_several_sequences: ClassVar[bool] = True
     places_after: ClassVar[int | None] = None
     reads_solutions: ClassVar[bool] = False
+    draws_beside: ClassVar[str | None] = None
 
     @abstractmethod
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
@@ -71,6 +73,10 @@ class Algorithm(Settings, ABC):
 
     def examples(self, config: Config) -> tuple[DataSet, int] | None:
         """Further data with worked solutions, and the number of them in a step; None is no such data."""
+        return None
+
+    def reference_share(self) -> float | None:
+        """Share of the reference in the mixture that opponents are drawn from; None draws no opponents."""
         return None
 
     def check(self, config: Config) -> None:

@@ -286,6 +286,7 @@ class ReMax(PolicyGradient):
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.grpo:greedy_and_sampled"
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
+    draws_beside: ClassVar[str | None] = "greedy answers"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 

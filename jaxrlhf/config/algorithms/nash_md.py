@@ -35,6 +35,7 @@ class NashMD(PolicyGradient):
     collect: ClassVar[str] = "jaxrlhf.dataflows.nash_md:collect"
     learn: ClassVar[str] = "jaxrlhf.dataflows.nash_md:learn"
     takes_several_sequences: ClassVar[bool] = False
+    draws_beside: ClassVar[str | None] = "the mixture's answers and weights"
 
     beta: Positive[float] = 0.1
     mixture: Share[float] = 0.125
@@ -52,6 +53,9 @@ class NashMD(PolicyGradient):
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), reference(), REWARD)
+
+    def reference_share(self) -> float | None:
+        return self.mixture
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -5,7 +5,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.refusal import Refusal
 
 
 def field_types(owner: type) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def spell(annotation: Any) -> str:
 def check_type(name: str, value: object, annotation: Any) -> None:
     """Raise `Refusal` unless `value` is what the annotation of setting `name` allows."""
     if not _conforms(value, annotation):
-        require(False, f"{name} must be {spell(annotation)}, got {value!r}{_hint(value, annotation)}")
+        raise Refusal(f"{name} must be {spell(annotation)}, got {value!r}{_hint(value, annotation)}")
 
 
 def _hint(value: object, annotation: Any) -> str:
