@@ -1,5 +1,6 @@
 """The choice of attention kernels: what computes the same is used, what does not is replaced loudly."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -68,6 +69,16 @@ def test_kernels_are_chosen_for_described_devices_that_belong_to_other_processes
     how = {"row_axes": ("data",), "head_axes": (), "decodes": True}
     chosen = [models.choose_execution(CONFIG, "bfloat16", mesh, **how).rows_kernel for mesh in (mine, others)]
     assert chosen[0] == chosen[1] != "xla"
+
+
+@pytest.mark.parametrize(("head_dim", "kernel"), [(64, "ragged"), (128, "ragged"), (256, None)])
+def test_heads_that_are_too_wide_for_pages_lie_in_slots_on_tpus(head_dim, kernel):
+    """`scripts/kernel_table.py` has the compiler's word for it."""
+    mesh = Mesh(np.array(topology(hardware("v5e-1"))), ("data",), axis_types=(AxisType.Auto,))
+    config, how = replace(CONFIG, head_dim=head_dim), {"row_axes": ("data",), "head_axes": (), "decodes": True}
+    with nullcontext() if kernel else pytest.warns(RuntimeWarning, match="it reads heads of 128 or fewer"):
+        chosen = models.choose_execution(config, "bfloat16", mesh, cache="auto", **how)
+    assert chosen.pages_kernel == kernel
 
 
 def test_the_kernels_of_accelerators_pass(monkeypatch):

@@ -179,3 +179,6 @@ PAGES: dict[str, Callable[..., Array]] = {
 
 LANES: dict[str, int] = {"ragged": 128}
 """Multiples of which the width of heads in pages has to be, by kernel."""
+
+WIDEST: dict[str, int] = {"ragged": 128}
+"""Widest heads in pages that a kernel is compiled for; JAX's loads keys of wider ones in a way that Mosaic refuses."""

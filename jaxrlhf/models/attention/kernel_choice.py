@@ -30,6 +30,7 @@ from jaxrlhf.models.attention.attention import (
     LANES,
     PAGES,
     ROWS,
+    WIDEST,
 )
 from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
@@ -121,7 +122,9 @@ def choose_execution(
     no_sinks = "it knows of no attention sinks" if config.attention_sinks else None
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
-        paged = pages if usable("pages", pages, no_sinks) else "xla" if cache == "pages" else None
+        too_wide = config.head_dim > WIDEST.get(pages, config.head_dim)
+        no_pages = no_sinks or (f"it reads heads of {WIDEST[pages]} or fewer numbers" if too_wide else None)
+        paged = pages if usable("pages", pages, no_pages) else "xla" if cache == "pages" else None
     no_latents = no_sinks or (None if config.latent is None else "it reads no latents")
     both_ways = config.vision is not None and config.vision.both_ways
     causal = no_sinks or ("tokens of an image see those behind them, and it is causal" if both_ways else None)
