@@ -16,7 +16,7 @@ is host work. Workers move them to their devices.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,14 +37,14 @@ class Image:
     """One image of a prompt, by reference: its pixels are read where they are computed with.
 
     Attributes:
-      source: File and place in it, or whatever else whoever reads pixels goes by.
+      source: Text that says file and place in it, or whatever else whoever reads pixels goes by.
       digest: A text that is another one for other pixels.
       grid: Frames, rows and columns of its patches.
       start: Index in the prompt of the first token that one of its features stands for.
       tokens: Number of those, side by side.
     """
 
-    source: str
+    source: Hashable
     digest: str
     grid: tuple[int, int, int]
     start: int

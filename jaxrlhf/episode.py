@@ -4,9 +4,11 @@ Environments and tools of a user's own are written against this module alone. It
 processes do.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
+from weakref import WeakValueDictionary
 
 Message = Mapping[str, Any]
 """A message as chat templates read it: `role` and `content`, and `tool_calls`, `tool_call_id`, `name`."""
@@ -15,7 +17,8 @@ Content = str | list[dict[str, Any]]
 """Content of a message: a text, or parts, each a text or an image.
 
 Parts are `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`, an image of PIL, encoded bytes or a
-data URL; in records of episodes they are OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`.
+data URL; afterwards they are OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, and in records of episodes
+the URL is a `ShownImage`.
 """
 
 ToolSchema = Mapping[str, Any]
@@ -59,6 +62,56 @@ class EnvironmentFailure(Exception):
     def __init__(self, cause: FailureCause, detail: str) -> None:
         super().__init__(f"{cause}: {detail}")
         self.cause, self.detail = cause, detail
+
+
+class ShownImage:
+    """Image that an episode showed, by its content: one object a process for all that show the same.
+
+    The content is where it was shown first. Hosts that Ray joins hand on where that is, and load the content where they
+    compute with it; any other pickle holds it.
+
+    Attributes:
+      digest: Text that is another one for another content.
+      load: Gives the content, a data URL.
+      keep: Function of a data URL to its `load`; set where a process keeps contents elsewhere.
+
+    Args:
+      load: See above.
+    """
+
+    keep: ClassVar[Callable[[str], Callable[[], str]]] = staticmethod(lambda url: lambda: url)
+    _known: ClassVar["WeakValueDictionary[str, ShownImage]"] = WeakValueDictionary()
+
+    def __init__(self, digest: str, load: Callable[[], str]) -> None:
+        self.digest, self.load = digest, load
+
+    @classmethod
+    def of(cls, url: str) -> "ShownImage":
+        """The image of a data URL."""
+        digest = hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+        return cls._known.get(digest) or cls.elsewhere(digest, cls.keep(url))
+
+    @classmethod
+    def elsewhere(cls, digest: str, load: Callable[[], str]) -> "ShownImage":
+        """The image of a digest, which is loaded so from now on."""
+        found = cls._known.setdefault(digest, cls(digest, load))
+        found.load = load
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShownImage.of, (self.load(),)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShownImage) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"shown:{self.digest}"
+
+    def __format__(self, form: str) -> str:
+        return format(str(self), form)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,26 @@ def traffic(patch=setattr) -> dict[str, int]:
     return seen
 
 
+def message_bytes(patch) -> dict[str, int]:
+    """Bytes of the values that Ray writes and reads in this process from now on, texts in them included."""
+    seen = {"written": 0, "read": 0}
+    context = ray._private.serialization.SerializationContext
+    serialize, deserialize = context.serialize, context.deserialize_objects
+
+    def written(self, value):
+        made = serialize(self, value)
+        seen["written"] += made.total_bytes
+        return made
+
+    def read(self, objects, *args):
+        seen["read"] += sum(0 if one[0] is None else len(one[0]) for one in objects)
+        return deserialize(self, objects, *args)
+
+    patch(context, "serialize", written)
+    patch(context, "deserialize_objects", read)
+    return seen
+
+
 class Unpicklable(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)

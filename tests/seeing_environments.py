@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import PIL.Image
+import PIL.PngImagePlugin
 
 from jaxrlhf.episode import Observation
 
@@ -40,6 +41,38 @@ class ShowsOne(Shows):
 
     def reset(self, record, seed):
         return super().reset({"turns": 2}, seed)
+
+
+PADDING = 100_000
+"""Bytes of a file that are not read for its picture."""
+
+
+class ShowsHeavy(ShowsOne):
+    """Shows pictures in large files."""
+
+    def reset(self, record, seed):
+        return self._heavy(super().reset(record, seed))
+
+    def step(self, reply):
+        seen = super().step(reply)
+        return seen if seen.done else Observation(self._heavy(seen.messages))
+
+    def _heavy(self, messages):
+        for part in (part for part in messages[0]["content"] if part["type"] == "image"):
+            stream, padding = io.BytesIO(), PIL.PngImagePlugin.PngInfo()
+            padding.add_text("padding", "x" * PADDING)
+            part["image"].save(stream, "PNG", pnginfo=padding)
+            part["image"] = stream.getvalue()
+        return messages
+
+
+def pictures(prompt, response, answer, record):
+    """Mean of the colours of an episode's pictures, as a reward."""
+    parts = [part for message in record["episode"]["messages"] for part in message["content"]]
+    urls = [part["image_url"]["url"] for part in parts if isinstance(part, dict) and part["type"] == "image_url"]
+    assert len(urls) == 2, urls
+    encoded = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
+    return float(np.mean([np.mean(PIL.Image.open(io.BytesIO(one))) for one in encoded])) / 255
 
 
 class Damaged:

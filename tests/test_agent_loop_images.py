@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import pickle
 from dataclasses import replace
 
 import jax
@@ -28,7 +29,7 @@ from jaxrlhf.conversations.images import marked, with_sources, written
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import EnvironmentFailure, Reply, ToolCall
+from jaxrlhf.episode import EnvironmentFailure, Reply, ShownImage, ToolCall
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -144,6 +145,23 @@ def test_other_pictures_make_other_probabilities():
             own_T, start = sequences.mask_BT[row], images[place].start
             assert changed_BT[row][own_T & (np.arange(len(own_T)) > start)].max() > 1e-3
             assert changed_BT[row][own_T & (np.arange(len(own_T)) < start)].max(initial=0) < 1e-4
+
+
+def test_pictures_are_kept_once_by_their_content():
+    """Those of a batch and of its records; what a checkpoint keeps of a batch holds them."""
+    batch = played()
+    shown = [image.source for images in batch.rollout.sequences.images_B for image in images]
+    shown = [source for source in shown if isinstance(source, ShownImage)]
+    messages = [message for record in batch.record_E for message in record.messages]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    told = {
+        id(part["image_url"]["url"]) for part in parts if isinstance(part.get("image_url", {}).get("url"), ShownImage)
+    }
+    assert len(shown) == 2 * TURNS + 2 * (TURNS - 1) and told >= set(map(id, shown))
+    assert all(one.load().startswith("data:image/png;base64,") for one in shown)
+    kept = pickle.loads(pickle.dumps(batch)).rollout.sequences.images_B
+    assert kept.tolist() == batch.rollout.sequences.images_B.tolist()
+    assert pickle.dumps(batch).count(shown[0].load().encode()) == 1
 
 
 def test_a_prompt_of_a_record_is_the_same_where_an_environment_adds_to_it():

@@ -1,14 +1,15 @@
-"""A run on pictures by two hosts that Ray joins: the numbers of one process, and no pixels through the controller."""
+"""Runs on pictures by two hosts that Ray joins: the numbers of one process, and no pixels through the controller."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import ray_world
+import seeing_environments
 from placed_runs import assert_same_numbers, run
 from tiny_runs import get_config
 
-from jaxrlhf.config import GRPO, RayCluster, Shapes, Tower
+from jaxrlhf.config import GRPO, Environment, FunctionReward, RayCluster, Rewards, Shapes, Tower
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
@@ -38,11 +39,13 @@ def connection(programs):
     disconnect(connection)
 
 
+LAYOUT = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
+
+
 def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
     here = run(tmp_path / "here", **settings())
     passing = ray_world.traffic(monkeypatch.setattr)
-    layout = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
-    there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=layout, **settings())
+    there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=LAYOUT, **settings())
     assert_same_numbers(there, here)
     config = replace(get_config(), **settings())
     tokenizer = tokenizer_of(config)
@@ -51,3 +54,18 @@ def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeyp
     pixels = reader.patches(problems[0].images[0]).nbytes
     assert pixels == 36 * 3 * 2 * 7 * 7 * np.float32().nbytes
     assert 0 < passing["get"] + passing["put"] < 2 * 8 * pixels / 4, "of two steps of eight pictures each"
+
+
+def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
+    shows = Environment(
+        factory="seeing_environments:ShowsHeavy", max_turns=2, turn_tokens=5, cut_turns="close", observation_tokens=48
+    )
+    own = settings() | {"environment": shows}
+    own["rewards"] = Rewards(parts=(FunctionReward(f"{seeing_environments.__file__}:pictures"),))
+    own["rollout"] = replace(own["rollout"], max_response_tokens=64)
+    here = run(tmp_path / "here", **own)
+    passing = ray_world.message_bytes(monkeypatch.setattr)
+    there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=LAYOUT, **own)
+    assert_same_numbers(there, here)
+    episodes = 2 * 8 * 2
+    assert 0 < passing["written"] + passing["read"] < episodes * 2 * seeing_environments.PADDING / 10

@@ -14,7 +14,7 @@ from jaxrlhf.config import Agent, Environment, Sampling, Tools
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
-from jaxrlhf.conversations.images import with_sources
+from jaxrlhf.conversations.images import kept, with_sources
 from jaxrlhf.engine import Completion, Request
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -183,7 +183,7 @@ class EpisodeRun:
         made = isinstance(self.settings, Tools) or not opening.tools
         own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
         *before, last = opening.messages or with_sources(self.problem.messages, self.problem.images)
-        self._opening = [*before, {**last, "content": _appended(last["content"], opening.appended)}]
+        self._opening = kept([*before, {**last, "content": _appended(last["content"], opening.appended)}])
         conversation = Conversation(
             self.format,
             self._opening,
@@ -240,7 +240,7 @@ class EpisodeRun:
         """Keep what the environment answered to the last reply."""
         self._turns[-1] = replace(
             self._turns[-1],
-            observed=tuple(observation.messages),
+            observed=tuple(kept(observation.messages)),
             reward=float(observation.reward),
             environment_s=environment_s,
             calls=tuple(observation.calls),

@@ -1,6 +1,6 @@
 """Images in messages of an episode: parts of contents, and their places among the tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.image_prompts import in_place, referred
 from jaxrlhf.data.images import MARK, ImageReader, placed
-from jaxrlhf.episode import EnvironmentFailure, Message
+from jaxrlhf.episode import EnvironmentFailure, Message, ShownImage
 
 _MESSAGES = "the messages of an environment"
 
@@ -21,13 +21,13 @@ class SeenTokens(NamedTuple):
     images: tuple[Image, ...]
 
 
-def marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
     """The messages as text, with a `MARK` for each image; and where the images are.
 
     Raises:
       EnvironmentFailure: A part is neither a text nor an image, or a text beside images spells a mark.
     """
-    sources: list[str] = []
+    sources: list[Hashable] = []
     told = [as_text(message, sources) for message in messages]
     if sources and sum(str(message.get("content")).count(MARK) for message in told) != len(sources):
         raise EnvironmentFailure("wrong-type", f"beside images a text must not spell {MARK}")
@@ -35,7 +35,10 @@ def marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
 
 
 def written(
-    told: Sequence[Message], sources: Sequence[str], reader: ImageReader | None, write: Callable[..., tuple[int, ...]]
+    told: Sequence[Message],
+    sources: Sequence[Hashable],
+    reader: ImageReader | None,
+    write: Callable[..., tuple[int, ...]],
 ) -> SeenTokens:
     """Tokens of marked messages.
 
@@ -81,6 +84,26 @@ def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[d
     return [{**message, "content": _parts(message["content"], left)} for message in messages]
 
 
+def kept(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a `ShownImage` for each data URL."""
+    return _with_urls(messages, lambda url: ShownImage.of(url) if isinstance(url, str) else url)
+
+
+def loaded(messages: Sequence[Message]) -> list[Message]:
+    """The messages with their data URLs in the places of images."""
+    return _with_urls(messages, lambda url: url.load() if isinstance(url, ShownImage) else url)
+
+
+def _with_urls(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    def changed(part: Any) -> Any:
+        return part if part["type"] != "image_url" else {**part, "image_url": {"url": change(part["image_url"]["url"])}}
+
+    return [
+        message if isinstance(message["content"], str) else {**message, "content": [*map(changed, message["content"])]}
+        for message in messages
+    ]
+
+
 def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
     before, *texts = text.split(MARK)
     parts: list[dict[str, Any]] = [{"type": "text", "text": before}]
@@ -89,7 +112,7 @@ def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
     return [part for part in parts if part.get("text") != ""] if texts else text
 
 
-def as_text(message: Message, sources: list[str]) -> Message:
+def as_text(message: Message, sources: list[Hashable]) -> Message:
     """A message as text, with a `MARK` for each image; where they are is put behind `sources`."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
@@ -99,7 +122,7 @@ def as_text(message: Message, sources: list[str]) -> Message:
         match part:
             case {"type": "text", "text": str(words)}:
                 text += words
-            case {"type": "image_url", "image_url": {"url": str(url)}}:
+            case {"type": "image_url", "image_url": {"url": (str() | ShownImage()) as url}}:
                 text += MARK
                 sources.append(url)
             case _:

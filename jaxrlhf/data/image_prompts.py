@@ -1,6 +1,6 @@
 """Prompts with images: marks in text, and parts of messages as chat templates take them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jaxrlhf.batch import Image
@@ -50,7 +50,7 @@ def shown(prompt: str | Messages, reader: ImageReader | None) -> Any:
     return [message | {"content": message["content"].replace(MARK, text)} for message in prompt]
 
 
-def referred(sources: Sequence[str], reader: ImageReader | None, *, place: str) -> tuple[Image, ...]:
+def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: str) -> tuple[Image, ...]:
     """References to the images of a record, that are not in a prompt yet.
 
     Raises:

@@ -1,14 +1,14 @@
 """Images of records: where they are, their pixels by a checkpoint's image processor, and their place in a prompt.
 
 A prompt carries images by reference. Whoever computes with an image opens it from where it is and processes it there,
-so that no pixels travel with prompts.
+so that no pixels travel with prompts; images that episodes show are where they were shown.
 """
 
 import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.records import record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
+from jaxrlhf.episode import ShownImage
 
 MARK = "<image>"
 """Text of a prompt that stands for the next image of its record."""
@@ -63,14 +64,16 @@ class ImageReader:
     _patches: dict[str, np.ndarray] = field(default_factory=dict)
     _grids: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
-    def refer(self, source: str, *, place: str) -> Image:
+    def refer(self, source: Hashable, *, place: str) -> Image:
         """Reference to an image that is not in a prompt yet: it begins at token 0.
 
         Raises:
           Refusal: There is no such image, or it is damaged.
         """
-        if source.startswith("shapes:"):  # the name says all, and no picture has to be drawn
-            size, content = PICTURE, source.encode()
+        if isinstance(source, str) and source.startswith("data:"):
+            source = ShownImage.of(source)
+        if str(source).startswith("shapes:"):  # the name says all, and no picture has to be drawn
+            size, content = PICTURE, str(source).encode()
         else:
             picture = opened(source, place=place)
             size, content = picture.size, f"{picture.size}".encode() + picture.tobytes()
@@ -119,11 +122,11 @@ class ImageReader:
         return cut.reshape(-1, colours * side**2), (1, high // side, wide // side)
 
 
-def opened(source: str, *, place: str) -> Any:
+def opened(source: Hashable, *, place: str) -> Any:
     """An RGB picture by reference.
 
     Args:
-      source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, `shapes:...`, or a data URL.
+      source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, `shapes:...`, a data URL, or an image that an episode shows.
       place: Words for where the reference is from, for messages.
 
     Raises:
@@ -131,6 +134,7 @@ def opened(source: str, *, place: str) -> Any:
     """
     import PIL.Image
 
+    source = source.load() if isinstance(source, ShownImage) else str(source)
     kind, _, rest = source.partition(":")
     if kind == "shapes":
         return draw_shapes(rest)
@@ -179,7 +183,7 @@ def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
 
 
 @lru_cache(maxsize=64)
-def _pictures(sources: tuple[str, ...]) -> tuple[Any, ...]:
+def _pictures(sources: tuple[Hashable, ...]) -> tuple[Any, ...]:
     return tuple(opened(source, place=f"{source:.60}") for source in sources)
 
 

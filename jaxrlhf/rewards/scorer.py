@@ -96,6 +96,11 @@ class Scorer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
         self._batches: deque[dict[tuple[Packed, str], list[Begun]]] = deque([defaultdict(list)])
 
+    @property
+    def calls_functions(self) -> bool:
+        """True if a part is a function, which reads records."""
+        return self._pool is not None
+
     def close(self) -> None:
         """End the pool's processes."""
         self._thread.shutdown(cancel_futures=True)

@@ -28,7 +28,7 @@ from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
 from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
 from jaxrlhf.single_controller.ray.processes import HostProcesses
-from jaxrlhf.single_controller.ray.stored import Stored
+from jaxrlhf.single_controller.ray.stored import Stored, hand_on_images, store_images
 from jaxrlhf.tracking import default_console
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.model import Progress
@@ -172,6 +172,8 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
     import ray
 
     compilation_cache.turn_on()
+    hand_on_images()
+    store_images()
     own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
     builder = Builder(
         config,
@@ -226,6 +228,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     ranks: list[Ranks] = []
     try:
         carry_configuration_files()
+        hand_on_images()
         folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
         output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
         for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):

@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
+from jaxrlhf.conversations.images import loaded
 from jaxrlhf.data.images import with_pictures
 from jaxrlhf.engine import Completion
-from jaxrlhf.episode import FAILURES, TRUNCATIONS, EpisodeRecord
+from jaxrlhf.episode import FAILURES, TRUNCATIONS, EpisodeRecord, Message
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.sampler import CompletionListener
@@ -83,12 +84,14 @@ class Reward:
           record_E: `EpisodeRecord` of each episode.
         """
         episodes: list[EpisodeRecord] = list(record_E)
+        show = loaded if self._scorer.calls_functions else list  # models read no images
+        told_E = [_told(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
         return self._scorer.score(
             [problem.prompt for problem in problems],
             [one.answer for one in episodes],
             [problem.answer for problem in problems],
-            [{**_shown(problem), "episode": _told(one)} for problem, one in zip(problems, episodes, strict=True)],
+            [{**_shown(problem), "episode": told} for problem, told in zip(problems, told_E, strict=True)],
             questions=[problem.question for problem in problems],
             sources=[problem.source for problem in problems],
             finished=[one.stop not in TRUNCATIONS for one in episodes],
@@ -97,11 +100,11 @@ class Reward:
         )
 
 
-def _told(episode: EpisodeRecord) -> dict[str, Any]:
+def _told(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]:
     """An episode as reward functions are told of it."""
     calls = [{"name": call.name, "failure": call.failure} for turn in episode.turns for call in turn.calls]
     return {
-        "messages": episode.messages,
+        "messages": messages,
         "stop": episode.stop,
         "turns": len(episode.turns),
         "calls": calls,

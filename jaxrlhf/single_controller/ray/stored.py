@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrlhf.episode import ShownImage
 from jaxrlhf.single_controller.ray.failure import HostDied, HostId
 
 
@@ -48,3 +49,48 @@ def loaded(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(loaded(item) for item in value)
     return value
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """Handle of an image that an episode showed, in the object store of the machine where it did."""
+
+    reference: Any
+
+    def __call__(self) -> str:
+        """The image as a data URL.
+
+        Raises:
+          RuntimeError: It is lost with the process of the host that it was shown on.
+        """
+        import ray
+
+        try:
+            return str(ray.get(self.reference))
+        except ray.exceptions.ObjectLostError as error:
+            raise RuntimeError(
+                "the host that an episode showed an image on ended before it was trained on; start the run again, "
+                "which goes on from its last checkpoint"
+            ) from error
+
+
+def hand_on_images() -> None:
+    """Have Ray carry handles of images that episodes show, between this process and others."""
+    import ray
+
+    ray.util.register_serializer(ShownImage, serializer=_handle_of, deserializer=_image_of)
+
+
+def store_images() -> None:
+    """Have Ray's object store keep images that episodes show in this process."""
+    import ray
+
+    ShownImage.keep = staticmethod(lambda url: StoredImage(ray.put(url)))
+
+
+def _handle_of(image: ShownImage) -> tuple[str, Any]:
+    return image.digest, image.load
+
+
+def _image_of(handle: tuple[str, Any]) -> ShownImage:
+    return ShownImage.elsewhere(*handle)
