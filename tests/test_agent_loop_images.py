@@ -1,6 +1,7 @@
 """Episodes whose environments show pictures: what is drawn of them is what training computes."""
 
 import base64
+import copy
 import functools
 import io
 import pickle
@@ -74,10 +75,10 @@ def parts():
     return shape, tokenizer, reader, params, engine
 
 
-def run(settings, problems, *, copies=2):
+def run(settings, problems, *, copies=2, form=None):
     _, tokenizer, reader, _, engine = parts()
     with EnvironmentPool((settings,)) as pool:
-        loop = AgentLoop(settings, ChatFormat(tokenizer, reader=reader), pool, PROMPT, RESPONSE)
+        loop = AgentLoop(settings, form or ChatFormat(tokenizer, reader=reader), pool, PROMPT, RESPONSE)
         return loop.run(engine, problems, Sampling(), copies=copies, seed=5, width=PROMPT + RESPONSE)
 
 
@@ -228,9 +229,45 @@ def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], done.logps, atol=1e-4)
 
 
-def test_histories_that_are_rewritten_take_no_pictures():
-    with pytest.raises(Refusal):
-        replace(load_configuration("grpo_shapes"), environment=replace(SHOWS, history="as_templated"))
+def rewriting():
+    """Form of chats whose template writes an earlier reply otherwise than the last one."""
+    _, tokenizer, reader, _, _ = parts()
+    rewritten = copy.deepcopy(tokenizer)
+    said = "message.content }}"
+    assert rewritten.chat_template.count(said) == 1
+    earlier = "('so: ' if message.role == 'assistant' and not loop.last else '') + " + said
+    rewritten.chat_template = rewritten.chat_template.replace(said, earlier)
+    return ChatFormat(rewritten, reader=reader)
+
+
+def test_a_history_that_is_rewritten_shows_its_pictures_again():
+    """In a further sequence for each reply, trained as it was drawn."""
+    batch = run(replace(SHOWS, history="as_templated"), [problem(0), with_picture(1)], form=rewriting())
+    sequences, episodes = batch.rollout.sequences, batch.rollout.episodes
+    assert [record.stop for record in batch.record_E] == ["done"] * 4
+    assert [record.forks for record in batch.record_E] == [{"template": TURNS - 1}] * 4
+    assert [len(images) for images in sequences.images_B] == [1, 2, 3] * 4
+    mask_BT, token = sequences.mask_BT, parts()[2].placeholders.token
+    for row, images in enumerate(sequences.images_B):
+        places = [place for one in images for place in range(one.start, one.start + one.tokens)]
+        assert np.flatnonzero((sequences.token_BT[row] == token) & ~mask_BT[row]).tolist() == places
+        assert set(episodes.turn_BT[row][mask_BT[row]].tolist()) == {row % TURNS}
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+
+
+def test_a_reply_that_spells_a_mark_is_no_picture_in_a_rewritten_history():
+    form, one = rewriting(), with_picture(0)
+    conversation = Conversation(form, with_sources(one.messages, one.images), history="as_templated")
+    drawn = (*form.tokenizer.encode("an <image>", add_special_tokens=False), form.tokenizer.eos_token_id)
+    conversation.sampled(drawn, [0.0] * len(drawn))
+    conversation.observe(played().record_E[0].opening)
+    digests = [image.digest for image in conversation.images]
+    assert digests == [one.images[0].digest, played().rollout.sequences.images_B[0][0].digest]
+    assert "so: an <image>" in form.tokenizer.decode(conversation.prompt)
+
+
+def test_a_record_without_pictures_may_spell_a_mark():
+    assert with_sources([{"role": "user", "content": "an <image>"}], ()) == [{"role": "user", "content": "an <image>"}]
 
 
 @pytest.mark.slow

@@ -369,12 +369,6 @@ class Config(Settings):
             for one in choices(self.environment)
             if isinstance(one, Agent) or one.history == "as_templated"
         ]
-        templated = any(one.history == "as_templated" for one in choices(self.environment))
-        require(
-            not (templated and getattr(self.model, "vision", False)),
-            "an environment of history='as_templated' shows no images, and the model sees; choose 'as_sampled', or a "
-            "model that reads text",
-        )
         require(
             not several or self.algorithm.takes_several_sequences,
             f"{', '.join(several)} may make several sequences of an episode, and {algorithm} weighs each sequence by "

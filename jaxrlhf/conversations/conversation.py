@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from jaxrlhf.batch import Image
+from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.cutting import cut_to
-from jaxrlhf.conversations.images import behind, marked, written
+from jaxrlhf.conversations.images import SeenTokens, behind, marked, shown_again, spelled, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 _OPENING_TOKENS = 16
@@ -100,6 +100,8 @@ class Conversation:
         if prompt_tokens is None:
             write = partial(format.prompt, tools=self.tools)
             prompt_tokens, images = written(self.messages, sources, format.reader, write)
+        if not sources:
+            self.messages = spelled(self.messages)
         self._streams = [_Stream(list(prompt_tokens), images)]
         self._calls, self._reasoned = 0, False
 
@@ -136,7 +138,7 @@ class Conversation:
         self._calls += len(numbered)
         reply = replace(reply, calls=numbered, ended=reply.ended or ended_by_text)
         self.replies.append(reply)
-        self.messages.append(self.format.said(reply))
+        self.messages += spelled([self.format.said(reply)])
         self._reasoned |= bool(reply.reasoning)
         return reply
 
@@ -174,9 +176,10 @@ class Conversation:
             told, inserted = cut_to(told, tokens_of, self.format.tokenizer, most_tokens)
         if not inserted:
             return 0
-        self.messages += told
+        self.messages += told if sources else spelled(told)
         if self._history == "as_templated" and not self.format.keeps(told, reasoning=self._reasoned):
-            self._follow(self.format.prompt(self.messages, self.tools))
+            write = partial(self.format.prompt, self.messages, self.tools)
+            self._follow(shown_again((*self.images, *images), self.format.reader, write))
         else:
             self._streams[-1].grow(inserted, images)
         return len(inserted)
@@ -185,16 +188,18 @@ class Conversation:
         """The episode's rows; every drawn token has mask 1 in one of them."""
         return tuple(stream.sequence() for stream in self._streams)
 
-    def _follow(self, templated: tuple[int, ...]) -> None:
+    def _follow(self, templated: SeenTokens) -> None:
         """Go on with the template's tokens of all that was said, in a further sequence unless the last one leads there.
+
+        An image is written again where its message stands, and leads where the last one does by its pixels.
 
         What the policy drew is trained where it was drawn, so none of a further sequence's beginning is.
         """
-        stream = self._streams[-1]
-        if list(templated[: len(stream.tokens)]) == stream.tokens:
-            stream.tokens += templated[len(stream.tokens) :]
+        stream, begun = self._streams[-1], SeenPrompt.of(self.prompt, self.images)
+        if SeenPrompt.of(*templated)[: len(begun)] == begun:
+            stream.tokens, stream.images = list(templated.tokens), templated.images
         else:
-            self._streams.append(_Stream(list(templated)))
+            self._streams.append(_Stream(list(templated.tokens), templated.images))
             self._reasoned = False
 
     def _addressed(self, messages: Sequence[Message]) -> list[Message]:

@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
+from jaxrlhf.conversations.rendering import mapped, texts_in
 from jaxrlhf.data.image_prompts import in_place, referred
 from jaxrlhf.data.images import MARK, ImageReader, placed
 from jaxrlhf.episode import EnvironmentFailure, Message, ShownImage
 
 _MESSAGES = "the messages of an environment"
+
+
+_SPELLED = "\ue002"
+"""Character in the place of a `MARK` that a text spells, in messages that are rendered again."""
 
 
 class SeenTokens(NamedTuple):
@@ -73,13 +78,48 @@ def shown(
     return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=place))
 
 
+def spelled(messages: Sequence[Message]) -> list[Message]:
+    """Messages without images, whose texts may spell a `MARK`, as `shown_again` takes them."""
+    if not any(MARK in text for message in messages for text in texts_in(message)):
+        return [*messages]
+    return [
+        mapped(message, lambda text: text.replace(_SPELLED, "\ufffd").replace(MARK, _SPELLED)) for message in messages
+    ]
+
+
+def shown_again(
+    images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]]
+) -> SeenTokens:
+    """Tokens of a conversation from its beginning, which has these images.
+
+    Args:
+      write: Function of `rewritten`, as of `ChatFormat.prompt`, to tokens.
+
+    Raises:
+      EnvironmentFailure: The chat template does not show each image, or what was said spells placeholders.
+    """
+
+    def whole(*, rewritten: Callable[[str], str] = lambda text: text) -> tuple[int, ...]:
+        return write(rewritten=lambda text: rewritten(text).replace(_SPELLED, MARK))
+
+    try:
+        return shown(images, reader, whole, place=_MESSAGES)
+    except Refusal as refusal:
+        raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
+
+
 def behind(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
     """Images of a part of a sequence in the sequence, of which so many tokens stand before it."""
     return tuple(replace(image, start=tokens + image.start) for image in images)
 
 
 def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:
-    """Messages of a record, which have a `MARK` for each image, with parts in their places."""
+    """Messages of a record, which have a `MARK` for each image, with parts in their places.
+
+    Of a record without images a `MARK` is text.
+    """
+    if not images:
+        return [dict(message) for message in messages]
     left = iter(images)
     return [{**message, "content": _parts(message["content"], left)} for message in messages]
 

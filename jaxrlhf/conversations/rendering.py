@@ -86,7 +86,7 @@ class ChatTemplate:
         An assistant's own tags, such as `</think>`, stay tags; a special token is text in any role.
         """
         whole = [_well_formed(message) for message in messages]
-        spelled = any(self.control.first_in(_texts(message)) is not None for message in whole)
+        spelled = any(self.control.first_in(texts_in(message)) is not None for message in whole)
         return ([self._marked(message) for message in whole] if spelled else whole), spelled
 
     def _marked(self, message: Message) -> Message:
@@ -94,7 +94,7 @@ class ChatTemplate:
         return {
             key: value
             if key == "role"
-            else _mapped(value, lambda text: control.mark(text.translate(_MARKS), place="message"))
+            else mapped(value, lambda text: control.mark(text.translate(_MARKS), place="message"))
             for key, value in message.items()
         }
 
@@ -125,30 +125,28 @@ def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _well_formed(message: Message) -> Message:
     """The message in characters that can be encoded: halves of surrogate pairs become `?`."""
-    return {key: _mapped(value, lambda text: text.encode(errors="replace").decode()) for key, value in message.items()}
+    return {key: mapped(value, lambda text: text.encode(errors="replace").decode()) for key, value in message.items()}
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def mapped(value: Any, change: Any) -> Any:
     """The value with each text in it changed, keys included."""
     match value:
         case str():
             return change(value)
         case Mapping():
-            return {
-                (change(key) if isinstance(key, str) else key): _mapped(item, change) for key, item in value.items()
-            }
+            return {(change(key) if isinstance(key, str) else key): mapped(item, change) for key, item in value.items()}
         case list() | tuple():
-            return [_mapped(item, change) for item in value]
+            return [mapped(item, change) for item in value]
     return value
 
 
-def _texts(value: Any) -> list[str]:
+def texts_in(value: Any) -> list[str]:
     """All texts in a value."""
     match value:
         case str():
             return [value]
         case Mapping():
-            return [text for pair in value.items() for item in pair for text in _texts(item)]
+            return [text for pair in value.items() for item in pair for text in texts_in(item)]
         case list() | tuple():
-            return [text for item in value for text in _texts(item)]
+            return [text for item in value for text in texts_in(item)]
     return []
