@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python scripts/compare_compiled.py [--cases "7B fsdp" ...] [--chips h100x1 v5p-16] [--write]
     JAX_PLATFORMS=cpu python scripts/compare_compiled.py --estimates
 
-A case is a policy on eight devices in one layout. Its update (a microbatch forward and backward), its forward pass and
-its decoding of all slots are compiled, which takes the two cores of a notebook half an hour for all of them.
+A case is a policy on some devices in one layout. Its update (a microbatch forward and backward), its forward pass, its
+prefill and its decoding of all slots are compiled, which takes the two cores of a notebook an hour for all of them.
 `--write` renews docs/compiled.json and the table in docs/accelerators.md after every case; `--estimates` renews only
 what plans say there, without compilers. These are from `jaxrlhf[compile]`.
 """
@@ -31,7 +31,7 @@ from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.trainer.programs import lower_plan
 
 DOCS = Path(__file__).parent.parent / "docs"
-COMPARED = ("actor.gradient", "actor.forward", "generation.decode")
+COMPARED = ("actor.gradient", "actor.forward", "generation.prefill", "generation.decode")
 GIB = 2**30
 
 
@@ -42,6 +42,8 @@ class Case:
     Attributes:
       tokens: `tokens_per_microbatch`, over all devices.
       longest: Most tokens of a sequence, half of them the response's.
+      response: Most tokens of a response, where they are not half.
+      group: Responses of a step, all to one prompt; None is as many groups as the recipe has.
     """
 
     model: str
@@ -50,9 +52,12 @@ class Case:
     tokens: int = 65_536
     lora: Lora | None = None
     longest: int = 1024
+    response: int | None = None
+    group: int | None = None
 
     def config(self) -> Config:
         """GRPO with groups of responses."""
+        response = self.response or self.longest // 2
         settings: dict[str, Any] = {
             "model.path": self.model,
             "compute_dtype": "bfloat16",
@@ -60,14 +65,17 @@ class Case:
             "actor.remat": self.remat,
             "actor.tokens_per_microbatch": self.tokens,
             "actor.lora": self.lora,
-            "rollout.max_prompt_tokens": self.longest // 2,
-            "rollout.max_response_tokens": self.longest // 2,
+            "rollout.max_prompt_tokens": self.longest - response,
+            "rollout.max_response_tokens": response,
             "reference_layout": None,
             "devices": None,
             "kl": None,
         }
         config = load("grpo_gsm8k")
         settings["algorithm.kl"] = settings.pop("kl")
+        if self.group is not None:
+            settings |= {"rollout.prompts_per_step": 1, "rollout.responses_per_prompt": self.group}
+            settings["algorithm.responses_per_update"] = self.group
         return override(config, settings)
 
 
@@ -87,6 +95,9 @@ CASES = {
         SEVEN, Layout(fsdp=2, context=4, generation_tensor=2), "full", tokens=2 * 2**15, longest=2**15
     ),
     "8B rows of 128k context": Case(EIGHT, Layout(context=8), "full", tokens=2**17, longest=2**17),
+    "7B 128k prompt, 32 responses": Case(
+        SEVEN, Layout(), "full", tokens=2**17, longest=2**17, response=2**13, group=32
+    ),
     "8B LoRA fsdp": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768, lora=Lora(rank=32)),
     "8B LoRA fsdp, recomputed": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "full", lora=Lora(rank=32)),
     "30B experts, recomputed": Case(MIXTURE, Layout(expert=8), "full"),

@@ -11,6 +11,7 @@ from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.block_manager import BlockManager
+from jaxrlhf.engine.kv_cache import PageCache
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -138,6 +139,19 @@ def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):
     assert (book.in_use, other.in_use) == (1 + 4, 0)  # the first page, and for each slot what comes after it
     assert len({book.held(slot)[0] for slot in range(4)}) == 1
     paged.free()
+
+
+def test_a_cache_is_made_for_groups_that_share_their_prompts(paged):
+    sizes = {"slots": 10, "longest": 168, "longest_prompt": 72}
+    for prompts, expected in ((2, 1 * 2 + 5 * 4), (4, 2 * 2 + 5 * 4), (10, 5 * 6)):
+        cache = PageCache(paged.compiled, paged._layout, prompts=prompts, **sizes)
+        most = max(cache.sizes_for(100))
+        assert most == expected, "each of two replicas has half of the prompts, of two pages that they fill"
+        book = BlockManager(slots=5, page_tokens=PAGE_TOKENS)
+        for slot in range(5):
+            book.place(slot, [slot * prompts // 10] * 72)
+            book.hold(slot, 72 + 96 - 1)
+        assert book.in_use <= most
 
 
 def test_every_page_is_given_back_when_its_responses_end(paged):

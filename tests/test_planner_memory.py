@@ -1,10 +1,12 @@
 """Bytes that are predicted, against what XLA says a compiled program needs and what real parameters take."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, trained, weights_of
@@ -22,10 +24,10 @@ from jaxrlhf.models.memory import (
     training_activation_bytes,
     weights_held,
 )
-from jaxrlhf.planner.cost.memory import cache_bytes, cache_bytes_per_token, weights_generating
+from jaxrlhf.planner.cost.memory import cache_bytes, cache_bytes_per_token, cache_per_sequence, weights_generating
 from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.workload import Role
+from jaxrlhf.planner.workload import Role, Workload
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shard_bytes, shardings
 
@@ -182,6 +184,22 @@ def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, ite
     assert cache_bytes_per_token(config, Layout(1, 1, 2, 4, 2, 2), itemsize=itemsize) == whole / 4
     # A head cannot be cut: more shards than heads hold copies.
     assert cache_bytes_per_token(config, Layout(1, 1, 1, 4, 1, 4), itemsize=itemsize) == whole / min(4, kv_heads)
+
+
+def test_responses_share_their_prompts_where_the_cache_lies_in_pages() -> None:
+    work = Workload(3, 12, 10, 6, 30, longest_prompt_tokens=20)
+    token = cache_bytes_per_token(DENSE, ALONE, itemsize=2)
+    slots, pages = (cache_per_sequence(DENSE, ALONE, work, replace(HALVES, pages=pages)) for pages in (False, True))
+    for prompts, responses in itertools.product((1, 3), range(1, 13)):
+        assert slots.of(responses, prompts=prompts) == 30 * token * responses
+        assert pages.of(responses, prompts=prompts) == (20 * min(prompts, responses) + 10 * responses) * token
+        # One response more than fits would not.
+        for room in range(1, 12 * 30, 7):
+            fits = [count for count in range(13) if pages.of(count, prompts=prompts) <= room * token]
+            found = pages.fitting(np.array(room * token), prompts=np.array(prompts))
+            assert min(found, 12) == max(fits)
+    staged = cache_per_sequence(DENSE, Layout(1, stage=2, generation_stage=2), work, replace(HALVES, pages=True))
+    assert staged.prompt == 0, "layers in stages have their caches in slots"
 
 
 @pytest.mark.parametrize(("head_dim", "filled"), [(64, 2), (160, 1.6), (128, 1), (256, 1)])

@@ -208,7 +208,7 @@ def test_a_local_checkpoint_has_the_shape_of_its_config(tmp_path):
 def test_the_workload_of_a_step():
     problem = problem_of(a_config(), machines(), vocabulary=100)
     # 32 prompts x 4 responses in updates of 32, twice over; 100 + 300 tokens at most.
-    assert problem.workload == Workload(32, 128, 100.0, 300.0, 400, updates=8, epochs=2)
+    assert problem.workload == Workload(32, 128, 100.0, 300.0, 400, updates=8, epochs=2, longest_prompt_tokens=100)
     means = problem_of(a_config(), machines(), lengths=Lengths(50, 120.5), vocabulary=100).workload
     assert means == replace(problem.workload, prompt_tokens=50.0, response_tokens=120.5)
     slots = a_config(rollout=Rollout(prompts_per_step=32, slots=16))
@@ -217,7 +217,8 @@ def test_the_workload_of_a_step():
 
 def test_supervised_training_has_one_update_of_its_examples():
     config = a_config(algorithm=SFT(examples_per_update=48))
-    assert problem_of(config, machines(), vocabulary=100).workload == Workload(48, 48, 100.0, 300.0, 400)
+    expected = Workload(48, 48, 100.0, 300.0, 400, longest_prompt_tokens=100)
+    assert problem_of(config, machines(), vocabulary=100).workload == expected
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,16 @@ def test_the_software_is_this_packages():
     assert software.adds_gradients
     assert software.cache_copies > 1  # programs return a new one
     assert software.decode_tokens_per_dispatch == Rollout(prompts_per_step=32).decode_tokens_per_dispatch
+
+
+def test_a_cache_lies_in_pages_where_a_run_would_have_it_so():
+    def pages(spec, path="Qwen/Qwen2.5-7B", **rollout):
+        config = a_config(model=Pretrained(path), rollout=Rollout(prompts_per_step=32, **rollout))
+        return problem_of(config, hardware_of(config, spec)).software.pages
+
+    assert pages("h200") and pages("v5p-8") and not pages("cpu")
+    assert not pages("h200", cache="slots") and pages("cpu", cache="pages")
+    assert not pages("h200", "deepseek-ai/DeepSeek-V2-Lite"), "latents do not lie in pages"
 
 
 # What is given.

@@ -8,7 +8,7 @@ and `--rollout.max-response-tokens` are the settings. Few responses are that lon
 complete while others go on (`staleness`, `over_provision`), which the plan has at a good part of the step. A machine of
 eight H100.
 
-Planned: DeepSeek-R1-Distill-Qwen-1.5B on h100x1x8 47 of 75 GiB of a device, 318 s a step, 4.4 h.
+Planned: DeepSeek-R1-Distill-Qwen-1.5B on h100x1x8 46 of 75 GiB of a device, 309 s a step, 4.3 h.
 
 Source: Luo et al. 2025 (DeepScaleR, https://github.com/agentica-project/rllm); steps of its stages as in NeMo RL's
 guide (https://github.com/NVIDIA-NeMo/RL, docs/guides/grpo-deepscaler.md); GRPO is Shao et al. 2024 (arXiv:2402.03300),

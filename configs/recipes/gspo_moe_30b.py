@@ -6,7 +6,7 @@ One ratio for each response, which a change of experts between sampler and train
 `--algorithm GRPO --rollout.replay-routing` trains tokens through the experts that they were sampled with, in place of
 that.
 
-Planned: Qwen3-30B-A3B on h100x16x8 43 of 75 GiB of a device, 155 s a step, 12.9 h.
+Planned: Qwen3-30B-A3B on h100x16x8 51 of 75 GiB of a device, 122 s a step, 10.2 h.
 
 Source: Zheng et al. 2025 (GSPO, arXiv:2507.18071); settings of verl's example (https://github.com/volcengine/verl,
 examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh), without its punishment of long responses.

@@ -25,7 +25,7 @@ from jaxrlhf.engine import checks, programs
 from jaxrlhf.engine.buckets import slot_counts
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
 from jaxrlhf.engine.contents import Contents, reusable
-from jaxrlhf.engine.kv_cache import PageCache, SlotCache, layer_kinds
+from jaxrlhf.engine.kv_cache import cache_of
 from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
@@ -120,10 +120,8 @@ class Engine:
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}
         self.prefill = Prefill(self.compiled, self._layout, pixels=pixels, **counts)
-        sizes = {"slots": self.slots, "longest": capacity}
-        self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes, kinds=layer_kinds(config))
-        if execution.pages_kernel is not None:
-            self.cache = PageCache(self.compiled, self._layout, replicas=replicas, **sizes)
+        sizes = {"longest": capacity, "longest_prompt": max_prompt_tokens, "prompts": prompts or self.slots}
+        self.cache = cache_of(self.compiled, self._layout, slots=self.slots, **sizes)
         self.weights: Weights | None = None
         self._signature: Any = None
         self.free()

@@ -134,21 +134,36 @@ class PageCache:
     ends gives its pages to others, and responses to one prompt share those that it fills.
 
     Args:
-      replicas: Parts that the slots are split into.
       longest: Tokens of the longest sequence.
+      longest_prompt: Tokens of the longest prompt that the responses of a group share.
+      prompts: Distinct prompts that come at a time.
 
     Attributes:
       arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
       size: Pages of a replica; 0 without a cache.
       books: Pages of each replica.
-      sizes: Numbers of pages that it may have, ascending.
+      sizes: Numbers of pages that it may have, ascending; one of them holds the longest responses to the prompts.
     """
 
-    def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, replicas: int, longest: int) -> None:
-        self._compiled, self._slots, self._replicas = compiled, slots, replicas
+    def __init__(
+        self,
+        compiled: Compiled,
+        layout: EngineShardings,
+        *,
+        slots: int,
+        longest: int,
+        longest_prompt: int,
+        prompts: int,
+    ) -> None:
+        self._compiled, self._slots, self._replicas = compiled, slots, (replicas := compiled.shape.replicas)
         self._columns = -(-longest // PAGE_TOKENS)
-        most = slots // replicas * self._columns
-        self.sizes = tuple(sorted({-(-most * part // 16) for part in _SIXTEENTHS}))
+        own_slots = slots // replicas
+        most = own_slots * self._columns
+        # A response begins anywhere in its first page.
+        shared, own = longest_prompt // PAGE_TOKENS, -(-(longest - longest_prompt) // PAGE_TOKENS) + 1
+        together = min(own_slots, -(-prompts // replicas)) * shared + own_slots * own
+        self._expected = min(together, most)
+        self.sizes = tuple(sorted({-(-most * part // 16) for part in _SIXTEENTHS} | {self._expected}))
         self.layout, self._prefix = layout.pages, layout.prompts.prefix
         self.free()
 
@@ -165,8 +180,8 @@ class PageCache:
         self.size = 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
-        """Sizes that hold a sequence of so many tokens."""
-        return tuple(size for size in self.sizes if size * PAGE_TOKENS >= tokens)
+        """Sizes that hold a sequence of so many tokens, up to the expected one."""
+        return tuple(size for size in self.sizes if tokens <= size * PAGE_TOKENS and size <= self._expected)
 
     def grow(self, size: int) -> None:
         """Be one of `sizes`, at least: step by step, so that every step is compiled once."""
@@ -235,3 +250,12 @@ class PageCache:
 
     def _grow_to_fit(self) -> None:
         self.grow(fit(max(book.numbered for book in self.books), self.sizes))
+
+
+def cache_of(
+    compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, longest_prompt: int, prompts: int
+) -> SlotCache | PageCache:
+    """The cache of a model and its execution. Arguments are those of `PageCache`."""
+    if compiled.shape.execution.pages_kernel is None:
+        return SlotCache(compiled, layout, slots=slots, longest=longest, kinds=layer_kinds(compiled.shape.config))
+    return PageCache(compiled, layout, slots=slots, longest=longest, longest_prompt=longest_prompt, prompts=prompts)

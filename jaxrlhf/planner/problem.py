@@ -19,6 +19,7 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.models import from_scratch, tokenizer_of
+from jaxrlhf.models.attention.kernel_choice import lies_in_pages
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.models.parameters import declare
@@ -76,7 +77,7 @@ def question_of(
     problem = PlacementProblem(
         roles=roles,
         workload=workload_of(config, lengths),
-        software=software_of(config, hardware),
+        software=software_of(config, hardware, next((role.model for role in roles if role.generates), None)),
         hardware=hardware,
         offloads=(_by_role(config),) if config.offload or config.pools else offloads,
         together=(judges,) if len(judges) > 1 else (),
@@ -190,6 +191,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         responses=prompts * sequences,
         **means,
         longest_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        longest_prompt_tokens=rollout.max_prompt_tokens,
         updates=algorithm.updates_per_step(config),
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
@@ -197,18 +199,24 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     )
 
 
-def software_of(config: Config, hardware: Hardware) -> Software:
-    """Software with float32 masters, and activations in the compute dtype."""
+def software_of(config: Config, hardware: Hardware, generator: ModelConfig | None = None) -> Software:
+    """Software with float32 masters, and activations in the compute dtype.
+
+    Args:
+      generator: Model that samples the responses; None if none does.
+    """
+    platform = {"nvidia": "gpu", "tpu": "tpu"}.get(compiled_like(hardware) or "")
     dtype = config.compute_dtype
     if dtype == "auto":
         dtype = "float32" if hardware.shared_compute else "bfloat16"
     return Software(
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
-        casts_ahead=compiled_like(hardware) == "tpu",
-        copies_gradients=compiled_like(hardware) == "tpu",
-        cache_lanes=128 if compiled_like(hardware) == "tpu" else 1,
-        orders_weights=compiled_like(hardware) == "nvidia",
+        casts_ahead=platform == "tpu",
+        copies_gradients=platform == "tpu",
+        pages=generator is not None and lies_in_pages(generator, platform, cache=config.rollout.cache),
+        cache_lanes=128 if platform == "tpu" else 1,
+        orders_weights=platform == "gpu",
     )
 
 

@@ -23,6 +23,7 @@ class Workload:
       prompt_tokens: Mean length.
       response_tokens: Mean length.
       longest_tokens: Longest prompt and response together; memory is set aside for it.
+      longest_prompt_tokens: Longest prompt, whose part of the cache its responses share where that lies in pages.
       updates: Optimizer updates of each trained model, over all epochs.
       epochs: Passes over the responses.
       slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
@@ -38,6 +39,7 @@ class Workload:
     epochs: int = 1
     slots: int | None = None
     quantize: Format | None = None
+    longest_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Software:
         appends: XLA for GPUs gives a loop's input the order that its body wants.
       copies_gradients: Where weights are split by width, a device's part of a microbatch's gradient is there once more:
         by so much XLA for TPUs allocates more than its program's loops hold (docs/accelerators.md).
+      pages: The cache lies in pages, of which responses to one prompt share those that it fills.
       cache_lanes: Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
@@ -129,6 +132,7 @@ class Software:
     casts_ahead: bool = False
     orders_weights: bool = False
     copies_gradients: bool = False
+    pages: bool = False
     cache_lanes: int = 1
 
     @property

@@ -119,12 +119,10 @@ def choose_execution(
             _warn(use, kernel, platform, problems[0][0], name, "another process of the mesh cannot use it")
         return everywhere
 
-    no_sinks = "it knows of no attention sinks" if config.attention_sinks else None
+    no_sinks = _no_sinks(config)
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
-        too_wide = config.head_dim > WIDEST.get(pages, config.head_dim)
-        no_pages = no_sinks or (f"it reads heads of {WIDEST[pages]} or fewer numbers" if too_wide else None)
-        paged = pages if usable("pages", pages, no_pages) else "xla" if cache == "pages" else None
+        paged = pages if usable("pages", pages, _no_pages(config, pages)) else "xla" if cache == "pages" else None
     no_latents = no_sinks or (None if config.latent is None else "it reads no latents")
     both_ways = config.vision is not None and config.vision.both_ways
     causal = no_sinks or ("tokens of an image see those behind them, and it is causal" if both_ways else None)
@@ -163,6 +161,22 @@ def _pageless(config: AnyModel, stages: int) -> str | None:
     if config.full_heads is not None:
         return "layers whose heads differ do not lie in pages"
     return "layers that are divided over stages have theirs in slots" if stages > 1 else None
+
+
+def _no_sinks(config: ModelConfig) -> str | None:
+    return "it knows of no attention sinks" if config.attention_sinks else None
+
+
+def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
+    too_wide = config.head_dim > WIDEST.get(kernel, config.head_dim)
+    return _no_sinks(config) or (f"it reads heads of {WIDEST[kernel]} or fewer numbers" if too_wide else None)
+
+
+def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
+    """Return whether a cache is expected to lie in pages where nothing is tried, and layers in no stages."""
+    if cache == "slots" or _pageless(config, stages=1) is not None:
+        return False
+    return cache == "pages" or (platform in BEST and _no_pages(config, BEST[platform][2]) is None)
 
 
 @functools.cache

@@ -1,11 +1,15 @@
 """Bytes of weights and caches that one device holds."""
 
 import math
+from typing import NamedTuple
+
+import numpy as np
 
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import TILE, Format
 from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
+from jaxrlhf.planner.workload import Software, Workload
 
 
 def routed_weights(model: ModelConfig) -> int:
@@ -73,3 +77,34 @@ def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: 
     """Keys and values, and states of layers that have those instead, that one device holds of one sequence."""
     state = model.state_bytes / (layout.generation_stage * layout.generation_tensor)
     return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize, lanes=lanes) + state
+
+
+class CachePerSequence(NamedTuple):
+    """Bytes of a device's cache at the longest sequence.
+
+    Attributes:
+      prompt: Bytes of a prompt, which its responses share; 0 where each has its own.
+      response: Bytes of each response beside it.
+    """
+
+    prompt: float
+    response: float
+
+    def of(self, responses: int, *, prompts: int) -> float:
+        """Bytes of so many responses, to as many prompts as there may be among them."""
+        return min(responses, prompts) * self.prompt + responses * self.response
+
+    def fitting(self, room: np.ndarray, *, prompts: np.ndarray) -> np.ndarray:
+        """Most responses whose cache takes no more than `room` bytes."""
+        apart = room // (self.prompt + self.response)
+        return np.where(apart < prompts, apart, (room - prompts * self.prompt) // self.response)
+
+
+def cache_per_sequence(model: ModelConfig, layout: Layout, work: Workload, software: Software) -> CachePerSequence:
+    """Cache of a replica's sequences. Layers that are divided over stages have theirs in slots."""
+    shared = work.longest_prompt_tokens if software.pages and layout.generation_stage == 1 else 0
+    sizes = {"itemsize": software.compute_bytes, "lanes": software.cache_lanes}
+    return CachePerSequence(
+        shared * cache_bytes_per_token(model, layout, **sizes),
+        cache_bytes(model, layout, tokens=work.longest_tokens - shared, **sizes),
+    )

@@ -6,9 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 from jaxrlhf.config import ROLLOUT, Layout, offloaded
-from jaxrlhf.engine.prefill import PREFILL_TOKENS
+from jaxrlhf.engine.prefill import CHUNK_TOKENS, PREFILL_TOKENS
 from jaxrlhf.models.memory import inference_activation_bytes
-from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes, weights_generating
+from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, cache_per_sequence, weights_generating
 from jaxrlhf.planner.cost.simulate import RoleBytes, Simulator, held_bytes, inference_bytes, update_bytes
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedPool
 from jaxrlhf.planner.workload import Role
@@ -86,11 +86,13 @@ class ExpectedPrograms:
             replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
             prompt = problem.workload.prompt_tokens
             tokens = max(prompt, min(PREFILL_TOKENS, problem.workload.prompts * prompt) / replicas)
+            lanes = software.cache_lanes
+            kept = tokens * cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes, lanes=lanes)
+            tokens = tokens if prompt <= PREFILL_TOKENS else CHUNK_TOKENS
             own = Layout(1, stage=layout.generation_stage, tensor=layout.generation_tensor)
             sizes = {"row_tokens": 0, "itemsize": software.compute_bytes}
-            return Expected(
-                copy + inference_activation_bytes(generator.model, "value", own, tokens=tokens, **sizes), beside
-            )
+            working = inference_activation_bytes(generator.model, "value", own, tokens=tokens, **sizes)
+            return Expected(copy + kept + working, beside)
         if program == "decode":
             return Expected(copy + self._cache(generator, pool, layout), beside)
         return Expected(None, beside + copy)
@@ -99,9 +101,8 @@ class ExpectedPrograms:
         """Keys and values of all slots of a device at their longest."""
         work, replicas = self._problem.workload, pool.devices // (layout.generation_stage * layout.generation_tensor)
         slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
-        software = self._problem.software
-        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes, "lanes": software.cache_lanes}
-        return slots * cache_bytes(generator.model, layout, **sizes)
+        cache = cache_per_sequence(generator.model, layout, work, self._problem.software)
+        return cache.of(slots, prompts=-(-work.prompts // replicas))
 
     def _pool(self, name: str) -> PlannedPool:
         return next(pool for pool in self._plan.pools if name in pool.roles)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.cost import Decoding, decoding, generation_cost, move_cost
-from jaxrlhf.planner.cost.memory import cache_bytes
+from jaxrlhf.planner.cost.memory import CachePerSequence, cache_per_sequence
 from jaxrlhf.planner.cost.simulate import Simulated, Simulator
 from jaxrlhf.planner.plan import Cost, PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
@@ -124,18 +124,20 @@ class PoolOptions:
         if not options or not len(ways.value_K4):
             return []
         prepare_K, update_K, idle_K, excess_K = ways.value_K4.T
-        response_M = np.array([self._cache_bytes(own.layout) for own in options])
+        cache_M2 = np.array([self._cache(own.layout) for own in options])
         own_M6 = np.array([(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in options])
         generate_M, prepare_M, update_M, idle_M, excess_M, generating_M = own_M6.T
         held_MK = idle_M[:, None] + idle_K + np.maximum(excess_M[:, None], excess_K)
-        fit_MK = (self._usable_bytes - idle_K - generating_M[:, None]) // response_M[:, None]
+        sharing_M = np.array([own.layout.generation_stage * own.layout.generation_tensor for own in options])
+        prompts_M = -(-self._problem.workload.prompts * sharing_M // devices)
+        room_MK = self._usable_bytes - idle_K - generating_M[:, None]
+        fit_MK = CachePerSequence(*cache_M2.T[:, :, None]).fitting(room_MK, prompts=prompts_M[:, None])
         own_J, way_J = np.nonzero((held_MK <= self._usable_bytes) & (fit_MK >= 1))
         if not len(own_J):
             return []
         responses = self._problem.workload.responses
         number: dict[tuple[int, int, int], int] = {}
         alike_M = np.array([number.setdefault(_replica(own.layout), len(number)) for own in options])
-        sharing_M = np.array([own.layout.generation_stage * own.layout.generation_tensor for own in options])
         most_M = -(-responses * sharing_M // devices)
         fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
         key_J = alike_M[own_J] * (responses + 1) + fit_J
@@ -155,12 +157,12 @@ class PoolOptions:
             )
         return found
 
-    def _cache_bytes(self, layout: Layout) -> float:
-        """Cache of one response of the longest length."""
+    def _cache(self, layout: Layout) -> CachePerSequence:
+        """Cache of sequences of the longest length, in as many copies as there are of it."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
-        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes, "lanes": software.cache_lanes}
-        return cache_bytes(self._generator.model, layout, **sizes) * software.cache_copies
+        prompt, response = cache_per_sequence(self._generator.model, layout, work, software)
+        return CachePerSequence(prompt * software.cache_copies, response * software.cache_copies)
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
         """Generation by a layout with room for `fit` responses in a replica's cache."""
@@ -176,7 +178,7 @@ class PoolOptions:
             if name == ROLLOUT:
                 source = self._senders(devices)
                 move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
-            cached = how.at_once * self._cache_bytes(layout)
+            cached = self._cache(layout).of(how.at_once, prompts=-(-work.prompts // how.replicas))
             self._generations[key] = Generation(name, how, cached, cost, move, cost.seconds + (move or Cost()).seconds)
         return self._generations[key]
 
