@@ -19,7 +19,8 @@ from jaxrlhf.models.attention import kernel_choice
 from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS
 from jaxrlhf.models.config import LatentAttention
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.kernels.gpu import pallas_decode, pallas_pages
+from jaxrlhf.models.kernels.gpu import pallas_decode
+from jaxrlhf.models.kernels.gpu_pages import pallas_pages
 from jaxrlhf.models.kernels.tpu import splash_rows
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import topology

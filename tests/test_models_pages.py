@@ -23,7 +23,7 @@ from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, LayerPages, emp
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.kernels.gpu import pallas_pages
+from jaxrlhf.models.kernels.gpu_pages import _bundles, pallas_pages
 from jaxrlhf.models.kernels.tpu import ragged_pages
 
 OTHER = {"divisor": 1.3, "cap": 0.8, "window": 18}
@@ -118,6 +118,35 @@ def test_the_gpu_kernel_reads_nothing_past_what_is_filled():
     np.testing.assert_array_equal(run(query, pages, table, position), clean)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "most"), [(4, 2, 16, 4), (3, 1, 24, 2)])
+def test_the_gpu_kernel_reads_a_shared_prompt_once_for_several_slots(heads, kv_heads, head_dim, most, monkeypatch):
+    wide = max(16, 1 << (head_dim - 1).bit_length())
+    monkeypatch.setattr("jaxrlhf.models.kernels.gpu_pages.SHARED_FROM", 1)
+    monkeypatch.setattr("jaxrlhf.models.kernels.gpu_pages._MOST_NUMBERS", most * wide * (1 << (heads // kv_heads - 1)))
+    monkeypatch.setattr("jaxrlhf.models.kernels.gpu._SMALLEST_PART", 64)
+    rng = np.random.default_rng(0)
+    table = rng.permutation(8 * 12).reshape(8, 12).astype(np.int32)
+    # Slots 0, 3, 5 and 6 have nine pages in common, 1 and 4 one, 2 is alone; 7 has none.
+    table[[3, 5, 6], :9], table[4, 0], table[7] = table[0, :9], table[1, 0], NO_PAGE
+    position = np.array([149, 20, 191, 100, 40, 144, 190, 9], np.int32)
+    query = np.float32(rng.standard_normal((8, heads, head_dim)))
+    pages = np.float32(rng.standard_normal((8 * 12, 16, 2 * kv_heads, head_dim)))
+    run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="pallas")))
+    near = ScoreMod(1.3, 0.8, 60), {"divisor": 1.3, "cap": 0.8, "window": 60}
+    for scores, there in [near] if most == 4 else [(PLAIN, {})]:
+        ours = run(query, pages, table, position, scores)
+        close(ours[:7], naive_pages(query[:7], pages, table[:7], position[:7], **there))
+        assert np.isfinite(ours).all()
+    order = np.argsort(table[:, 0], kind="stable")
+    first, count, shared, bundle = map(np.asarray, _bundles(table[order], most=most, page_tokens=16))
+    together = [tuple(order[at : at + size].tolist()) for at, size in zip(first, count, strict=True) if size]
+    pairs = [(0, 3, 5, 6)] if most == 4 else [(0, 3), (5, 6)]
+    assert sorted(together) == sorted([*pairs, (1, 4), (2,), (7,)])
+    expected = {own: 144 if len(own) > 1 and own != (1, 4) else 16 * (len(own) > 1) for own in together}
+    assert [expected[own] for own in together] == shared[: len(together)].tolist()
+    assert [together[own] for own in bundle] == [own for own in together for _ in own]
+
+
 def test_an_entry_is_written_where_the_table_says_and_nowhere_without_a_page():
     query, pages, table, _ = drawn(heads=2, kv_heads=2, head_dim=3, width=4)
     before = LayerPages(jnp.array(pages), jnp.array(table))
@@ -185,7 +214,7 @@ def test_pages_and_heads_stay_where_they_are_on_a_mesh():
 def traced(kernel, head_dim, dtype):
     """A program of a kernel, for a layer that has or has not a window."""
     kept = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 14, head_dim), (40, PAGE_TOKENS, 4, head_dim))]
-    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 7), (4,))]
+    where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 70), (4,))]
     run = jax.jit(lambda slides, *arrays: kernel(*arrays, ScoreMod(1.3, 0.8, 6, slides)))
     return run.trace(jax.ShapeDtypeStruct((), bool), *kept, *where)
 

@@ -173,7 +173,7 @@ ROWS: dict[str, Callable[..., Array]] = {
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}
 PAGES: dict[str, Callable[..., Array]] = {
     "xla": _pages_xla,
-    "pallas": _lazy("gpu", "pallas_pages"),
+    "pallas": _lazy("gpu_pages", "pallas_pages"),
     "ragged": _lazy("tpu", "ragged_pages"),
 }
 

@@ -50,8 +50,11 @@ BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
 _Use = Literal["rows", "decode", "pages"]
 _Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 
-_WIDTH, _CAPACITY = 199, 700
-"""Width of rows and capacity of slots that kernels are tried on: no multiple of any tile."""
+_WIDTH, _CAPACITY, _SHARED_CAPACITY = 199, 700, 2112
+"""Width of rows and capacities of slots that kernels are tried on: no multiple of any tile.
+
+In pages the second one, which has room for a prompt that is read once for several slots.
+"""
 _WINDOW = 45
 """Window that kernels are tried with: it ends inside of segments and of tiles."""
 
@@ -290,13 +293,13 @@ def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
 
 
 def _pages_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
-    """Four slots, from one filled entry to all, whose pages lie about; two share their first."""
+    """Four slots, from one filled entry to all, whose pages lie about; all but one share a prompt of many pages."""
     rng = np.random.default_rng(0)
-    columns = -(-_CAPACITY // PAGE_TOKENS)
-    newest_B = np.array([0, 63, 512, columns * PAGE_TOKENS - 1], np.int32)
-    table_BQ = rng.permutation(len(newest_B) * columns).astype(np.int32).reshape(-1, columns)
-    table_BQ[1, 0] = table_BQ[2, 0]
-    shapes = [(len(newest_B), heads, head_dim), (table_BQ.size, PAGE_TOKENS, 2 * kv_heads, head_dim)]
+    columns, pages = _SHARED_CAPACITY // PAGE_TOKENS, 96
+    newest_B = np.array([0, 63, 1600, columns * PAGE_TOKENS - 1], np.int32)
+    table_BQ = rng.integers(0, pages, (len(newest_B), columns)).astype(np.int32)
+    table_BQ[1:, :41] = table_BQ[1, :41]
+    shapes = [(len(newest_B), heads, head_dim), (pages, PAGE_TOKENS, 2 * kv_heads, head_dim)]
     return [rng.standard_normal(shape, np.float32) for shape in shapes], (table_BQ, newest_B)
 
 

@@ -1,10 +1,11 @@
-"""Kernels of GPUs for decoding, in the signatures of `attend_cache` and `attend_pages`.
+"""Kernel of GPUs for decoding, in the signature of `attend_cache`, and what it has in common with that for pages.
 
-Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
+It computes on the arrays of one device. `kernel_choice` decides whether it is used.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,22 @@ from jaxtyping import Float, Int
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
 
-_BLOCK, _PART = 64, 512
-"""Cache positions of a tile, and of one program of the decode kernel."""
+BLOCK, _SMALLEST_PART = 64, 512
+"""Cache positions of a tile, and of one program of a kernel at least."""
+
+_MOST_PARTS = 32
+"""Parts of a slot: each has an output in float32, which is written and read once more."""
 
 _SMALLEST_DOT = 16
 """Rows that the tensor cores multiply at least, and numbers that they sum over."""
+
+
+class Parts(NamedTuple):
+    """Softmax over P parts of each slot's cache: weighted values, sums of weights, and the largest scores."""
+
+    out_BKPGH: Array
+    sum_BKPG: Array
+    most_BKPG: Array
 
 
 def pallas_decode(
@@ -40,98 +52,74 @@ def pallas_decode(
 
     Source: Dao et al. 2023, Flash-Decoding for long-context inference.
     """
-    _, _, head_dim, capacity = key_BKHS.shape
-    wide = _whole_width(head_dim)
+    _, kv_heads, head_dim, capacity = key_BKHS.shape
+    wide, part = whole_width(head_dim), part_of(capacity)
     specs = [
-        pl.BlockSpec((None, None, wide, _PART), lambda b, k, p: (b, k, 0, p)),
-        pl.BlockSpec((None, None, _PART, wide), lambda b, k, p: (b, k, p, 0)),
+        pl.BlockSpec((None, None, wide, part), lambda b, k, p: (b, k, 0, p)),
+        pl.BlockSpec((None, None, part, wide), lambda b, k, p: (b, k, p, 0)),
     ]
-    slots = query_BNH, jnp.minimum(position_B, capacity - 1)
-    sizes = {"kv_heads": key_BKHS.shape[1], "capacity": capacity, "interpret": interpret}
-    return _decode(_read_slot, (key_BKHS, value_BKSH), specs, *slots, score_mod, **sizes)
+    first_B, end_B = seen(jnp.minimum(position_B, capacity - 1), score_mod)
+    sizes: Any = {"kv_heads": kv_heads, "part": part, "parts": pl.cdiv(capacity, part)}
+    arrays = (key_BKHS, value_BKSH), specs, query_BNH, first_B, end_B
+    parts = decode_parts(_read_slot, *arrays, score_mod, **sizes, interpret=interpret)
+    return joined([parts], like=query_BNH)
 
 
-def pallas_pages(
-    query_BNH: Float[Array, "B N H"],
-    pages_ZSJH: Float[Array, "Z S J H"],
-    table_BQ: Int[Array, "B Q"],
-    newest_B: Int[Array, "B"],
-    score_mod: ScoreMod = PLAIN,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "B N H"]:
-    """Flash decoding from pages: a tile gathers its positions from wherever their pages are.
-
-    The kernel that JAX ships knows no windows, and multiplies float32 in TF32.
-    """
-    pages, page_tokens, both, head_dim = pages_ZSJH.shape
-    columns, wide = table_BQ.shape[1], _whole_width(head_dim)
-    specs = [
-        pl.BlockSpec((None, columns), lambda b, k, p: (b, 0)),
-        pl.BlockSpec((pages, page_tokens, None, wide), lambda b, k, p: (0, 0, 2 * k, 0)),
-        pl.BlockSpec((pages, page_tokens, None, wide), lambda b, k, p: (0, 0, 2 * k + 1, 0)),
-    ]
-    sizes = {"kv_heads": both // 2, "capacity": columns * page_tokens, "interpret": interpret}
-    return _decode(_read_pages, (table_BQ, pages_ZSJH, pages_ZSJH), specs, query_BNH, newest_B, score_mod, **sizes)
+def seen(newest_B: Array, score_mod: ScoreMod) -> tuple[Array, Array]:
+    """Entries that each slot sees: the first, and the one behind the last."""
+    end_B = newest_B + 1
+    first_B = jnp.zeros_like(end_B)
+    if score_mod.window is not None:
+        near_B = jnp.maximum(end_B - score_mod.window, 0)
+        first_B = near_B if score_mod.slides is None else jnp.where(score_mod.slides, near_B, 0)
+    return first_B, end_B
 
 
-def _whole_width(head_dim: int) -> int:
+def part_of(capacity: int) -> int:
+    """Cache positions of one program."""
+    return max(_SMALLEST_PART, pl.next_power_of_2(pl.cdiv(capacity, _MOST_PARTS)))
+
+
+def whole_width(head_dim: int) -> int:
     """Numbers of a head in a tile, a power of two; those that the head has not are read as zeros."""
     return max(_SMALLEST_DOT, pl.next_power_of_2(head_dim))
 
 
 def _read_slot(key_ref, value_ref, start, seen_S, there_H):
     """Keys and values of a tile's positions, of the part of a slot that this program has."""
-    window = pl.ds(start % _PART, _BLOCK)
+    window = pl.ds(start % key_ref.shape[1], BLOCK)
     key_HS = triton.load(key_ref.at[:, window], mask=there_H[:, None] & seen_S[None, :], other=0.0)
     return key_HS, triton.load(value_ref.at[window, :], mask=seen_S[:, None] & there_H[None, :], other=0.0)
 
 
-def _read_pages(table_ref, key_ref, value_ref, start, seen_S, there_H):
-    """Keys and values of a tile's positions, wherever their pages are."""
-    page_tokens, place_S = key_ref.shape[1], start + jnp.arange(_BLOCK)
-    page_S = triton.load(table_ref.at[place_S // page_tokens], mask=seen_S, other=0)
-    at_S, across_H = place_S % page_tokens, jnp.arange(key_ref.shape[2])
-    entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
-    entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
-    key_HS = triton.load(key_ref.at[entries_HS], mask=there_H[:, None] & seen_S[None, :], other=0.0)
-    return key_HS, triton.load(value_ref.at[entries_SH], mask=seen_S[:, None] & there_H[None, :], other=0.0)
-
-
-def _decode(
+def decode_parts(
     read: Callable,
     cached: tuple,
     specs: list,
     query_BNH,
-    newest_B,
+    first_B,
+    end_B,
     score_mod: ScoreMod,
     *,
-    kv_heads,
-    capacity,
-    interpret,
-) -> Array:
-    """Attention of slots to what `read` finds of their positions in the arrays of the cache."""
+    kv_heads: int,
+    part: int,
+    parts: int,
+    interpret: bool,
+) -> Parts:
+    """Attention of slots to what `read` finds of their positions in the arrays of the cache, part by part."""
     slots, _, head_dim = query_BNH.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
-    group, wide = query_BKGH.shape[2], _whole_width(head_dim)
+    group, wide = query_BKGH.shape[2], whole_width(head_dim)
     query_BKGH = jnp.pad(query_BKGH, ((0, 0), (0, 0), (0, 0), (0, wide - head_dim)))
     tile = max(_SMALLEST_DOT, pl.next_power_of_2(group))
-    parts = pl.cdiv(capacity, _PART)
-
-    # Entries that a slot sees, from the first to the one before the end.
-    end_B = newest_B + 1
-    first_B = jnp.zeros_like(end_B)
-    if score_mod.window is not None:
-        near_B = jnp.maximum(end_B - score_mod.window, 0)
-        first_B = near_B if score_mod.slides is None else jnp.where(score_mod.slides, near_B, 0)
-
     whole = (slots, kv_heads, parts, group)
     of_slot = pl.BlockSpec((None,), lambda b, k, p: (b,))
     of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
-    out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
+    found = pl.pallas_call(
         partial(
             _decode_part,
             read=read,
+            part=part,
             group=group,
             tile=tile,
             head_dim=head_dim,
@@ -153,13 +141,20 @@ def _decode(
         interpret=interpret,
         name="decode_attention",
     )(first_B, end_B, query_BKGH, *cached)
-    share_BKPG = jnp.exp(most_BKPG - most_BKPG.max(axis=2, keepdims=True))
-    total_BKG1 = (share_BKPG * sum_BKPG).sum(axis=2)[..., None]
-    out_BKGH = (share_BKPG[..., None] * out_BKPGH).sum(axis=2) / total_BKG1
-    return out_BKGH[..., :head_dim].astype(query_BNH.dtype).reshape(query_BNH.shape)
+    return Parts(*found)
 
 
-def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, head_dim, divisor, cap):
+def joined(parts: Sequence[Parts], *, like: Array) -> Array:
+    """The softmax over all parts, in the shape and dtype of queries."""
+    most_BK1G = reduce(jnp.maximum, [each.most_BKPG.max(axis=2, keepdims=True) for each in parts])
+    share = [jnp.exp(each.most_BKPG - most_BK1G) for each in parts]
+    total_BKG = sum((own * each.sum_BKPG).sum(axis=2) for own, each in zip(share, parts, strict=True))
+    out_BKGH = sum((own[..., None] * each.out_BKPGH).sum(axis=2) for own, each in zip(share, parts, strict=True))
+    out_BKGH = out_BKGH / jnp.asarray(total_BKG)[..., None]
+    return out_BKGH[..., : like.shape[-1]].astype(like.dtype).reshape(like.shape)
+
+
+def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, group, tile, head_dim, divisor, cap):
     """Softmax over one part of one slot's cache, for the queries of one key-value head.
 
     Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
@@ -168,13 +163,13 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, head_d
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
     own_G1, there_H = (jnp.arange(tile) < group)[:, None], jnp.arange(query_ref.shape[-1]) < head_dim
     query_GH = triton.load(query_ref, mask=own_G1, other=0.0)
-    begin = pl.program_id(2) * _PART
+    begin = pl.program_id(2) * part
     first, end = first_ref[...], end_ref[...]
 
     def body(index, carry):
         out_GH, sum_G, most_G = carry
-        start = begin + index * _BLOCK
-        place_S = start + jnp.arange(_BLOCK)
+        start = begin + index * BLOCK
+        place_S = start + jnp.arange(BLOCK)
         seen_S = (place_S >= first) & (place_S < end)
         key_HS, value_SH = read(*cached, start, seen_S, there_H)
         score_GS = cap(triton.dot(query_GH, key_HS, precision=precision) / divisor)
@@ -186,7 +181,7 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, head_d
 
     zero_G = jnp.zeros(tile, jnp.float32)
     start_state = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + LOWEST
-    blocks = jnp.clip(first - begin, 0, _PART) // _BLOCK, pl.cdiv(jnp.clip(end - begin, 0, _PART), _BLOCK)
+    blocks = jnp.clip(first - begin, 0, part) // BLOCK, pl.cdiv(jnp.clip(end - begin, 0, part), BLOCK)
     out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, start_state)
     triton.store(out_ref, out_GH, mask=own_G1)
     triton.store(sum_ref, sum_G, mask=own_G1[:, 0])
