@@ -59,6 +59,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma3n_text": _BORROWING,
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "mamba", "mamba", "attention"],
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "mamba_d_state": 128,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "intermediate_size": 512,
+    },
 }
 """Fields of a published size where the defaults of transformers' configuration are of none."""
 

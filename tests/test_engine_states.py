@@ -25,6 +25,16 @@ STATES = dataclasses.replace(
     linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
     linear_layers=(True, False) * 2,
 )
+SPACES = dataclasses.replace(
+    DECODER,
+    family="granitemoehybrid",
+    num_layers=4,
+    embedding_multiplier=3.0,
+    linear=LinearAttention(key_heads=4, value_heads=8, key_dim=6, value_dim=8, groups=1),
+    linear_layers=(True, False) * 2,
+    rope_layers=(False,) * 4,
+)
+"""State spaces whose only queries and keys serve four heads, which devices divide."""
 BORROWING = dataclasses.replace(
     DECODER,
     family="gemma4_text",
@@ -41,7 +51,7 @@ BORROWING = dataclasses.replace(
     borrowing_intermediate_size=96,
     layer_inputs=LayerInputs(8, 96),
 )
-PARAMS = {config: drawn(config) for config in (STATES, BORROWING)}
+PARAMS = {config: drawn(config) for config in (STATES, SPACES, BORROWING)}
 LONGEST, RESPONSE = 40, 10
 
 
@@ -94,9 +104,10 @@ def follow_the_model(config, given, completions):
         (STATES, {"data": 1}),
         (STATES, {"data": 2, "tensor": 2}),
         (STATES, {"data": 2, "stage": 2}),
+        (SPACES, {"data": 2, "tensor": 2}),
         (BORROWING, {"data": 2, "tensor": 2}),
     ],
-    ids=["one", "tensor", "stages", "borrowing"],
+    ids=["one", "tensor", "stages", "spaces", "borrowing"],
 )
 def test_slots_of_all_lengths_follow_the_model(config, sizes):
     made, given = engine(config, sizes), requests()
@@ -105,7 +116,7 @@ def test_slots_of_all_lengths_follow_the_model(config, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [STATES, BORROWING], ids=["states", "borrowing"])
+@pytest.mark.parametrize("config", [STATES, SPACES, BORROWING], ids=["states", "spaces", "borrowing"])
 def test_long_prompts_go_on_chunk_by_chunk(config, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 12)

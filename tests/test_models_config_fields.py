@@ -307,6 +307,23 @@ def test_what_might_change_the_numbers_is_refused(tmp_path, fields, change):
     refused(tmp_path, fields, change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mamba_conv_bias": False},
+        {"mamba_proj_bias": True},
+        {"mamba_d_head": 5},
+        {"time_step_limit": [0.01, 0.1]},
+        {"position_embedding_type": "learned"},
+        {"layer_types": ["mamba", "attention"]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_state_spaces_of_another_form_are_refused(tmp_path, change):
+    source = write(tmp_path, build("granite4"))
+    refused(tmp_path, json.loads((source / "config.json").read_text()), change)
+
+
 def test_sparse_attention_that_sees_all_tokens_says_so(tmp_path):
     source = write(tmp_path, build("deepseek-v3.2"))
     fields = json.loads((source / "config.json").read_text())

@@ -35,6 +35,12 @@ KINDS = {
         linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
         linear_layers=(True, False),
     ),
+    "state space": replace(
+        EIGHT,
+        family="granitemoehybrid",
+        linear=LinearAttention(key_heads=4, value_heads=8, key_dim=8, value_dim=6, groups=2),
+        linear_layers=(True, False),
+    ),
 }
 
 
@@ -71,6 +77,7 @@ def whole():
                 ("latents", {"context": 4, "tensor": 2}),
                 ("experts", {"context": 4, "tensor": 2}),
                 ("linear attention", {"context": 4}),
+                ("state space", {"context": 2, "tensor": 2}),
                 ("linear attention", {"fsdp": 2, "context": 2, "tensor": 2}),
             ]
         ],

@@ -1,8 +1,11 @@
-"""The gated delta rule in chunks is the gated delta rule token by token."""
+"""The gated delta rule, or a state space, in chunks is what it is token by token."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrlhf.models.attention.delta_rule import Steps, in_chunks, one_step, unit
 
@@ -22,11 +25,11 @@ def drawn():
     return Steps(query, key, value, decay, rate)
 
 
-@jax.jit
-def one_by_one(steps, segment_RW, state):
+@partial(jax.jit, static_argnames=("corrects",))
+def one_by_one(steps, segment_RW, state, *, corrects):
     def step(state, given):
         steps, first_R = given
-        mixed, state = one_step(jnp.where(first_R[:, None, None, None, None], 0.0, state), steps)
+        mixed, state = one_step(jnp.where(first_R[:, None, None, None, None], 0.0, state), steps, corrects=corrects)
         return state, mixed[:, 0]
 
     first_RW = jnp.diff(segment_RW, axis=1, prepend=segment_RW[:, :1]) != 0
@@ -36,7 +39,8 @@ def one_by_one(steps, segment_RW, state):
     return jnp.swapaxes(mixed_WRKGU, 0, 1), state
 
 
-def test_chunks_and_tokens_give_the_same_values_states_and_gradients():
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "state space"])
+def test_chunks_and_tokens_give_the_same_values_states_and_gradients(corrects):
     steps = drawn()
     place_W = np.arange(WIDTH)
     segment_RW = np.array([1 + sum(place_W >= cut for cut in cuts) for cuts in CUTS], np.int32)
@@ -44,7 +48,7 @@ def test_chunks_and_tokens_give_the_same_values_states_and_gradients():
 
     def total(function):
         def weighed(steps, state):
-            mixed, last = function(steps, segment_RW, state)
+            mixed, last = function(steps, segment_RW, state, corrects=corrects)
             return (mixed * jnp.cos(jnp.arange(mixed.size)).reshape(mixed.shape)).sum() + last.sum(), (mixed, last)
 
         return jax.jit(jax.grad(weighed, argnums=(0, 1), has_aux=True))(steps, state)

@@ -83,6 +83,19 @@ _QWEN_EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+_MAMBA = {
+    "embedding_multiplier": 0.5,
+    "residual_multiplier": 1.5,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.25,
+    "shared_intermediate_size": 20,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 4,
+    "mamba_d_state": 6,
+    "mamba_chunk_size": 16,
+    "num_experts_per_tok": 3,
+}
+
 _GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
@@ -243,6 +256,31 @@ KINDS = {
         },
     ),
     "qwen3.5-moe": ("Qwen3_5MoeText", _LINEAR | _QWEN_EXPERTS | {"num_hidden_layers": 4}),
+    "granite4": (
+        "GraniteMoeHybrid",
+        _MAMBA
+        | {
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "mamba_n_groups": 2,
+        },
+    ),
+    "granite4-dense": (
+        "GraniteMoeHybrid",
+        _MAMBA
+        | {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_hidden_layers": 4,
+            "num_local_experts": 0,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite4-attention": (
+        "GraniteMoeHybrid",
+        _MAMBA | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "deepseek-v3.2": (
         "DeepseekV32",
         _DEEPSEEK | {"q_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 128},

@@ -112,18 +112,18 @@ def _linear_rows(
 ) -> tuple[Array, LayerState | None]:
     """Linear attention of a normed input, `[R, W, V, U]`, and the states after it."""
     exchange = HeadExchange(execution, linear.key_heads)
-    projected = Projected(*map(exchange.keys, linear_attention.project(weights, input_RWD)))
-    kernel_KYT = exchange.weights(linear_attention.kernel_of(weights))
+    projected = Projected(*map(exchange.keys, linear_attention.project(linear, weights, input_RWD)))
+    mixing = jax.tree.map(exchange.weights, linear_attention.mixer_weights(linear, weights))
     if isinstance(seen, SharedPrefix):
-        mixer, state = linear_attention.DeltaMixer(linear), None
-        mixed_RWKGU = over_sequences(mixer, tuple(projected), kernel_KYT, None, seen)
+        mixer, state = linear_attention.StateMixer(linear), None
+        mixed_RWKGU = over_sequences(mixer, tuple(projected), mixing, None, seen)
     elif isinstance(seen, Chunk):
         real_RW = seen.real(input_RWD.shape[1])
         segment_RW = jnp.ones(real_RW.shape, jnp.int32)
-        rows = projected, kernel_KYT, segment_RW, real_RW, seen.state()
+        rows = projected, mixing, segment_RW, real_RW, seen.state()
         mixed_RWKGU, state = linear_attention.mix_rows(linear, *rows)
     else:
-        mixed_RWKGU, state = linear_attention.mix_rows(linear, projected, kernel_KYT, seen, seen > 0)
+        mixed_RWKGU, state = linear_attention.mix_rows(linear, projected, mixing, seen, seen > 0)
     kept = None if state is None else state.turned()
     return linear_attention.gated_output(weights, config, input_RWD, exchange.back(mixed_RWKGU)), kept
 
@@ -178,8 +178,9 @@ def _linear_slots(
 ) -> tuple[Array, LayerState]:
     """Linear attention of one token of every slot, and the states after it."""
     assert config.linear is not None and working_B is not None, "only layers with linear attention have states"
-    projected, kernel_KYT = linear_attention.project(weights, input_B1D), linear_attention.kernel_of(weights)
-    mixed_B1KGU, state = linear_attention.mix_slots(config.linear, projected, kernel_KYT, stored, working_B)
+    projected = linear_attention.project(config.linear, weights, input_B1D)
+    mixing = linear_attention.mixer_weights(config.linear, weights)
+    mixed_B1KGU, state = linear_attention.mix_slots(config.linear, projected, mixing, stored, working_B)
     return linear_attention.gated_output(weights, config, input_B1D, mixed_B1KGU), state
 
 

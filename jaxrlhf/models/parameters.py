@@ -150,27 +150,35 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
 def _linear_attention(config: ModelConfig, linear: LinearAttention) -> dict[str, Param]:
     """Queries, keys and values of each key head, and of each of its R value heads a gate, a rate and a decay.
 
-    They are vectors where generation keeps float32.
+    They are vectors where generation keeps float32. A state space's rate is made of its decay's, its convolution has
+    biases, and each value head a share of its input.
     """
     layers, width, key_heads, value_heads = config.num_layers, config.hidden_size, linear.key_heads, linear.value_heads
     key_dim, value_dim, kernel, group = linear.key_dim, linear.value_dim, linear.kernel, value_heads // linear.key_heads
-    by_head: tuple[Dim, ...] = ("layers", "embed", ("heads", key_heads))
-    heads: tuple[Dim, ...] = ("layers", ("heads", key_heads))
-    into = {"query": (key_dim,), "key": (key_dim,), "value": (group, value_dim), "gate": (group, value_dim)}
-    into |= {"rate": (group,), "decay": (group,)}
+    keys, delta = linear.different_keys, linear.groups is None
+    into = {"query": (keys, key_dim), "key": (keys, key_dim), "value": (key_heads, group, value_dim)}
+    into |= {"gate": (key_heads, group, value_dim), "decay": (key_heads, group)}
+    into |= {"rate": (key_heads, group)} if delta else {}
+    heads: dict[str, tuple[Dim, ...]] = {
+        name: (("heads", count), *[None] * len(rest)) for name, (count, *rest) in into.items()
+    }
     tree = {
-        f"linear_{name}": Param((layers, width, key_heads, *rest), (*by_head, *[None] * len(rest)), fan_in=width)
-        for name, rest in into.items()
+        f"linear_{name}": Param((layers, width, *shape), ("layers", "embed", *heads[name]), fan_in=width)
+        for name, shape in into.items()
     }
     for name in ("query", "key", "value"):
-        shape = layers, key_heads, *into[name], kernel
-        tree[f"convolved_{name}"] = Param(shape, (*heads, *[None] * (len(shape) - 2)), fan_in=kernel)
+        tree[f"convolved_{name}"] = Param((layers, *into[name], kernel), ("layers", *heads[name], None), fan_in=kernel)
+        if not delta:
+            tree[f"convolved_{name}_bias"] = Param((layers, *into[name]), ("layers", *heads[name]), "zeros")
     vector: tuple[Dim, ...] = ("layers", ("heads", value_heads))
+    if not delta:
+        tree["skip"] = Param((layers, value_heads), vector, "ones")
+    normed = (layers, value_dim) if delta else (layers, value_heads, value_dim)
     output = (layers, value_heads, value_dim, width)
     return tree | {
         "decay_rate": Param((layers, value_heads), vector, "zeros"),
         "decay_bias": Param((layers, value_heads), vector, "ones"),
-        "mixed_norm": Param((layers, value_dim), ("layers", None), "ones"),
+        "mixed_norm": Param(normed, ("layers", None) if delta else (*vector, None), "ones"),
         "output": Param(
             output, ("layers", ("heads", value_heads), "head_dim", "embed"), fan_in=value_heads * value_dim
         ),

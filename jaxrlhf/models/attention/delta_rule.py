@@ -2,11 +2,15 @@
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T        out_t = S_t^T q_t
 
-with unit keys k, a decay a in (0, 1) and a rate b in (0, 1). Rows are computed a chunk of tokens at a time, by
-products of matrices; a decoded token by the formula as it stands. All of it is float32.
+with unit keys k, a decay a in (0, 1) and a rate b in (0, 1). A selective state space corrects nothing:
+
+    S_t = a_t S_{t-1} + b_t k_t v_t^T                              out_t = S_t^T q_t
+
+Rows are computed a chunk of tokens at a time, by products of matrices; a decoded token by the formula as it stands.
+All of it is float32.
 
 Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3; in chunks: Yang et al. 2024
-(DeltaNet, arXiv:2406.06484), section 3.2.
+(DeltaNet, arXiv:2406.06484), section 3.2; state spaces: Dao and Gu 2024 (Mamba-2, arXiv:2405.21060), section 6.
 """
 
 from functools import partial
@@ -30,7 +34,7 @@ class Steps(NamedTuple):
     """Steps that tokens take from state to state: G value heads to each of K key heads.
 
     Attributes:
-      query_RWKX: Unit queries over the root of their width.
+      query_RWKX: Unit queries over the root of their width; of a state space as they are, and keys too.
       key_RWKX: Unit keys.
       value_RWKGU: Values.
       decay_RWKG: Logarithm of the decay.
@@ -50,27 +54,37 @@ def unit(head_X: Float[Array, "*batch X"]) -> Float32[Array, "*batch X"]:
     return wide_X * lax.rsqrt(jnp.square(wide_X).sum(axis=-1, keepdims=True) + _EPS)
 
 
-def one_step(state_RKGXU: Float32[Array, "R K G X U"], steps: Steps) -> tuple[Array, Array]:
+def one_step(state_RKGXU: Float32[Array, "R K G X U"], steps: Steps, *, corrects: bool = True) -> tuple[Array, Array]:
     """One token of every row, `W = 1`.
+
+    Args:
+      corrects: The delta rule, and no state space.
 
     Returns:
       Mixed values, `[R, 1, K, G, U]`, and the states.
     """
-    query_RKX, key_RKX, value_RKGU, decay_RKG, rate_RKG = (leaf[:, 0] for leaf in steps)
+    query_RKX, key_RKX, value_RKGU, decay_RKG, rate_RKG = (leaf[:, 0].astype(jnp.float32) for leaf in steps)
     state_RKGXU = state_RKGXU * jnp.exp(decay_RKG)[..., None, None]
-    known_RKGU = jnp.einsum("RKGXU,RKX->RKGU", state_RKGXU, key_RKX)
-    change_RKGU = rate_RKG[..., None] * (value_RKGU.astype(jnp.float32) - known_RKGU)
+    change_RKGU = value_RKGU
+    if corrects:
+        change_RKGU -= jnp.einsum("RKGXU,RKX->RKGU", state_RKGXU, key_RKX)
+    change_RKGU *= rate_RKG[..., None]
     state_RKGXU = state_RKGXU + jnp.einsum("RKX,RKGU->RKGXU", key_RKX, change_RKGU)
     return jnp.einsum("RKGXU,RKX->RKGU", state_RKGXU, query_RKX)[:, None], state_RKGXU
 
 
 def in_chunks(
-    steps: Steps, segment_RW: Int[Array, "R W"], state_RKGXU: Float32[Array, "R K G X U"] | None = None
+    steps: Steps,
+    segment_RW: Int[Array, "R W"],
+    state_RKGXU: Float32[Array, "R K G X U"] | None = None,
+    *,
+    corrects: bool = True,
 ) -> tuple[Float32[Array, "R W K G U"], Float32[Array, "R K G X U"]]:
     """All tokens of packed rows; a segment's first token starts from nothing.
 
     Args:
       state_RKGXU: States that each row's first segment goes on from; None is zeros.
+      corrects: The delta rule, and no state space.
 
     Returns:
       Mixed values, and the states after the last segment.
@@ -91,35 +105,46 @@ def in_chunks(
         state_RKGXU = jnp.broadcast_to(zero_RKG[..., None, None], (rows, heads, group, *sizes))
     start_state = state_RKGXU, segment_RW[:, 0]
     chunks = jax.tree.map(chunked, steps), chunked(segment_RW)
-    (last_RKGXU, _), mixed_NRCKGU = lax.scan(jax.checkpoint(_chunk, prevent_cse=False), start_state, chunks)
+    chunk = jax.checkpoint(partial(_chunk, corrects=corrects), prevent_cse=False)
+    (last_RKGXU, _), mixed_NRCKGU = lax.scan(chunk, start_state, chunks)
     mixed_RWKGU = jnp.moveaxis(mixed_NRCKGU, 0, 1).reshape(rows, -1, heads, group, sizes[1])
     return mixed_RWKGU[:, :width], last_RKGXU
 
 
-def _chunk(carry: tuple[Array, Array], chunk: tuple[Steps, Array]) -> tuple[tuple[Array, Array], Array]:
+def _chunk(
+    carry: tuple[Array, Array], chunk: tuple[Steps, Array], *, corrects: bool
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk of every row, from the states before it and the segments that those are of.
 
     With D_ij the decay from token j to token i, and 0 before j or in another segment, changes u of all tokens solve
 
         u_i + b_i sum_{j<i} D_ij (k_i . k_j) u_j = b_i (v_i - a_1 ... a_i k_i^T S)
+
+    of the delta rule, and u_i = b_i v_i of a state space.
     """
     (state_RKGXU, of_R), (steps, segment_RC) = carry, chunk
-    query_RKCX, key_RKCX = (jnp.moveaxis(leaf, 2, 1) for leaf in steps[:2])
+    query_RKCX, key_RKCX = (jnp.moveaxis(leaf.astype(jnp.float32), 2, 1) for leaf in steps[:2])
     value_RKGCU, decay_RKGC, rate_RKGC = (jnp.moveaxis(leaf.astype(jnp.float32), 1, 3) for leaf in steps[2:])
     sum_RKGC = jnp.cumsum(decay_RKGC, axis=-1)
     same_RCC = segment_RC[:, :, None] == segment_RC[:, None, :]
     place_C = jnp.arange(segment_RC.shape[1])
     seen_RCC = (same_RCC & (place_C[:, None] >= place_C[None, :])[None])[:, None, None]
     # Zeros where nothing is seen, or infinity times zero would be their gradient.
-    between_RKGCC = jnp.where(seen_RCC, sum_RKGC[..., :, None] - sum_RKGC[..., None, :], 0.0)
+    between_RKGCC = sum_RKGC[..., :, None] - sum_RKGC[..., None, :]
+    if not corrects:  # decays are so strong that the difference of two sums has few digits left
+        later_CC = place_C[:, None] > place_C[None, :]
+        between_RKGCC = jnp.cumsum(jnp.where(later_CC, decay_RKGC[..., :, None], 0.0), axis=-2)
+    between_RKGCC = jnp.where(seen_RCC, between_RKGCC, 0.0)
     decayed_RKGCC = jnp.where(seen_RCC, jnp.exp(between_RKGCC), 0.0)
     before_RKGC = jnp.where((segment_RC == of_R[:, None])[:, None, None], jnp.exp(sum_RKGC), 0.0)
 
-    known_RKGCU = jnp.einsum("RKCX,RKGXU->RKGCU", key_RKCX, state_RKGXU) * before_RKGC[..., None]
-    overlap_RKCC = jnp.einsum("RKCX,RKDX->RKCD", key_RKCX, key_RKCX)
-    system_RKGCC = rate_RKGC[..., None] * decayed_RKGCC * overlap_RKCC[:, :, None]
-    wanted_RKGCU = rate_RKGC[..., None] * (value_RKGCU - known_RKGCU)
-    change_RKGCU = jnp.einsum("RKGCD,RKGDU->RKGCU", _inverse(jnp.tril(system_RKGCC, -1)), wanted_RKGCU)
+    change_RKGCU = rate_RKGC[..., None] * value_RKGCU
+    if corrects:
+        known_RKGCU = jnp.einsum("RKCX,RKGXU->RKGCU", key_RKCX, state_RKGXU) * before_RKGC[..., None]
+        overlap_RKCC = jnp.einsum("RKCX,RKDX->RKCD", key_RKCX, key_RKCX)
+        system_RKGCC = rate_RKGC[..., None] * decayed_RKGCC * overlap_RKCC[:, :, None]
+        wanted_RKGCU = rate_RKGC[..., None] * (value_RKGCU - known_RKGCU)
+        change_RKGCU = jnp.einsum("RKGCD,RKGDU->RKGCU", _inverse(jnp.tril(system_RKGCC, -1)), wanted_RKGCU)
 
     mixed_RKGCU = jnp.einsum("RKCX,RKGXU->RKGCU", query_RKCX, state_RKGXU) * before_RKGC[..., None]
     score_RKGCC = jnp.einsum("RKCX,RKDX->RKCD", query_RKCX, key_RKCX)[:, :, None] * decayed_RKGCC
@@ -167,11 +192,13 @@ def convolve(
     weight_KYT: Float[Array, "K Y T"],
     segment_RW: Int[Array, "R W"],
     before_RSKY: Float[Array, "R S K Y"] | None = None,
+    bias_KY: Float[Array, "K Y"] | None = None,
 ) -> Float[Array, "R W K Y"]:
     """silu of the causal convolution of every channel, over the T newest tokens of the segment.
 
     Args:
       before_RSKY: Inputs of the T - 1 tokens before the row's first, which are of its segment; None is zeros.
+      bias_KY: Added to each channel.
     """
     width, taps = input_RWKY.shape[1], weight_KYT.shape[-1]
     if before_RSKY is None:
@@ -185,11 +212,16 @@ def convolve(
         total += jnp.where(
             same_RW[:, :, None, None], there_RWKY * weight_KYT[None, None, :, :, tap].astype(jnp.float32), 0.0
         )
+    if bias_KY is not None:
+        total += bias_KY.astype(jnp.float32)[None, None]
     return jax.nn.silu(total).astype(input_RWKY.dtype)
 
 
 def convolve_one(
-    input_B1KY: Float[Array, "B 1 K Y"], weight_KYT: Float[Array, "K Y T"], before_BSKY: Float[Array, "B S K Y"]
+    input_B1KY: Float[Array, "B 1 K Y"],
+    weight_KYT: Float[Array, "K Y T"],
+    before_BSKY: Float[Array, "B S K Y"],
+    bias_KY: Float[Array, "K Y"] | None = None,
 ) -> Float[Array, "B 1 K Y"]:
     """The convolution of one token of every slot, after its T - 1 tokens before, in the order in which rows are summed.
 
@@ -200,4 +232,6 @@ def convolve_one(
     for tap, weight_11KY in enumerate(taps_11KY):
         total += before_BSKY[:, tap : tap + 1].astype(input_B1KY.dtype).astype(jnp.float32) * weight_11KY
     total += input_B1KY.astype(jnp.float32) * newest_11KY
+    if bias_KY is not None:
+        total += bias_KY.astype(jnp.float32)[None, None]
     return jax.nn.silu(total).astype(input_B1KY.dtype)

@@ -74,36 +74,73 @@ class Projected(NamedTuple):
     rate_RWKG: Array
 
 
-def project(weights: Params, input_RWD: Array) -> Projected:
+class MixerWeights(NamedTuple):
+    """Weights between a layer's products and what its heads mix, with key heads first.
+
+    Attributes:
+      kernel_KYT: The convolution's, in the order of its inputs.
+      bias_KY: Its biases, of a state space.
+      skip_KG: Share of a state space's values that is added to what is mixed.
+    """
+
+    kernel_KYT: Array
+    bias_KY: Array | None = None
+    skip_KG: Array | None = None
+
+
+def _to_key_heads(config: LinearAttention, head: Array, axis: int) -> Array:
+    """Queries or keys that differ, one for each key head."""
+    return head if config.groups is None else jnp.repeat(head, config.key_heads // config.groups, axis=axis)
+
+
+def project(config: LinearAttention, weights: Params, input_RWD: Array) -> Projected:
     """Queries, keys and values before the convolution, and each value head's decay and rate."""
-    query_RWKX, key_RWKX, value_RWKGU, rate_RWKG, slope_RWKG = (
-        linear.project(input_RWD, weights[f"linear_{name}"]) for name in ("query", "key", "value", "rate", "decay")
-    )
+
+    def into(name: str) -> Array:
+        return linear.project(input_RWD, weights[f"linear_{name}"])
+
+    query_RWKX, key_RWKX = (_to_key_heads(config, into(name), 2) for name in ("query", "key"))
+    value_RWKGU, slope_RWKG = into("value"), into("decay").astype(jnp.float32)
     values_RWKV = value_RWKGU.reshape(*value_RWKGU.shape[:3], -1)
-    group = 1, 1, *rate_RWKG.shape[-2:]
+    group = 1, 1, *slope_RWKG.shape[-2:]
     rate, bias = (weights[name].astype(jnp.float32).reshape(group) for name in ("decay_rate", "decay_bias"))
-    decay_RWKG = -jnp.exp(rate) * jax.nn.softplus(slope_RWKG.astype(jnp.float32) + bias)
+    step_RWKG = jax.nn.softplus(slope_RWKG + bias)
     inputs = jnp.concatenate([query_RWKX, key_RWKX, values_RWKV], axis=-1)
-    return Projected(inputs, decay_RWKG, jax.nn.sigmoid(rate_RWKG.astype(jnp.float32)))
+    rate_RWKG = step_RWKG if config.groups else jax.nn.sigmoid(into("rate").astype(jnp.float32))
+    return Projected(inputs, -jnp.exp(rate) * step_RWKG, rate_RWKG)
 
 
-def kernel_of(weights: Params) -> Array:
-    """`[K, Y, T]`: the convolution's weights, in the order of its inputs."""
-    query_KXT, key_KXT, value_KGUT = (weights[f"convolved_{name}"] for name in ("query", "key", "value"))
-    values_KVT = value_KGUT.reshape(len(value_KGUT), -1, value_KGUT.shape[-1])
-    return jnp.concatenate([query_KXT, key_KXT, values_KVT], axis=1)
+def mixer_weights(config: LinearAttention, weights: Params) -> MixerWeights:
+    """The weights of a layer's mixer."""
+
+    def joined(end: str) -> Array:
+        query, key, value = (weights[f"convolved_{name}{end}"] for name in ("query", "key", "value"))
+        values = value.reshape(len(value), -1, *value.shape[3:])
+        return jnp.concatenate([*(_to_key_heads(config, each, 0) for each in (query, key)), values], axis=1)
+
+    if config.groups is None:
+        return MixerWeights(joined(""))
+    return MixerWeights(joined(""), joined("_bias"), weights["skip"].reshape(config.key_heads, -1))
 
 
 def _steps(config: LinearAttention, projected: Projected, convolved_RWKY: Array) -> Steps:
     key_dim = config.key_dim
     query, key, value = jnp.split(convolved_RWKY, (key_dim, 2 * key_dim), axis=-1)
     value_RWKGU = value.reshape(*value.shape[:3], -1, config.value_dim)
-    return Steps(unit(query) * key_dim**-0.5, unit(key), value_RWKGU, projected.decay_RWKG, projected.rate_RWKG)
+    rates = value_RWKGU, projected.decay_RWKG, projected.rate_RWKG
+    return Steps(unit(query) * key_dim**-0.5, unit(key), *rates) if config.groups is None else Steps(query, key, *rates)
+
+
+def _added(mixed_RWKGU: Array, steps: Steps, skip_KG: Array | None) -> Array:
+    """Mixed values, and of a state space a share of the values themselves."""
+    if skip_KG is None:
+        return mixed_RWKGU
+    return mixed_RWKGU + skip_KG.astype(jnp.float32)[None, None, ..., None] * steps.value_RWKGU.astype(jnp.float32)
 
 
 @dataclass(frozen=True)
-class DeltaMixer:
-    """Convolution and delta rule as `shared_prefix.over_sequences` takes them; `weights` are those of the kernel."""
+class StateMixer:
+    """Convolution and states as `shared_prefix.over_sequences` takes them; `weights` are `MixerWeights`."""
 
     config: LinearAttention
 
@@ -112,18 +149,19 @@ class DeltaMixer:
         """Tokens of a row that it is given at a time."""
         return _ROUND_TOKENS
 
-    def __call__(self, tokens: tuple[Array, ...], kernel_KYT: Any, flags: Any, segment_RW: Array, /) -> Array:
+    def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_RW: Array, /) -> Array:
         del flags
-        projected = Projected(*tokens)
-        convolved_RWKY = convolve(projected.input_RWKY, kernel_KYT, segment_RW)
-        mixed_RWKGU, _ = in_chunks(_steps(self.config, projected, convolved_RWKY), segment_RW)
-        return mixed_RWKGU
+        projected, (kernel_KYT, bias_KY, skip_KG) = Projected(*tokens), weights
+        convolved_RWKY = convolve(projected.input_RWKY, kernel_KYT, segment_RW, bias_KY=bias_KY)
+        steps = _steps(self.config, projected, convolved_RWKY)
+        mixed_RWKGU, _ = in_chunks(steps, segment_RW, corrects=self.config.groups is None)
+        return _added(mixed_RWKGU, steps, skip_KG)
 
 
 def mix_rows(
     config: LinearAttention,
     projected: Projected,
-    kernel_KYT: Array,
+    weights: MixerWeights,
     segment_RW: Int[Array, "R W"],
     real_RW: Bool[Array, "R W"],
     state: LayerState | None = None,
@@ -140,7 +178,7 @@ def mix_rows(
     before_RSKY = matrix_RKGXU = None
     if state is not None:
         before_RSKY, matrix_RKGXU = jnp.swapaxes(state.input_BKSY, 1, 2), state.matrix_BKGXU
-    convolved_RWKY = convolve(projected.input_RWKY, kernel_KYT, segment_RW, before_RSKY)
+    convolved_RWKY = convolve(projected.input_RWKY, weights.kernel_KYT, segment_RW, before_RSKY, weights.bias_KY)
     # Padding has the number of the segment before it, so that it does not start anew.
     segment_RW = jax.lax.cummax(jnp.asarray(segment_RW), axis=1)
     kept_RW11 = real_RW[:, :, None, None]
@@ -148,18 +186,23 @@ def mix_rows(
         decay_RWKG=jnp.where(kept_RW11, projected.decay_RWKG, 0.0),
         rate_RWKG=jnp.where(kept_RW11, projected.rate_RWKG, 0.0),
     )
-    mixed_RWKGU, matrix_RKGXU = in_chunks(_steps(config, projected, convolved_RWKY), segment_RW, matrix_RKGXU)
+    steps = _steps(config, projected, convolved_RWKY)
+    mixed_RWKGU, matrix_RKGXU = in_chunks(steps, segment_RW, matrix_RKGXU, corrects=config.groups is None)
     if before_RSKY is None:
         inputs_RWKY = projected.input_RWKY
         before_RSKY = jnp.zeros((len(real_RW), config.kernel - 1, *inputs_RWKY.shape[2:]), inputs_RWKY.dtype)
     whole_RVKY = jnp.concatenate([before_RSKY.astype(projected.input_RWKY.dtype), projected.input_RWKY], axis=1)
     at_RS = real_RW.sum(axis=1)[:, None] + jnp.arange(before_RSKY.shape[1])[None]
     last_RSKY = jnp.take_along_axis(whole_RVKY, at_RS[:, :, None, None], axis=1)
-    return mixed_RWKGU, LayerState(jnp.swapaxes(last_RSKY, 1, 2), matrix_RKGXU)
+    return _added(mixed_RWKGU, steps, weights.skip_KG), LayerState(jnp.swapaxes(last_RSKY, 1, 2), matrix_RKGXU)
 
 
 def mix_slots(
-    config: LinearAttention, projected: Projected, kernel_KYT: Array, state: LayerState, working_B: Bool[Array, "B"]
+    config: LinearAttention,
+    projected: Projected,
+    weights: MixerWeights,
+    state: LayerState,
+    working_B: Bool[Array, "B"],
 ) -> tuple[Array, LayerState]:
     """Mix one token of every slot, `W = 1`.
 
@@ -167,23 +210,29 @@ def mix_slots(
       working_B: False for slots whose state stays as it is.
     """
     before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
-    convolved_B1KY = convolve_one(projected.input_RWKY, kernel_KYT, before_BSKY)
+    convolved_B1KY = convolve_one(projected.input_RWKY, weights.kernel_KYT, before_BSKY, weights.bias_KY)
     steps = _steps(config, projected, convolved_B1KY)
-    mixed_B1KGU, matrix_BKGXU = one_step(state.matrix_BKGXU, steps)
+    mixed_B1KGU, matrix_BKGXU = one_step(state.matrix_BKGXU, steps, corrects=config.groups is None)
     newest_BK1Y = jnp.swapaxes(projected.input_RWKY, 1, 2).astype(state.input_BKSY.dtype)
     new = LayerState(jnp.concatenate([state.input_BKSY, newest_BK1Y], axis=2)[:, :, 1:], matrix_BKGXU)
 
     def chosen(new: Array, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(working_B, tuple(range(1, new.ndim))), new, old)
 
-    return mixed_B1KGU, jax.tree.map(chosen, new, state)
+    return _added(mixed_B1KGU, steps, weights.skip_KG), jax.tree.map(chosen, new, state)
 
 
 def gated_output(weights: Params, config: ModelConfig, input_RWD: Array, mixed_RWKGU: Array) -> Array:
-    """`[R, W, V, U]`: what the value heads mix, normalised, times silu of their gates."""
-    gate_RWKGU = linear.project(input_RWD, weights["linear_gate"])
-    scale_U = weights["mixed_norm"].astype(jnp.float32)
-    normed_RWKGU = rms_norm(mixed_RWKGU.astype(input_RWD.dtype), scale_U, config.rms_norm_eps)
-    output_RWKGU = normed_RWKGU * jax.nn.silu(gate_RWKGU.astype(jnp.float32))
+    """`[R, W, V, U]`: what the value heads mix, normalised, times silu of their gates; a state space gates first."""
+    assert config.linear is not None, "only linear attention has gates"
+    gate_RWKGU = jax.nn.silu(linear.project(input_RWD, weights["linear_gate"]).astype(jnp.float32))
+    scale, groups = weights["mixed_norm"].astype(jnp.float32), config.linear.groups
     rows, width, _, _, value_dim = mixed_RWKGU.shape
-    return output_RWKGU.astype(input_RWD.dtype).reshape(rows, width, -1, value_dim)
+    if groups is None:
+        normed_RWKGU = rms_norm(mixed_RWKGU.astype(input_RWD.dtype), scale, config.rms_norm_eps)
+        output_RWVU = (normed_RWKGU * gate_RWKGU).reshape(rows, width, -1, value_dim)
+    else:
+        gated = (mixed_RWKGU * gate_RWKGU).reshape(rows, width, groups, -1)
+        normed = rms_norm(gated, jnp.ones(gated.shape[-1:], jnp.float32), config.rms_norm_eps)
+        output_RWVU = normed.reshape(rows, width, -1, value_dim) * scale[None, None]
+    return output_RWVU.astype(input_RWD.dtype)

@@ -50,16 +50,19 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Gated delta rule in place of attention: each head keeps a matrix of fixed size, and no keys and values.
+    """Attention whose heads each keep a matrix of fixed size, and no keys and values.
 
     Attributes:
-      key_heads: K, heads of queries and keys.
+      key_heads: K, heads of queries and keys; a state space repeats those of its groups, to so many.
       value_heads: Heads of values; a multiple of K.
       key_dim: X, width of a query or key.
       value_dim: U, width of a value.
       kernel: Tokens that a causal convolution of queries, keys and values goes over.
+      groups: Queries and keys of a state space that differ, the B and C of Mamba-2: K is a multiple, and the value
+        heads of one are normed together. None is the gated delta rule.
 
-    Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3.
+    Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3; state spaces: Dao and Gu 2024
+    (Mamba-2, arXiv:2405.21060), section 7.
     """
 
     key_heads: int
@@ -67,6 +70,7 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     kernel: int = 4
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -74,6 +78,15 @@ class LinearAttention:
                 f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}; "
                 f"every key head serves the same number of value heads"
             )
+        if self.groups is not None and self.key_heads % self.groups:
+            raise Refusal(
+                f"key_heads={self.key_heads} is not a multiple of groups={self.groups}; each is repeated as often"
+            )
+
+    @property
+    def different_keys(self) -> int:
+        """Heads of queries and keys that differ."""
+        return self.key_heads if self.groups is None else self.groups
 
     @property
     def channels(self) -> int:
@@ -88,10 +101,12 @@ class LinearAttention:
 
     def parameters(self, hidden_size: int) -> int:
         """Weights of one layer."""
-        values = self.value_heads * self.value_dim
-        projections = 2 * self.key_heads * self.key_dim + 3 * values + 2 * self.value_heads
-        convolution = self.key_heads * self.channels * self.kernel
-        return hidden_size * projections + convolution + 2 * self.value_heads + self.value_dim
+        values, keys = self.value_heads * self.value_dim, self.different_keys * self.key_dim
+        delta = self.groups is None
+        projections = 2 * keys + 3 * values + (2 if delta else 1) * self.value_heads
+        convolution = (2 * keys + values) * (self.kernel if delta else self.kernel + 1)
+        heads = 2 * self.value_heads + self.value_dim if delta else 3 * self.value_heads + values
+        return hidden_size * projections + convolution + heads
 
 
 @dataclass(frozen=True)

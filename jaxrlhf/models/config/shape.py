@@ -43,6 +43,7 @@ FamilyName = Literal[
     "ministral3",
     "mistral4",
     "granite",
+    "granitemoehybrid",
     "minimax_m2",
     "gpt_oss",
     "qwen3_next",

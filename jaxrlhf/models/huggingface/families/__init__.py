@@ -11,6 +11,7 @@ from jaxrlhf.models.huggingface.families.gemma_vision import GEMMA3_VISION
 from jaxrlhf.models.huggingface.families.glm import GLM4, GLM4_MOE
 from jaxrlhf.models.huggingface.families.gpt_oss import GPT_OSS
 from jaxrlhf.models.huggingface.families.granite import GRANITE
+from jaxrlhf.models.huggingface.families.granite_hybrid import GRANITE_HYBRID
 from jaxrlhf.models.huggingface.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
 from jaxrlhf.models.huggingface.families.minimax import MINIMAX_M2
 from jaxrlhf.models.huggingface.families.mistral import MINISTRAL3, MISTRAL4
@@ -46,6 +47,7 @@ _ALL = (
         DEEPSEEK_V32,
         GEMMA4,
         GEMMA3N,
+        GRANITE_HYBRID,
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrlhf.models.config import FamilyName, Head, ModelConfig
+from jaxrlhf.models.config import LINEAR_LAYERS, FamilyName, Head, ModelConfig
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -151,19 +151,21 @@ def mixture(mlp: str, *, gate: str, up: str, down: str) -> dict[str, StoredTenso
     )
 
 
-def fused_experts(experts: str, inner: int, *, layer: int = 0) -> dict[str, StoredTensor]:
+def fused_experts(
+    experts: str, inner: int, *, layer: int = 0, both: str = "gate_up_proj", down: str = "down_proj"
+) -> dict[str, StoredTensor]:
     """Experts of a layer in two tensors, the gate of each above its up.
 
     Args:
-      experts: Beginning of the tensors' names.
+      experts: Beginning of the tensors' names; their ends are `both` and `down`.
       inner: Width of an expert.
       layer: First layer that has experts.
     """
-    both = experts + "gate_up_proj"
+    both = experts + both
     return {
         "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", 0, 2 * inner)),
         "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", inner, 2 * inner)),
-        "layers.mlp.experts.down": StoredTensor(experts + "down_proj", "EFD", "E D F", layer=layer),
+        "layers.mlp.experts.down": StoredTensor(experts + down, "EFD", "E D F", layer=layer),
     }
 
 
@@ -185,13 +187,40 @@ def after_dense_layers(
     return moved | (first if config.dense_layers else {})
 
 
-def gate_and_up(config: ModelConfig) -> dict[str, StoredTensor]:
-    """An MLP whose gate lies above its up in one tensor."""
-    name, inner = LAYER + "mlp.gate_up_proj.weight", config.intermediate_size
+def gate_and_up(
+    inner: int, *, name: str = "mlp.gate_up_proj.weight", mlp: str = "layers.mlp."
+) -> dict[str, StoredTensor]:
+    """An MLP whose gate lies above its up in one tensor.
+
+    Args:
+      inner: Width of the MLP.
+      name: The tensor's in a layer.
+      mlp: Beginning of the parameters' paths.
+    """
     return {
-        "layers.mlp.gate": StoredTensor(name, "DF", "F D", 0, 2 * inner),
-        "layers.mlp.up": StoredTensor(name, "DF", "F D", inner, 2 * inner),
+        f"{mlp}gate": StoredTensor(LAYER + name, "DF", "F D", 0, 2 * inner),
+        f"{mlp}up": StoredTensor(LAYER + name, "DF", "F D", inner, 2 * inner),
     }
+
+
+def of_both_kinds(
+    config: ModelConfig, table: Mapping[str, StoredTensor], mixing: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A table of layers with keys and values and of layers with linear attention, each by the layers that it has.
+
+    Args:
+      table: Parameters of the former, of what both have, and of what is around them.
+      mixing: What the latter have in place of attention.
+    """
+    flags = list(enumerate(config.linear_layers))
+    full_layers, linear_layers = (tuple(at for at, flag in flags if flag == wanted) for wanted in (False, True))
+    inside = {path: each for path, each in table.items() if path.startswith("layers.")}
+    shared = {path: each for path, each in inside.items() if ".attention." not in path}
+    found = {path: each for path, each in table.items() if path not in inside}
+    found |= {path: each._replace(layers=full_layers) for path, each in inside.items()}
+    for path, each in {**shared, **mixing}.items():
+        found[path.replace("layers", LINEAR_LAYERS, 1)] = each._replace(layers=linear_layers)
+    return found
 
 
 LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")

@@ -33,7 +33,7 @@ def _glm4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
         attention_output_norm=("post_self_attn_layernorm.weight", "D", "D"),
         mlp_output_norm=("post_mlp_layernorm.weight", "D", "D"),
     )
-    return DECODER | gate_and_up(config) | norms | (QKV_BIAS if config.qkv_bias else {})
+    return DECODER | gate_and_up(config.intermediate_size) | norms | (QKV_BIAS if config.qkv_bias else {})
 
 
 GLM4 = Family("glm4", "Glm4", _glm4_tensors, _read_glm4, lambda config: {"attention_bias": config.qkv_bias})

@@ -97,7 +97,7 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     rows = heads + 2 * kv_heads
     return (
         DECODER
-        | gate_and_up(config)
+        | gate_and_up(config.intermediate_size)
         | {
             "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
             "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import LINEAR_LAYERS, Experts, LinearAttention, ModelConfig
+from jaxrlhf.models.config import Experts, LinearAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
     LAYER,
@@ -11,6 +11,7 @@ from jaxrlhf.models.huggingface.families.family import (
     StoredTensor,
     in_layers,
     mixture,
+    of_both_kinds,
 )
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
@@ -131,15 +132,7 @@ def _by_kind(
         "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", keys, rows),
         "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", 2 * keys, rows),
     }
-    flags = list(enumerate(config.linear_layers))
-    full_layers, linear_layers = (tuple(at for at, flag in flags if flag == wanted) for wanted in (False, True))
-    shared = {path: each for path, each in mlp.items() if path.startswith("layers.") and ".attention." not in path}
-    full = {path: each for path, each in (mlp | QK_NORM).items() if ".attention." in path}
-    table = {path: each for path, each in mlp.items() if not path.startswith("layers.")}
-    table |= {path: each._replace(layers=full_layers) for path, each in (shared | full).items()}
-    for path, each in (shared | mixing).items():
-        table[path.replace("layers", LINEAR_LAYERS, 1)] = each._replace(layers=linear_layers)
-    return table
+    return of_both_kinds(config, mlp | QK_NORM, mixing)
 
 
 _MIXTURE = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | in_layers(

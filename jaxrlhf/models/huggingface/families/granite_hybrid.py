@@ -1,0 +1,148 @@
+"""Granite 4: layers with a state space (Mamba-2) and layers with attention, and what Granite has beside."""
+
+from typing import Any
+
+from jaxrlhf.models.config import Experts, LinearAttention, ModelConfig
+from jaxrlhf.models.huggingface.families.family import (
+    DECODER,
+    LAYER,
+    Family,
+    StoredTensor,
+    fused_experts,
+    gate_and_up,
+    in_layers,
+    of_both_kinds,
+)
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.granite import GRANITE
+
+_KINDS = {"attention": False, "mamba": True, "full_attention": False, "linear_attention": True}
+_MOST_BLOCKS = 8
+"""Blocks at most that value heads of a group are cut into, so that devices can divide them."""
+_IN, _CONVOLUTION, _MIXTURE = LAYER + "mamba.in_proj.weight", LAYER + "mamba.conv1d.", LAYER + "block_sparse_moe."
+
+
+def _state_space(given: Fields) -> LinearAttention:
+    heads, groups = given.take("mamba_n_heads", 128), given.take("mamba_n_groups", 1)
+    inner, width = int(given.take("mamba_expand", 2)) * given.need("hidden_size"), given.take("mamba_d_head", "auto")
+    width = inner // heads if width in (None, "auto") else width
+    if width * heads != inner or heads % groups:
+        raise given.error(
+            f"mamba_n_heads={heads}, mamba_d_head={width} and mamba_n_groups={groups}",
+            f"heads times their width are mamba_expand * hidden_size = {inner}, and groups divide heads",
+        )
+    blocks = max(size for size in range(1, _MOST_BLOCKS + 1) if heads // groups % size == 0)
+    return LinearAttention(
+        key_heads=groups * blocks,
+        value_heads=heads,
+        key_dim=given.take("mamba_d_state", 256),
+        value_dim=width,
+        kernel=given.take("mamba_d_conv", 4),
+        groups=groups,
+    )
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    given.only("mamba_conv_bias", True)
+    given.only("mamba_proj_bias", False)
+    given.only("normalization_function", "rmsnorm")
+    given.only("hidden_act", "silu")
+    given.only("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+    for name in ("mamba_chunk_size", "init_method"):
+        given.take(name)  # of how it is computed, or was begun
+    count = given.need("num_hidden_layers")
+    kinds = given.take("layer_types") or given.take("layers_block_type") or ["mamba"] * count
+    if (unread := set(kinds) - set(_KINDS)) or len(kinds) != count:
+        raise given.error(f"layer_types {sorted(unread) or len(kinds)}", f"computed are {count} of {sorted(_KINDS)}")
+    linear_layers, linear = tuple(_KINDS[kind] for kind in kinds), _state_space(given)
+    rotates = given.take("position_embedding_type")
+    if rotates not in (None, "nope", "rope"):
+        raise given.error(f"position_embedding_type={rotates!r}", "computed are 'rope', 'nope' and null")
+    shared, inner = given.take("shared_intermediate_size", 1024), given.take("intermediate_size")
+    experts = given.take("num_local_experts", 8) or 0
+    per_token, loss = given.take("num_experts_per_tok", 2), given.take("router_aux_loss_coef", 0.001)
+    found: dict[str, Any] = {"intermediate_size": shared}
+    if experts:
+        found = {"experts": Experts(experts, per_token, inner, shared, loss_coefficient=float(loss or 0.0))}
+    given.default(intermediate_size=shared)
+    return {
+        **GRANITE.read(given),
+        **found,
+        "linear": linear if any(linear_layers) else None,
+        "linear_layers": linear_layers if any(linear_layers) else (),
+        "rope_layers": () if rotates == "rope" else (False,) * count,
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    linear, experts = config.linear, config.experts
+    fields = GRANITE.write(config)
+    del fields["mlp_bias"]
+    mamba: dict[str, Any] = {}
+    if linear is not None:
+        mamba = {
+            "mamba_n_heads": linear.value_heads,
+            "mamba_n_groups": linear.groups,
+            "mamba_d_state": linear.key_dim,
+            "mamba_d_head": linear.value_dim,
+            "mamba_d_conv": linear.kernel,
+            "mamba_expand": linear.value_heads * linear.value_dim // config.hidden_size,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        }
+    else:  # or readers would hold defaults of their own against the width
+        mamba = {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
+    return {
+        **fields,
+        **mamba,
+        "layer_types": ["mamba" if linear else "attention" for linear in config.linear_layers]
+        or ["attention"] * config.num_layers,
+        "position_embedding_type": "nope" if config.rope_layers else "rope",
+        "shared_intermediate_size": config.intermediate_size if experts is None else experts.shared_intermediate_size,
+        "num_local_experts": 0 if experts is None else experts.count,
+        "num_experts_per_tok": 0 if experts is None else experts.per_token,
+        "intermediate_size": config.intermediate_size if experts is None else experts.intermediate_size,
+        "router_aux_loss_coef": 0.0 if experts is None else experts.loss_coefficient,
+    }
+
+
+def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
+    """Gates, values, keys, queries and steps above each other, the middle ones as the convolution has them."""
+    assert linear.groups is not None
+    values, keys = linear.value_heads * linear.value_dim, linear.groups * linear.key_dim
+    rows, channels = 2 * values + 2 * keys + linear.value_heads, values + 2 * keys
+    table = {
+        "linear_gate": StoredTensor(_IN, "DKGU", "KGU D", 0, rows),
+        "linear_value": StoredTensor(_IN, "DKGU", "KGU D", values, rows),
+        "linear_key": StoredTensor(_IN, "DKX", "KX D", 2 * values, rows),
+        "linear_query": StoredTensor(_IN, "DKX", "KX D", 2 * values + keys, rows),
+        "linear_decay": StoredTensor(_IN, "DKG", "KG D", 2 * values + 2 * keys, rows),
+    }
+    for name, letters, start in (("value", "KGU", 0), ("key", "KX", values), ("query", "KX", values + keys)):
+        kernel, bias = _CONVOLUTION + "weight", _CONVOLUTION + "bias"
+        table[f"convolved_{name}"] = StoredTensor(kernel, f"{letters}T", f"{letters} 1 T", start, channels)
+        table[f"convolved_{name}_bias"] = StoredTensor(bias, letters, letters, start, channels)
+    return {f"layers.attention.{name}": each for name, each in table.items()} | in_layers(
+        attention__decay_rate=("mamba.A_log", "V", "V"),
+        attention__decay_bias=("mamba.dt_bias", "V", "V"),
+        attention__skip=("mamba.D", "V", "V"),
+        attention__mixed_norm=("mamba.norm.weight", "VU", "VU"),
+        attention__output=("mamba.out_proj.weight", "VUD", "D VU"),
+    )
+
+
+def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    rest = {path: each for path, each in DECODER.items() if not path.startswith("layers.mlp.")}
+    mlp, inner = "layers.mlp.", config.intermediate_size
+    if config.experts is not None:
+        mlp, inner = "layers.mlp.shared.", config.experts.shared_intermediate_size
+        both, down = "input_linear.weight", "output_linear.weight"
+        rest |= fused_experts(_MIXTURE, config.experts.intermediate_size, both=both, down=down)
+        rest["layers.mlp.router"] = StoredTensor(_MIXTURE + "router.layer.weight", "DE", "E D")
+    rest |= gate_and_up(inner, name="shared_mlp.input_linear.weight", mlp=mlp)
+    rest[f"{mlp}down"] = StoredTensor(LAYER + "shared_mlp.output_linear.weight", "FD", "D F")
+    return rest if config.linear is None else of_both_kinds(config, rest, _mixing(config.linear))
+
+
+GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read, _write)
+"""Granite 4: with experts beside a shared MLP or without, with state spaces or with attention alone."""
