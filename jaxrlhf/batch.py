@@ -95,7 +95,7 @@ class Problem:
 
     Attributes:
       prompt_id: Position in its split: the group key, and part of the sampling seed.
-      prompt: The text that was tokenised, chat template applied.
+      prompt: The text that was tokenised, chat template applied; of images it has their names.
       prompt_tokens: Its token ids.
       answer: Reference answer for the rewards; None if the data has none.
       solution_tokens: Worked solution with EOS, for supervised training; empty if none.

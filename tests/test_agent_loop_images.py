@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 from dataclasses import replace
 
 import jax
@@ -322,4 +323,5 @@ def test_a_policy_trains_on_what_it_was_shown(tmp_path):
     assert all(record["episode/turns_mean"] == 2 for record in metrics)
     sample = records(tmp_path / "samples.jsonl")[0]
     said = [message["content"] for message in sample["episode"]["messages"]]
-    assert said[0] == "<image>Look." and said[2] == "Now:<image>", "not what the pictures are of"
+    assert re.fullmatch("<image shown:[0-9a-f]{12}>Look.", said[0]), "a name, and not what the picture is of"
+    assert re.fullmatch("Now:<image shown:[0-9a-f]{12}>", said[2])

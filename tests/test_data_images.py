@@ -62,8 +62,19 @@ def test_the_same_image_from_everywhere(seeing, tmp_path):
         assert np.flatnonzero(placeholders).tolist() == list(range(image.start, image.start + 6))
         np.testing.assert_array_equal(reader.patches(image), reader.patches(problems[0].images[0]))
         assert len(pickle.dumps(problem)) < 2000, "pixels travel with the prompt"
+        assert problem.prompt.count("<image ") == 1 and "image_pad" not in problem.prompt
         (picture,) = with_pictures(problem.record, problem.images)["images"]
         assert picture.size == (42, 28)
+
+
+def test_people_read_where_an_image_is_from(seeing, tmp_path):
+    (tmp_path / "one.png").write_bytes(png())
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    shown = {"problem": "<image> or <image>?", "images": [{"bytes": None, "path": "one.png"}, url]}
+    (problem,) = load(seeing, jsonl(tmp_path / "train.jsonl", shown)).problems
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    one, other = f"{start}<image one.png>{end}", f"{start}<image train.jsonl#1/images/1>{end}"
+    assert problem.prompt == f"<|user|>{one} or {other}?<|assistant|>"
 
 
 def test_long_prompts_are_dropped_whole(seeing, tmp_path):

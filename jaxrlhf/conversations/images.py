@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import mapped, texts_in
-from jaxrlhf.data.image_prompts import in_place, referred
+from jaxrlhf.data.image_prompts import in_place, mark_of, referred
 from jaxrlhf.data.images import MARK, ImageReader, placed
 from jaxrlhf.episode import EnvironmentFailure, Message, ShownImage
 
@@ -150,6 +150,16 @@ def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
     for rest in texts:
         parts += [{"type": "image_url", "image_url": {"url": next(left).source}}, {"type": "text", "text": rest}]
     return [part for part in parts if part.get("text") != ""] if texts else text
+
+
+def for_people(message: Message) -> Message:
+    """A message as text, with the names of its images."""
+    if not isinstance(message.get("content"), list | tuple):
+        return message
+    texts = [
+        part["text"] if part["type"] == "text" else mark_of(part["image_url"]["url"]) for part in message["content"]
+    ]
+    return {**message, "content": "".join(texts)}
 
 
 def as_text(message: Message, sources: list[Hashable]) -> Message:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.images import MARK, ImageReader
+from jaxrlhf.data.images import MARK, ImageReader, name_of
 
 Messages = list[dict[str, str]]
 
@@ -61,8 +61,13 @@ def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: 
     return tuple(reader.refer(source, place=place) for source in sources) if reader else ()
 
 
-def expanded(prompt: str, images: Sequence[Image], reader: ImageReader | None, *, place: str) -> str:
+def expanded(
+    prompt: str, images: Sequence[Image], reader: ImageReader | None, *, place: str, named: bool = False
+) -> str:
     """A rendered prompt with a placeholder for each feature of its images.
+
+    Args:
+      named: For people, with the names of images instead.
 
     Raises:
       Refusal: It has more or fewer placeholders than images.
@@ -75,8 +80,14 @@ def expanded(prompt: str, images: Sequence[Image], reader: ImageReader | None, *
             f"{place}: the rendered prompt has {len(texts) - 1} times {reader.placeholders.mark!r} for {len(images)} "
             f"images; a chat template has to write it once for each, and the text must not spell it"
         )
-    features = (reader.placeholders.expanded(image.tokens) for image in images)
+    words = reader.placeholders
+    features = (mark_of(image.source) if named else words.expanded(image.tokens) for image in images)
     return texts[0] + "".join(part + text for part, text in zip(features, texts[1:], strict=True))
+
+
+def mark_of(source: Hashable) -> str:
+    """An image in a text for people."""
+    return f"{MARK[:-1]} {name_of(source)}>"
 
 
 def in_place(text: str, *, images: Sequence[Image], reader: ImageReader | None) -> str:

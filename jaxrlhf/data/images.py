@@ -156,6 +156,28 @@ def opened(source: Hashable, *, place: str) -> Any:
         raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
 
 
+def source_of(value: Any, record: str, path: Path) -> str:
+    """Reference to an image of a record: its file if the record names one, else its place in the record.
+
+    Args:
+      record: The place, `PATH#NUMBER/KEY/INDEX`.
+      path: File of the record, beside which those lie that it names.
+    """
+    named = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
+    if isinstance(named, str) and named and not named.startswith("data:"):
+        return f"file:{path.parent / Path(named).expanduser()}"
+    return f"record:{record}"
+
+
+def name_of(source: Hashable) -> str:
+    """A reference as people read it: the file's name, or the record's place in its file."""
+    kind, _, rest = str(source).partition(":")
+    if kind == "record":
+        path, _, where = rest.rpartition("#")
+        return f"{Path(path).name}#{where}"
+    return Path(rest).name if kind == "file" else f"{kind}:{rest[:12]}" if kind == "shown" else rest
+
+
 def image_values(value: Any) -> list[Any]:
     """Images of a field: one, or a list of them."""
     if value is None:

@@ -32,7 +32,7 @@ from jaxrlhf.data.arithmetic import Split, arithmetic_records
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import hub_rows, split_files
 from jaxrlhf.data.image_prompts import as_text, marked
-from jaxrlhf.data.images import MARK, ImageReader, image_values
+from jaxrlhf.data.images import MARK, ImageReader, image_values, source_of
 from jaxrlhf.data.labelled.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
 from jaxrlhf.data.labelled.steps import read_step_file
 from jaxrlhf.data.records import Row, read_rows
@@ -274,10 +274,11 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
     )
     if data.image_key is None:
         return example
-    count = len(image_values(row.value(data.image_key, "image_key")))
+    values, path = image_values(row.value(data.image_key, "image_key")), Path(row.source.rpartition("#")[0])
     kept = {key: value for key, value in row.record.items() if key != data.image_key}
-    sources = tuple(f"record:{row.source}/{data.image_key}/{index}" for index in range(count))
-    return example._replace(prompt=marked(example.prompt, count, place=row.place), record=kept, images=sources)
+    place = f"{row.source}/{data.image_key}"
+    sources = tuple(source_of(value, f"{place}/{index}", path) for index, value in enumerate(values))
+    return example._replace(prompt=marked(example.prompt, len(values), place=row.place), record=kept, images=sources)
 
 
 def _prompt(row: Row, data: PromptFields) -> Any:

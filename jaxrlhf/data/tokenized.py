@@ -154,14 +154,16 @@ class Tokenized:
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
+        for_people = [*prompts]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
+            for_people[n] = expanded(prompts[n], own, self._reader, place=example.place, named=True)
             prompts[n] = expanded(prompts[n], own, self._reader, place=example.place)
         most, most_answer = self.limits
         prompt_ids = self._encode(prompts, most, prompt=True)
         for n, spelled in enumerate(spells):
             if spelled and self._as_text and self._tokenizer.chat_template is not None:
                 prompt_ids[n] = self._control.encode(prompts[n], place=examples[n].place)
-                prompts[n] = self._control.unmarked(prompts[n])
+                for_people[n] = self._control.unmarked(for_people[n])
         written = [one.solution if isinstance(one.solution, str) else None for one in examples]
         solution_ids = self._encode(written, most_answer)
         rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
@@ -172,7 +174,7 @@ class Tokenized:
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
             answers = solution_ids[n], rejected_ids[n], steps[n]
-            self._add(example, prompts[n], prompt_ids[n] or [], *answers, images[n])
+            self._add(example, for_people[n], prompt_ids[n] or [], *answers, images[n])
 
     def _add(
         self,
