@@ -9,12 +9,16 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
-_HELP = "an empty line or Ctrl-D ends the chat, /new begins another, /again has the last answer drawn again"
+_HELP = (
+    "an empty line or Ctrl-D ends the chat, /new begins another, /again has the last answer drawn again, "
+    "/image FILE shows an image with what is said next"
+)
 
 
 def main() -> None:
@@ -24,10 +28,12 @@ def main() -> None:
         description="Chat with a policy or a server.",
         examples=[
             ("runs/ppo_gsm8k --system 'Be brief.'", "with a run's policy"),
+            ("runs/grpo_shapes --vision", "with a policy that sees: /image FILE shows an image"),
             ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
         ],
     )
     command.add_argument("policy", help="a run's workdir, a Hugging Face directory or hub id, or a server's address")
+    command.add_argument("--vision", action="store_true", help="load the policy with its vision tower")
     command.add_argument("--model", help="name of a server's model; default: its first")
     command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")
     command.add_argument("--system", help="system prompt")
@@ -49,10 +55,11 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
     """Ask and answer until there is nothing more to ask."""
     from openai import APIError
 
+    from jaxrlhf.data.images import data_url
     from jaxrlhf.tracking import default_console
 
     begun = [{"role": "system", "content": flags.system}] if flags.system else []
-    messages, console = list(begun), default_console()
+    messages, console, images = list(begun), default_console(), list[dict[str, Any]]()
     while True:
         try:
             words = ask().strip()
@@ -61,14 +68,23 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
         if not words:
             return
         if words == "/new":
-            messages = list(begun)
+            messages, images = list(begun), []
+            continue
+        if words.startswith("/image "):
+            try:
+                url = data_url(Path(words.removeprefix("/image ").strip()).expanduser().read_bytes())
+                images.append({"type": "image_url", "image_url": {"url": url}})
+            except OSError as error:
+                console.print(f"[red]{error}[/red]", highlight=False)
             continue
         if words == "/again" and messages and messages[-1]["role"] == "assistant":
             messages.pop()
         elif words == "/again":
             continue
         else:
-            messages.append({"role": "user", "content": words})
+            said_now: Any = [*images, {"type": "text", "text": words}] if images else words
+            messages.append({"role": "user", "content": said_now})
+            images = []
         options = {} if flags.seed is None else {"seed": flags.seed}
         options |= {} if flags.max_tokens is None else {"max_tokens": flags.max_tokens}
         said = ""
@@ -108,9 +124,10 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
     from jaxrlhf.serving.server import Server
     from jaxrlhf.trainer.served_policy.load import load_policy
 
-    loaded = load_policy(flags.policy, replace(engine_sizes(flags), slots=1), step=flags.step)
+    loaded = load_policy(flags.policy, replace(engine_sizes(flags), slots=1), step=flags.step, vision=flags.vision)
     service = stack.enter_context(EngineService(loaded.engine))
-    model = ServedModel(flags.model or "policy", service, loaded.tokenizer, loaded.stop_tokens)
+    name = flags.model or "policy"
+    model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, images=loaded.images)
     server = stack.enter_context(Server(model, token="chat"))
     return stack.enter_context(OpenAI(base_url=f"{server.address}/v1", api_key="chat")), model.name
 

@@ -49,6 +49,7 @@ def main() -> None:
         examples=[
             ("Qwen/Qwen2.5-0.5B-Instruct prompts.jsonl answers.jsonl", "one greedy answer to each prompt"),
             ("runs/my_run prompts.parquet answers.parquet --samples 8", "eight sampled answers"),
+            ("runs/my_run prompts.jsonl answers.jsonl --data.image-key images", "about images"),
             (
                 "runs/my_run train.jsonl best.jsonl --samples 8 --best --reward MathReward --data.answer-key answer",
                 "the best",
@@ -125,8 +126,12 @@ def _check(flags: Namespace) -> None:
 def _answering(config: Config, prompts: str) -> Config:
     """The configuration, to answer a file of prompts and learn nothing."""
     data = config.data if isinstance(config.data, PromptFile) else PromptFile("", answer_key=None)
+    model = config.model
+    if isinstance(model, Pretrained) and data.image_key is not None:
+        model = replace(model, vision=True)
     return replace(
         config,
+        model=model,
         algorithm=Answering(),
         data=replace(data, train=prompts, evaluation=None, solution_key=None),
         environment=None,

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrlhf.config import PromptFile, Refusal
 from jaxrlhf.config import load as load_configuration
-from jaxrlhf.data.images import with_pictures
+from jaxrlhf.data.images import portable, with_pictures
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.vision.reader import image_reader
@@ -75,6 +75,7 @@ def test_people_read_where_an_image_is_from(seeing, tmp_path):
     start, end = "<|vision_start|>", "<|vision_end|>"
     one, other = f"{start}<image one.png>{end}", f"{start}<image train.jsonl#1/images/1>{end}"
     assert problem.prompt == f"<|user|>{one} or {other}?<|assistant|>"
+    assert [portable(image.source) for image in problem.images] == [str(tmp_path / "one.png"), url]
 
 
 def test_long_prompts_are_dropped_whole(seeing, tmp_path):

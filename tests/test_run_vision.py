@@ -24,6 +24,7 @@ from tiny_runs import get_config, records
 
 import jaxrlhf
 from jaxrlhf import serve
+from jaxrlhf.__main__ import main
 from jaxrlhf.config import GRPO, Pretrained, PromptFile
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.serving.server import Server
@@ -158,6 +159,18 @@ def test_a_run_and_its_export_are_served_with_pictures(trained, exported, monkey
 
     assert generated(pixels) == answer
     assert generated(-pixels) != answer, "another picture makes another answer"
+
+
+def test_a_file_of_prompts_is_answered_with_its_pictures(trained, monkeypatch, tmp_path):
+    """By `generate`, whose records keep them."""
+    short = "--rollout.max-response-tokens 4 --rollout.slots 8 --rollout.max-prompt-tokens 64"
+    held_out, out = trained.folder.parent / "held_out.jsonl", tmp_path / "answers.jsonl"
+    given = f"generate {trained.folder} {held_out} {out} --data.image-key images {short}"
+    monkeypatch.setattr(sys, "argv", ["jaxrlhf", *given.split()])
+    main()
+    rows, asked = records(out), records(held_out)
+    assert [(row["prompt"], row["images"]) for row in rows] == [(row["prompt"], row["images"]) for row in asked]
+    assert all(row["completion"] for row in rows)
 
 
 def test_the_notebook_runs_with_few_steps(tmp_path):

@@ -4,6 +4,7 @@ import base64
 import io
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import PIL.Image
 import pytest
 import served_models
 
+from jaxrlhf import chat as terminal
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.config import load as load_configuration
@@ -150,3 +152,20 @@ def test_a_model_of_text_refuses_images():
             pytest.raises(openai.BadRequestError, match="text alone"),
         ):
             chat(client, parts(url()), model="tiny")
+
+
+def test_a_chat_in_the_terminal_shows_images(tmp_path):
+    (tmp_path / "one.png").write_bytes(b"an image")
+    asked = []
+
+    def create(messages, **_):
+        asked.append(messages[-1]["content"])
+        return iter(())
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    flags = SimpleNamespace(system=None, seed=None, max_tokens=None, temperature=1.0)
+    words = iter([f"/image {tmp_path}/none.png", f"/image {tmp_path}/one.png", "What is it?", "And now?", ""])
+    terminal.chat(client, "policy", flags, ask=lambda: next(words))
+    (shown, text), later = asked
+    assert shown["image_url"]["url"] == "data:image/png;base64," + base64.b64encode(b"an image").decode()
+    assert text == {"type": "text", "text": "What is it?"} and later == "And now?"

@@ -142,10 +142,7 @@ def opened(source: Hashable, *, place: str) -> Any:
     if kind == "data":
         content = _content(source, Path(), place=place)
     elif kind == "record":
-        path, _, where = rest.rpartition("#")
-        number, key, index = where.split("/")
-        content = image_values(record_at(path, int(number))[key])[int(index)]
-        content = _content(content, Path(path).parent, place=place)
+        content = _of_record(rest, place=place)
     try:
         with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as picture:
             return picture.convert("RGB")
@@ -169,6 +166,20 @@ def source_of(value: Any, record: str, path: Path) -> str:
     return f"record:{record}"
 
 
+def portable(source: Hashable) -> str:
+    """An image of a record as any record may have it: a file's whole path, or a data URL."""
+    kind, _, rest = str(source).partition(":")
+    if kind == "file":
+        return str(Path(rest).absolute())
+    content = _of_record(rest, place=str(source))
+    return str(content.absolute()) if isinstance(content, Path) else data_url(content)
+
+
+def data_url(content: bytes) -> str:
+    """An encoded image as a data URL; readers go by the content, whatever it says that it is."""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
 def name_of(source: Hashable) -> str:
     """A reference as people read it: the file's name, or the record's place in its file."""
     kind, _, rest = str(source).partition(":")
@@ -183,6 +194,13 @@ def image_values(value: Any) -> list[Any]:
     if value is None:
         return []
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+
+
+def _of_record(where: str, *, place: str) -> bytes | Path:
+    """Encoded bytes of the image at `PATH#NUMBER/KEY/INDEX`, or its file."""
+    path, _, inside = where.rpartition("#")
+    number, key, index = inside.split("/")
+    return _content(image_values(record_at(path, int(number))[key])[int(index)], Path(path).parent, place=place)
 
 
 def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:

@@ -8,7 +8,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxrlhf.config import Config, Sampling
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Config, PromptFile, Sampling
+from jaxrlhf.data.images import portable
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.dataflows.step import value_of
@@ -104,10 +106,17 @@ def _answers(
                 score_B = np.where(scores.scorable_B, scores.score_B, np.nan)
             texts = response_texts(value_of(future), decode)
             yield [
-                {**some[b // samples].record, "completion": texts[b], "sample": b % samples}
+                {**_asked(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
                 | ({"score": float(score_B[b])} if scored else {})
                 for b in (best_of_groups(score_B, samples) if best else range(len(texts)))
             ]
+
+
+def _asked(problem: Problem, config: Config) -> dict[str, Any]:
+    """The record of a prompt, with its images where it had them."""
+    key = config.data.image_key if isinstance(config.data, PromptFile) else None
+    images = {key: [portable(image.source) for image in problem.images]} if key is not None else {}
+    return {**problem.record, **images}
 
 
 def best_of_groups(score_B: np.ndarray, samples: int) -> list[int]:
