@@ -1,11 +1,12 @@
 """Every program of a PPO step, lowered and compiled for chips that are not here, by their own compilers."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from tiny_runs import get_config
 
-from jaxrlhf.config import Layout, override
+from jaxrlhf.config import Layout, ReMax, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import topology
@@ -35,6 +36,13 @@ def test_all_programs_of_the_step_are_there(lowered):
     assert found["actor"] == TRAINED - {"sum of gradients"} | {"to_generation"}
     assert found["reference"] == {"forward"}
     assert found["generation"] == GENERATION
+
+
+def test_an_algorithm_with_a_greedy_baseline_has_the_programs_of_its_step():
+    algorithm = ReMax(responses_per_update=get_config().algorithm.responses_per_update)
+    config = override(replace(get_config(), algorithm=algorithm), {"devices": None, "cold_start": None})
+    programs = lower_programs(config, embedded_tokenizer(), topology(hardware("v5p-8"))[:1], generation=False)
+    assert "actor.gradient" in programs
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from jaxrlhf.models.config import (
     LINEAR_LAYERS,
     Experts,
     Head,
+    Indexer,
     LatentAttention,
     LinearAttention,
     ModelConfig,
@@ -138,13 +139,20 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
         tree["query_norm"] = _norm(config, latent.query_rank)
     into = latent.query_rank or width
     if (index := latent.indexer) is not None:
-        by_index: tuple[Dim, ...] = ("layers", "embed", None)
-        tree["index_query"] = Param((layers, into, index.heads, index.head_dim), (*by_index, None), fan_in=into)
-        tree["index_key"] = Param((layers, width, index.head_dim), by_index, fan_in=width)
-        tree["index_weights"] = Param((layers, width, index.heads), by_index, fan_in=width)
-        tree["index_key_norm"] = Param((layers, index.head_dim), ("layers", None), "ones")
-        tree["index_key_bias"] = Param((layers, index.head_dim), ("layers", None), "zeros")
+        tree |= _indexer(index, layers=layers, width=width, into=into)
     return tree | {"query": Param((layers, into, heads, config.head_dim), by_head, fan_in=into)}
+
+
+def _indexer(index: Indexer, *, layers: int, width: int, into: int) -> dict[str, Param]:
+    """Parameters of what chooses tokens to attend to: no gradient passes through a choice, so they stay as they are."""
+    by_index: tuple[Dim, ...] = ("layers", "embed", None)
+    return {
+        "index_query": Param((layers, into, index.heads, index.head_dim), (*by_index, None), fan_in=into, fixed=True),
+        "index_key": Param((layers, width, index.head_dim), by_index, fan_in=width, fixed=True),
+        "index_weights": Param((layers, width, index.heads), by_index, fan_in=width, fixed=True),
+        "index_key_norm": Param((layers, index.head_dim), ("layers", None), "ones", fixed=True),
+        "index_key_bias": Param((layers, index.head_dim), ("layers", None), "zeros", fixed=True),
+    }
 
 
 def _linear_attention(config: ModelConfig, linear: LinearAttention) -> dict[str, Param]:
@@ -239,7 +247,7 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
         norms = ("experts_norm", "experts_output_norm", "shared_output_norm")
         tree |= {name: _norm(config, width) for name in norms}
     if experts.bias:
-        tree["router_bias"] = Param((layers, count), ("layers", None), "zeros")
+        tree["router_bias"] = Param((layers, count), ("layers", None), "zeros", fixed=True)  # it only chooses experts
     if experts.biases:
         tree["router_logit_bias"] = Param((layers, count), ("layers", None), "zeros")
         inside = Param((layers, count, inner), ("layers", "experts", "mlp"), "zeros")

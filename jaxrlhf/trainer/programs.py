@@ -32,6 +32,7 @@ from jaxrlhf.config import (
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.grpo import WithGreedyBaseline, greedy_and_sampled
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config
@@ -75,7 +76,10 @@ def lower_programs(
             )
             collected: Any = problems
             if isinstance(algorithm, PolicyGradient):
-                collected = _scored(config, problems, model_config(config.model, tokenizer))
+                model = model_config(config.model, tokenizer)
+                collected = _scored(config, problems, model, each=config.rollout.responses_per_prompt)
+                if function_of(algorithm, "collect") is greedy_and_sampled:
+                    collected = WithGreedyBaseline(**vars(collected), greedy=_scored(config, problems, model, each=1))
             function_of(algorithm, "learn")(roles, work, collected).with_updates()
             return roles.lowered() | _reward_models(config, devices)
 
@@ -193,10 +197,14 @@ def _examples(config: Config) -> Sequence[Problem]:
     return [Problem(number, "", prompt, "", answer) for number in range(examples[1])]
 
 
-def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRollout:
-    """Responses to the problems as long as they may be, of which every other one is right."""
+def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: int) -> ScoredRollout:
+    """Responses to the problems as long as they may be, of which every other one is right.
+
+    Args:
+      each: Responses to a problem.
+    """
     rollout = config.rollout
-    count, width = rollout.responses_per_step, rollout.max_prompt_tokens + rollout.max_response_tokens
+    count, width = each * len(problems), rollout.max_prompt_tokens + rollout.max_response_tokens
     mask_BT = np.tile(np.arange(width) >= rollout.max_prompt_tokens, (count, 1))
     choice_BTLk, most_kept = None, rollout.sampling.most_kept
     if rollout.replay_routing and isinstance(model, ModelConfig):
@@ -205,7 +213,7 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRo
         token_BT=np.ones((count, width), np.int32),
         length_B=np.full(count, width, np.int32),
         mask_BT=mask_BT,
-        prompt_id_B=np.repeat([problem.prompt_id for problem in problems], rollout.responses_per_prompt),
+        prompt_id_B=np.repeat([problem.prompt_id for problem in problems], each),
         choice_BTLk=choice_BTLk,
         kept_BTK=np.zeros((count, width, most_kept), np.int32) if most_kept else None,
     )
