@@ -185,6 +185,13 @@ def test_layers_of_several_stacks_are_counted_as_the_model_runs_them():
     assert {share["embed"].item(), share["final_norm"].item()} == {1}
 
 
+def test_what_only_chooses_experts_stays_while_others_train():
+    """Its gradient is zero, and a decay of weights would wear it away."""
+    biased = replace(MODEL, experts=replace(MODEL.experts, scores="sigmoid", bias=True))
+    share = ParameterGroups.of(Optimizer(weight_decay=0.1), declare(biased, "lm"), layers_of(biased)).share
+    assert not share["layers"]["mlp"]["router_bias"].any() and share["layers"]["mlp"]["router"].all()
+
+
 @pytest.mark.parametrize(
     ("group", "said"),
     [
