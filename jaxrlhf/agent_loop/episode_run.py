@@ -125,7 +125,8 @@ class EpisodeRun:
         )
         stop: StopCause = "done"
         detail, score = "", None
-        base_url, api_key = self.sessions.open(self.episode, self.seed, limits)
+        history = self.settings.history
+        base_url, api_key = self.sessions.open(self.episode, self.seed, limits, history=history)
         try:
             async with asyncio.timeout(self.settings.episode_s):
                 call = self.pool.run_agent(

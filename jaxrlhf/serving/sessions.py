@@ -183,7 +183,6 @@ class SessionBook:
     Args:
       address: Address of the server, such as `http://127.0.0.1:8000`.
       sampling: Temperature and the like of every call, whatever it asks for; None leaves that to the agents.
-      history: See `CallTree`.
     """
 
     def __init__(
@@ -192,24 +191,31 @@ class SessionBook:
         address: str,
         *,
         sampling: Sampling | None = None,
-        history: Literal["as_sampled", "as_templated"] = "as_sampled",
     ) -> None:
-        self._model, self._address, self._sampling, self._history = model, address, sampling, history
+        self._model, self._address, self._sampling = model, address, sampling
         self._by_id: dict[str, ServedSession] = {}
         self._by_episode: dict[Hashable, ServedSession] = {}
         self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
 
-    def open(self, episode: Hashable, seed: int, limits: SessionLimits | None = None) -> tuple[str, str]:
+    def open(
+        self,
+        episode: Hashable,
+        seed: int,
+        limits: SessionLimits | None = None,
+        *,
+        history: Literal["as_sampled", "as_templated"] = "as_sampled",
+    ) -> tuple[str, str]:
         """Begin an episode; returns base URL and API key for its clients. Thread-safe.
 
         Args:
           episode: Name of the episode, on which with the seed its draws depend.
+          history: See `CallTree`.
 
         Raises:
           ValueError: The episode is open.
         """
-        tree = CallTree(self._model.form, history=self._history)
+        tree = CallTree(self._model.form, history=history)
         session = ServedSession(episode, seed, limits or SessionLimits(), tree, self._address, sampling=self._sampling)
         with self._lock:
             if episode in self._by_episode:
