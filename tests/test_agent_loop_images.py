@@ -6,6 +6,7 @@ import functools
 import io
 import pickle
 import re
+import shutil
 from dataclasses import replace
 
 import jax
@@ -15,7 +16,7 @@ import PIL.Image
 import pytest
 import seeing_environments
 from tiny_models import drawn
-from tiny_runs import records
+from tiny_runs import numbers, records
 
 import jaxrlhf
 from jaxrlhf import models
@@ -23,7 +24,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Image, Problem, Sequences
 from jaxrlhf.batching.packing import Packing
 from jaxrlhf.batching.shared_prompts import shared_prefixes
-from jaxrlhf.config import Agent, Environment, Evaluation, Refusal, Rollout, Sampling, Shapes, Tools
+from jaxrlhf.config import Agent, Checkpointing, Environment, Evaluation, Refusal, Rollout, Sampling, Shapes, Tools
 from jaxrlhf.config import load as load_configuration
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
@@ -311,24 +312,29 @@ def test_tools_answer_with_pictures():
     assert read["content"] == '[{"type": "text", "text": "a"}]', "what has no picture is told as before"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("programs", "undrawn")
-def test_a_policy_trains_on_what_it_was_shown(tmp_path):
-    shipped = load_configuration("grpo_shapes")
-    config = replace(
+def shown_run(workdir, *, steps, **rollout):
+    """A run on two pictures an episode."""
+    shipped, sizes = load_configuration("grpo_shapes"), {"max_prompt_tokens": PROMPT, "max_response_tokens": 64}
+    return replace(
         shipped,
         algorithm=replace(shipped.algorithm, responses_per_update=4),
         model=small_model(),
         data=Shapes(train_problems=16, eval_problems=2),
         cold_start=None,
         environment=SHOWS_ONE,
-        rollout=Rollout(prompts_per_step=4, responses_per_prompt=2, max_prompt_tokens=PROMPT, max_response_tokens=64),
-        steps=2,
-        evaluation=Evaluation(every_steps=2),
+        rollout=Rollout(prompts_per_step=4, responses_per_prompt=2, **sizes, **rollout),
+        steps=steps,
+        evaluation=Evaluation(every_steps=steps),
+        checkpoint=Checkpointing(every_steps=1, keep_last=steps, keep_best=0),
         devices=1,
-        workdir=str(tmp_path),
+        workdir=str(workdir),
     )
-    assert jaxrlhf.run(config).finished
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_policy_trains_on_what_it_was_shown(tmp_path):
+    assert jaxrlhf.run(shown_run(tmp_path, steps=2)).finished
     metrics = records(tmp_path / "metrics.jsonl")
     assert all(record["sampler/logp_gap_max"] < 1e-4 for record in metrics)
     assert all(record["episode/turns_mean"] == 2 for record in metrics)
@@ -336,3 +342,19 @@ def test_a_policy_trains_on_what_it_was_shown(tmp_path):
     said = [message["content"] for message in sample["episode"]["messages"]]
     assert re.fullmatch("<image shown:[0-9a-f]{12}>Look.", said[0]), "a name, and not what the picture is of"
     assert re.fullmatch("Now:<image shown:[0-9a-f]{12}>", said[2])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_checkpoint_holds_the_pictures_of_episodes_that_wait(tmp_path):
+    """A run at a staleness goes on from its second step with the same numbers."""
+    whole, cut = (shown_run(tmp_path / name, steps=3, staleness=1) for name in ("whole", "cut"))
+    jaxrlhf.run(whole)
+    shutil.copytree(whole.folder, cut.folder)
+    shutil.rmtree(cut.folder / "checkpoints" / "step_3")
+    waiting = next((cut.folder / "checkpoints" / "step_2").rglob("collected.pickle")).read_bytes()
+    assert waiting.count(b"data:image/png;base64,") == 4 + 8, "the first of each group, and another of each episode"
+    jaxrlhf.run(cut)
+    assert numbers(cut.folder / "metrics.jsonl") == numbers(whole.folder / "metrics.jsonl")
+    mine, theirs = (records(config.folder / "samples.jsonl") for config in (cut, whole))
+    assert [sample["episode"]["messages"] for sample in mine] == [sample["episode"]["messages"] for sample in theirs]
