@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.models.moe.experts import RouterInputs
-from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, TOKEN_AXES, mesh_of
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, laid_out, shardings
 
 
@@ -41,6 +41,7 @@ def execution_on(mesh, config):
         row_axes=BATCH_AXES,
         head_axes=TENSOR_AXES,
         expert_axes=EXPERT_AXES,
+        weight_axes=WEIGHT_AXES,
         token_axes=TOKEN_AXES,
         remat=True,
     )

@@ -1,5 +1,6 @@
 """Tokens of a row split over devices give what whole rows give, by the collectives that the formula counts."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -114,8 +115,8 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
     heads, keys = {2: (14, 2), 4: (16, 4), 8: (16, 8)}[context]
     tokens, sent = ROWS * WIDTH // context, (context - 1) / context
     exchanged = 3 * WIDE.num_layers * (2 * heads + 2 * keys) * WIDE.head_dim * tokens * 4 * sent
-    # From a table that is split by width, and back; between two devices the compiler gathers the table instead.
-    embedded = 2 * tokens * WIDE.hidden_size * 4 * sent if context > 2 else 0
+    # From a table that is split by width, and back.
+    embedded = 2 * tokens * WIDE.hidden_size * 4 * sent
     moved = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in {each.kind for each in found}}
     assert moved.pop("all-to-all") == exchanged + embedded
     # Matrices forward, again, and backward, the table and the head once less; and the numbers of tokens.
@@ -125,6 +126,34 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
     # Gradients, where a backend has no reduce-scatter.
     assert moved.pop("all-reduce") <= 2 * (layers + 2 * table) * 4 * sent + 10_000
     assert moved.pop("collective-permute", 0) < 100 and not moved
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_collective_of_an_update_was_asked_for(sizes):
+    """Weights are gathered and their gradients added, activations added over `tensor`; nothing is permuted."""
+    text = compiled(EIGHT, tuple(sizes.items()), rows=ROWS * 4, width=256).as_text()
+    split = tuple(axis for axis in ("fsdp", "expert", "context") if axis in sizes)
+    shared = tuple(axis for axis in ("data", "fsdp", "expert", "context") if axis in sizes)
+    asked = {("all-gather", split), ("all-to-all", split), ("all-to-all", ("context",))}
+    asked |= {("all-reduce", axes) for axes in (split, shared, ("data",), ("tensor",))}
+    found = collectives(text, sizes)
+    assert {each.kind for each in found} >= {"all-gather", "all-to-all", "all-reduce"}
+    # Beside them travel counts, and the tokens next to a border of slices.
+    assert [each for each in found if (each.kind, each.axes) not in asked and each.bytes > 1000] == []
+    ways = [size for axis, size in sizes.items() if axis in split]
+    tokens = ROWS * 4 * 256 // math.prod(sizes[axis] for axis in shared)
+    exchanged = 2 * tokens * EIGHT.hidden_size * 4 * (1 - 1 / math.prod(ways))
+    assert [each.bytes for each in found if (each.kind, each.axes) == ("all-to-all", split)] == [exchanged]
 
 
 @pytest.mark.slow

@@ -80,6 +80,7 @@ GROUPS = {
     "replica_groups=[2,4]<=[4,2]T(1,0)": ("fsdp",),
     "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": ("fsdp",),
     "replica_groups=mesh['axis_0'=8] {'axis_0':(4)2}": ("tensor",),
+    "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}": ("fsdp",),
     "replica_groups={}": ("fsdp", "tensor"),
 }
 

@@ -103,6 +103,8 @@ def test_stages_on_two_machines_meet_over_the_network(layout: Layout, parts: int
     # What the last stage returns is reduced over all of them.
     share = (layout.stage - 1) / layout.stage
     returned = 2 * 2 * share * TOKENS * 32 * 2 * senders / 8
+    # Embeddings are added up over all devices, in one ring, which has the whole connection.
+    returned += 2 * 15 / 16 * TOKENS * 32 * 2 / 8
     assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(sent + returned)
     steps = replace(CLUSTER, network_bytes_per_s=FREE, network_latency_s=1.0)
     assert update_cost(role, layout, WORK, ON_LAST, steps).collective_s == pytest.approx(2 * ticks)

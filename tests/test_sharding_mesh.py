@@ -102,12 +102,12 @@ def test_rules_name_axes_by_dimension() -> None:
     }
     train, generate = shardings(mesh, dims, TRAIN), shardings(mesh, dims, GENERATE)
     stages, tensors = ("stage", "micro_stage"), ("tensor", "micro_tensor")
-    weights = "fsdp", "expert", "context"
+    weights = "context", "fsdp", "expert"
     assert train["query"].spec == PartitionSpec(stages, weights, tensors, None)
     assert generate["query"].spec == PartitionSpec("stage", None, "tensor", None)
     assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), weights)
     assert generate["table"].spec == PartitionSpec(("stage", "tensor"), None)
-    assert train["gate"].spec == PartitionSpec(stages, ("expert",), ("fsdp", "context"), tensors)
+    assert train["gate"].spec == PartitionSpec(stages, ("expert",), ("context", "fsdp"), tensors)
     assert generate["gate"].spec == PartitionSpec("stage", ("expert",), None, "tensor")
 
 

@@ -6,8 +6,8 @@ The run of `dapo_math_7b.py` at the paper's size and lengths: responses of up to
 punished the more the longer they are. `--hardware h100x16` says what the cluster is; on a v5p-128 slice it is `v5p-128`
 with `--cluster.devices-per-host 4`.
 
-Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,141 s a step, 119.0 h; Qwen2.5-32B on v5p-128 85 of 95 GiB
-of a device, 3,347 s a step, 186.0 h.
+Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,141 s a step, 118.9 h; Qwen2.5-32B on v5p-128 85 of 95 GiB
+of a device, 3,345 s a step, 185.9 h.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 4.1; verl's recipe of it (https://github.com/volcengine/verl,
 recipe/dapo/run_dapo_qwen2.5_32b.sh).

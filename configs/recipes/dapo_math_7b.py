@@ -6,7 +6,7 @@ Dynamic sampling, up to 512 problems a step whose 16 responses score differently
 up to 8k tokens, of which the last 4k are punished the more the longer they are; AIME 2024 is answered 32 times each
 between. `dapo_math_32b.py` is the paper's own size.
 
-Planned: Qwen2.5-7B on h100x1x8 51 of 75 GiB of a device, 1,513 s a step, 84.1 h.
+Planned: Qwen2.5-7B on h100x1x8 51 of 75 GiB of a device, 1,510 s a step, 83.9 h.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 4.1; verl's recipes of it (https://github.com/volcengine/verl,
 recipe/dapo/run_dapo_qwen2.5_32b.sh); 8k tokens are a choice for this size.

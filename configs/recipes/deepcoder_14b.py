@@ -7,7 +7,7 @@ program reads and is to print; 16 of PrimeIntellect's come with one of LiveCodeB
 Four machines of eight H100, where programs need cores: 64 processes run them. After this stage, 32k tokens:
 `--rollout.max-response-tokens 32768` from its export.
 
-Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 52 of 75 GiB of a device, 653 s a step, 32.7 h.
+Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 52 of 75 GiB of a device, 653 s a step, 32.6 h.
 
 Source: Luo et al. 2025 (DeepCoder, https://huggingface.co/agentica-org/DeepCoder-14B-Preview) for model, data, clip,
 lengths and the number of GPUs; batch and learning rate are those of `deepscaler_1_5b.py`; the filter of responses that

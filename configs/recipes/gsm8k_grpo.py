@@ -6,7 +6,7 @@
 One H100 holds 0.5B and 1.5B, a machine of eight 7B.
 
 Planned: Qwen2.5-0.5B-Instruct on h100x1x1 46 of 75 GiB of a device, 47 s a step, 1.4 h; Qwen2.5-1.5B-Instruct on
-h100x1x1 51 of 75 GiB of a device, 147 s a step, 4.3 h; Qwen2.5-7B-Instruct on h100x1x8 48 of 75 GiB of a device, 91 s a
+h100x1x1 51 of 75 GiB of a device, 147 s a step, 4.3 h; Qwen2.5-7B-Instruct on h100x1x8 48 of 75 GiB of a device, 90 s a
 step, 2.6 h.
 
 Source: verl's example of this task (https://github.com/volcengine/verl, examples/grpo_trainer/run_qwen2-7b.sh); Shao et

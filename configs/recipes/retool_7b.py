@@ -5,7 +5,7 @@
 The policy may call `python` up to 15 times, whose programs run in a sandbox, and is trained on its own tokens alone.
 ReTool begins from a supervised stage on worked calls; a policy that has been through one is `--model.path`.
 
-Planned: Qwen2.5-7B-Instruct on h100x1x8 50 of 75 GiB of a device, 284 s a step, 15.8 h.
+Planned: Qwen2.5-7B-Instruct on h100x1x8 50 of 75 GiB of a device, 283 s a step, 15.7 h.
 
 Source: Feng et al. 2025 (ReTool, arXiv:2504.11536); settings of verl's recipe of it
 (https://github.com/volcengine/verl, recipe/retool/run_qwen2_7b_dapo.sh); the problems are those of Yu et al. 2025

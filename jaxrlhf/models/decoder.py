@@ -25,6 +25,7 @@ from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
+from jaxrlhf.models.residual.embedding import looked_up
 from jaxrlhf.models.residual.layer_inputs import layer_inputs
 from jaxrlhf.models.residual.streams import gathered, spread
 from jaxrlhf.models.rope import rotations
@@ -110,7 +111,7 @@ def hidden_states(
     """
     sight = see(params, config.vision, images, execution)
     turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
-    embed_RWD = _embed(params, config, execution.slices(token_RW), execution.dtype, sight)
+    embed_RWD = _embed(params, config, execution.slices(token_RW), execution, sight)
     inputs = _inputs(params, config, execution.slices(token_RW), embed_RWD)
     hidden_RWD = execution.split_rows(spread(params, config, embed_RWD))
 
@@ -201,7 +202,7 @@ def _prefill_whole(
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotations(config, position_PS, turn_RW3=None if sight is None else sight.turn_RW3)
-    embed_PSD = _embed(params, config, token_PS, execution.dtype, sight)
+    embed_PSD = _embed(params, config, token_PS, execution, sight)
     inputs, hidden_PSD = _inputs(params, config, token_PS, embed_PSD), spread(params, config, embed_PSD)
 
     def stack(layers, hidden_PSD, rows):
@@ -274,7 +275,7 @@ def _prefill_chunks(
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
         turn = rotations(config, position_PC, turn_RW3=None if part is None else part.turn_RW3)
-        embed_PCD = _embed(params, config, token_PC, execution.dtype, part)
+        embed_PCD = _embed(params, config, token_PC, execution, part)
         place = turn, start, length_P, part, _inputs(params, config, token_PC, embed_PCD)
         hidden_PCD = spread(params, config, embed_PCD)
         if execution.pipeline is None:
@@ -342,7 +343,7 @@ def decode(
     """
     turned_B = position_B if offset_B is None else position_B + offset_B
     turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
-    embed_B1D = _embed(params, config, token_B[:, None], execution.dtype)
+    embed_B1D = _embed(params, config, token_B[:, None], execution)
     input_LB1P = layer_inputs(params, config, token_B[:, None], embed_B1D)
 
     def stack(layers, cache, hidden_B1D, slots, working=True):
@@ -377,14 +378,14 @@ def decode(
 
 
 def _embed(
-    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any, sight: Seen | None = None
+    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution, sight: Seen | None = None
 ) -> Float[Array, "R W D"]:
     """Embeddings of tokens, and features of images in their places."""
-    embed_RWD = params["embed"][token_RW].astype(dtype)
+    embed_RWD = looked_up(params["embed"], token_RW, execution)
     if config.embedding_multiplier != 1.0:
         embed_RWD = embed_RWD * config.embedding_multiplier
     if config.scale_embeddings:
-        embed_RWD = embed_RWD * jnp.asarray(config.hidden_size**0.5, dtype)
+        embed_RWD = embed_RWD * jnp.asarray(config.hidden_size**0.5, embed_RWD.dtype)
     return embed_RWD if sight is None else sight.merged(embed_RWD)
 
 

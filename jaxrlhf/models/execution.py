@@ -34,6 +34,8 @@ class Execution:
       row_axes: Mesh axes that split rows (or slots), evenly.
       token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention exchanges them
         for heads.
+      width_axes: Mesh axes that split rows or their tokens, and weights by their width (`fsdp`); empty where weights
+        are whole along them.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
       kv_ways: Parts that key-value heads split into, over `head_axes`: heads are repeated after their projection
@@ -49,6 +51,7 @@ class Execution:
     mesh: Mesh | AbstractMesh | None = None
     row_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
+    width_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
     kv_ways: int = 1

@@ -210,17 +210,24 @@ def _groups(rest: str, mesh_shape: Mapping[str, int]) -> np.ndarray:
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest):
         return np.array([list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])])
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape, dims, order = ([int(each) for each in part.split(",")] if part else None for part in iota.groups())
-        assert shape is not None and dims is not None
-        numbers = np.arange(devices).reshape(dims)
-        return (numbers if order is None else numbers.transpose(order)).reshape(shape)
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?: device_ids=\([^)]*\))? \{([^}]*)\}", rest):
-        return _named_groups(named[1], named[2])
+        return _transposed(*iota.group(2, 3)).reshape([int(each) for each in iota[1].split(",")])
+    ordered = r"(?:,? device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ordered} \{{([^}}]*)\}}", rest):
+        mesh, dims, order, axes = named.groups()
+        numbers = np.arange(devices) if dims is None else _transposed(dims, order).reshape(-1)
+        return numbers[_named_groups(mesh, axes)]
+    assert "replica_groups" not in rest or "replica_groups={}" in rest, f"groups of a form of their own: {rest}"
     return np.arange(devices)[None]
 
 
+def _transposed(dims: str, order: str | None) -> np.ndarray:
+    """Device numbers in an array of such dimensions, transposed."""
+    numbers = np.arange(math.prod(map(int, dims.split(",")))).reshape([int(dim) for dim in dims.split(",")])
+    return numbers if order is None else numbers.transpose([int(dim) for dim in order.split(",")])
+
+
 def _named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Groups written as axes of a mesh, `'a'=4,'b'=2` and `'a':(1)2`: of axis a, parts of 2 after those of 1."""
+    """Places of each group, of axes of a mesh: `'a'=4,'b'=2`, or `'a':(1)2`, parts of 2 after those of 1."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
     shape: list[int] = []
     chosen: list[int] = []

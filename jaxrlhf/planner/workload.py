@@ -93,7 +93,8 @@ class Software:
       pipeline_parts_per_stage: Parts for each stage that a microbatch is cut into; None has a pipeline run through
         all microbatches of an update (1F1B) before it is drained.
       scatters_between_stages: Each tensor shard sends its part of the residual stream to the next stage.
-      head_on_last_stage: The last stage computes the logits, and not all stages together.
+      head_on_last_stage: The first stage looks tokens up and the last one computes the logits, and not all stages
+        together; tables are gathered as layers are.
       adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
       decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
       cache_copies: Copies of the cache that exist at most while tokens are decoded.

@@ -31,7 +31,7 @@ BATCH_AXES = (*REPLICA_AXES, *WEIGHT_AXES)
 TOKEN_AXES = ("context",)
 """Axes that split the tokens of a row in training, and its weights as `fsdp` does."""
 
-WIDTH_AXES = (*WEIGHT_AXES, *TOKEN_AXES)
+WIDTH_AXES = (*TOKEN_AXES, *WEIGHT_AXES)
 """Axes that split every layer's weights along their width in training."""
 
 # Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.

@@ -20,7 +20,7 @@ TRAIN: Rules = {
     "layers": STAGE_AXES,
     "embed": WIDTH_AXES,
     "experts": EXPERT_AXES,
-    "expert_embed": ("fsdp", *TOKEN_AXES),
+    "expert_embed": (*TOKEN_AXES, "fsdp"),
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,

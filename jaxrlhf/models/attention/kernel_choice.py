@@ -94,20 +94,22 @@ def choose_execution(
       Refusal: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.devices.flat[0].platform  # described devices may all belong to other processes
-    all_axes = head_axes, stage_axes, token_axes
-    ways, stages, context = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
+    all_axes = head_axes, stage_axes, token_axes, weight_axes
+    ways, stages, context, split_weights = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
     kv_ways = 1 if isinstance(config, CausalLM) or config.latent is not None else ways  # latents serve all heads
     pipeline = pipeline_over(mesh, stage_axes, row_axes=row_axes, weight_axes=weight_axes) if stage_axes else None
     plain = Execution(dtype, remat, kv_ways=kv_ways, pipeline=pipeline)
     split = replace(plain, mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
-    split = replace(split, token_axes=token_axes if context > 1 else ())
+    token_axes = token_axes if context > 1 else ()
+    width_axes = (*token_axes, *weight_axes) if split_weights * context > 1 else ()
+    split = replace(split, token_axes=token_axes, width_axes=width_axes)
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
             return replace(split, pages_kernel="xla")
-        return plain if config.experts is None and context == 1 else split
+        return plain if config.experts is None and not width_axes else split
     rows, decode, pages = BEST[platform]
     name = jnp.dtype(dtype).name
     problems = [_scores_of_device(layer, split, ways, context) for _, _, layer in config.kinds]

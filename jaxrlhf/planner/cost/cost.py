@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
-from jaxrlhf.models.attention.head_exchange import ExchangedHeads, exchanged_heads
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
-from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
+from jaxrlhf.planner.cost.collectives import DeviceGroup, all_reduce_s, bytes_per_s, latency_s, send_s
+from jaxrlhf.planner.cost.exchanges import exchanged_of, experts_exchange_s, gather_s, heads_exchange_s, lookup_s
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
     cache_bytes_per_token,
-    routed_weights,
     weights_generating,
     weights_learnt,
 )
@@ -105,7 +104,7 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
     if layout.context > 1:  # heads that fill up work as well
-        attention *= _exchanged(model, layout).heads * tensor / model.num_heads
+        attention *= exchanged_of(model, layout).heads * tensor / model.num_heads
     if role.lora is not None:
         attention += 2 * batch.tokens * adapters_held(model, role.lora, Layout(1)) / model.num_layers
     layer = layer_flops(model, tokens=batch.tokens, context=0)
@@ -131,13 +130,14 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
         stage_s += (1 + backward) * all_reduce_s(whole_bytes, DeviceGroup(stages, tensor), hardware)
 
     gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
-    shard_s = gathers * _gather_s(role, layout, software, hardware, backward=backward)
+    shard_s = gathers * gather_s(role, layout, software, hardware, backward=backward)
+    shard_s += lookup_s(layout, part_bytes * batch.parts, software, hardware, backward=backward)
     # Tokens are gathered and results scattered; backward their gradients the other way, and tokens again if recomputed.
     exchanges = (2 if not backward else 4 + role.remat) * _mixtures(model) / stages * batch.parts
-    expert_s = exchanges * _exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
+    expert_s = exchanges * experts_exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
 
     exchanges = (1 if not backward else 2 + role.remat) * model.num_layers
-    heads_s = exchanges * _heads_exchange_s(model, layout, batch.tokens, software, hardware)
+    heads_s = exchanges * heads_exchange_s(model, layout, batch.tokens, software, hardware)
 
     runs = passes * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
@@ -147,64 +147,6 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
         idle += head_s * (stages - 1)  # the others wait for the last stage at every part
     collective = tensor_s + stage_s + shard_s + expert_s + heads_s
     return Cost(compute_s=layers_s + head_s, collective_s=collective, idle_s=idle, overhead_s=overhead)
-
-
-def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
-    """Seconds of gathering weights that are split over data-parallel devices, and of scattering their gradients.
-
-    Experts are not gathered over `expert`, which divides them.
-    """
-    shard = layout.stage * layout.tensor
-    divided = routed_weights(role.model) if layout.expert > 1 else 0
-    scattered = software.gradient_bytes * (backward and role.lora is None)
-
-    def gathered_s(weights: float, group: DeviceGroup) -> float:
-        held = weights / shard
-        seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
-        return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
-
-    shared = role.model.num_parameters(role.head) - divided
-    seconds = gathered_s(shared, DeviceGroup(layout.width_shards, shard))
-    if divided:
-        seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp * layout.context, shard * layout.expert))
-    return seconds
-
-
-def _exchange_s(
-    model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
-) -> float:
-    """Seconds of one layer's exchange: tokens of all devices that share its experts, or the results back."""
-    if layout.expert == 1:
-        return 0.0
-    gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
-    return all_gather_s(gathered, DeviceGroup(layout.expert, stride * layout.context), hardware)
-
-
-def _exchanged(model: ModelConfig, layout: Layout) -> ExchangedHeads:
-    """Heads of a tensor shard between the exchanges."""
-    kv_heads = model.num_heads if model.latent is not None else math.lcm(model.num_kv_heads, layout.tensor)
-    heads, kv_heads = model.num_heads // layout.tensor, kv_heads // layout.tensor
-    return exchanged_heads(kv_heads, heads // kv_heads, layout.context)
-
-
-def _heads_exchange_s(
-    model: ModelConfig, layout: Layout, tokens: float, software: Software, hardware: Hardware
-) -> float:
-    """Seconds of one layer's exchange of a device's tokens for heads, and back: all-to-all, or latents gathered.
-
-    Layers with linear attention are taken to exchange as many numbers.
-    """
-    if layout.context == 1:
-        return 0.0
-    group, inside = DeviceGroup(layout.context, layout.stage * layout.tensor), _exchanged(model, layout)
-    if model.latent is None:
-        numbers, gathered = 2 * (inside.heads + inside.kv_heads) * model.mean_head_dim, 0
-    else:
-        numbers = inside.heads * (model.head_dim + model.latent.value_dim)
-        gathered = layout.context * (model.latent.rank + model.latent.rope_dim)
-    sent = tokens * (numbers + gathered) * software.compute_bytes
-    # Of what a device has, and of what it is to have gathered, all but one part crosses a link.
-    return all_gather_s(sent, group, hardware) + 3 * (group.size - 1) * latency_s(group, hardware)
 
 
 def _mixtures(model: ModelConfig) -> int:
@@ -260,7 +202,7 @@ def prefill_cost(
     compute = flops / tensor / hardware.reached_flops_per_s
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, DeviceGroup(tensor, 1), hardware)
-    collective += 2 * _mixtures(model) * _exchange_s(model, layout, stages * tensor, tokens, software, hardware)
+    collective += 2 * _mixtures(model) * experts_exchange_s(model, layout, stages * tensor, tokens, software, hardware)
     overhead = model.num_layers * hardware.layer_overhead_s * how.waves
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
@@ -298,7 +240,7 @@ def decode_cost(
     waiting = send_s(0.0, pipeline, hardware)
     collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
     exchanged, waiting = (
-        _exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
+        experts_exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
     )
     collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
     dispatch_s = hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)

@@ -1,0 +1,44 @@
+"""Rows of a table of embeddings, also of one whose rows and width are split over devices."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.execution import Execution
+from jaxrlhf.sharding.rules import TRAIN, shardings
+
+
+def looked_up(
+    table_VX: Float[Array, "V *X"], token_SY: Int[Array, "S Y"], execution: Execution
+) -> Float[Array, "S Y *X"]:
+    """Embeddings of tokens in the dtype of activations.
+
+    Where training splits the table by width, each device looks up its part of the width for the tokens of all devices
+    that share the table, and one all-to-all brings each device the whole width of its own: `(f - 1) / f` of what it
+    ends up with, over f devices, where to gather the table would receive most of the vocabulary. What is split by
+    vocabulary is added up.
+
+    Args:
+      token_SY: Tokens of rows, or of slices of rows (`Execution.slices`).
+    """
+    if not execution.width_axes:
+        return table_VX[token_SY].astype(execution.dtype)
+    assert execution.mesh is not None, "axes are a mesh's"
+    inner, width = [None] * (table_VX.ndim - 2), table_VX.shape[-1]
+    vocab_axes, split_axes = shardings(execution.mesh, ("vocab", ("embed", width)), TRAIN).spec
+    width_axes = tuple(axis for axis in execution.width_axes if axis in split_axes)
+
+    def on_device(table_VX: Array, token_SY: Array) -> Array:
+        token_FSY = lax.all_gather(token_SY, width_axes)
+        row_FSY = token_FSY - lax.axis_index(vocab_axes) * len(table_VX)
+        here_FSY = (row_FSY >= 0) & (row_FSY < len(table_VX))
+        found_FSYX = table_VX[jnp.where(here_FSY, row_FSY, 0)].astype(execution.dtype)
+        found_FSYX *= here_FSY.reshape(*here_FSY.shape, *[1] * (found_FSYX.ndim - 3))
+        found_SYX = lax.all_to_all(found_FSYX, width_axes, 0, found_FSYX.ndim - 1, tiled=True)
+        return lax.psum(found_SYX[0], vocab_axes)
+
+    table, by_row = PartitionSpec(vocab_axes, *inner, width_axes), PartitionSpec(execution.slice_axes)
+    return jax.shard_map(on_device, mesh=execution.mesh, in_specs=(table, by_row), out_specs=by_row)(table_VX, token_SY)

@@ -1,0 +1,85 @@
+"""Seconds of what devices exchange in a pass: gathered weights, embeddings, tokens for experts and for heads."""
+
+import math
+
+from jaxrlhf.config import Layout
+from jaxrlhf.models.attention.head_exchange import ExchangedHeads, exchanged_heads
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, latency_s
+from jaxrlhf.planner.cost.memory import routed_weights
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.workload import Role, Software
+
+
+def gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
+    """Seconds of gathering weights that are split over data-parallel devices, and of scattering their gradients.
+
+    Experts are not gathered over `expert`, which divides them, and a table that is only looked up is not at all.
+    """
+    shard = layout.stage * layout.tensor
+    divided = routed_weights(role.model) if layout.expert > 1 else 0
+    scattered = software.gradient_bytes * (backward and role.lora is None)
+
+    def gathered_s(weights: float, group: DeviceGroup) -> float:
+        held = weights / shard
+        seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
+        return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
+
+    shared = role.model.num_parameters(role.head) - divided
+    if not (software.head_on_last_stage or (role.head == "lm" and role.model.tie_embeddings)):
+        shared -= role.model.vocab_size * role.model.hidden_size
+    seconds = gathered_s(shared, DeviceGroup(layout.width_shards, shard))
+    if divided:
+        seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp * layout.context, shard * layout.expert))
+    return seconds
+
+
+def lookup_s(layout: Layout, moved: float, software: Software, hardware: Hardware, *, backward: bool) -> float:
+    """Seconds of looking tokens up in a table that devices split: parts of its width are exchanged, and parts of its
+    vocabulary added up; backward gradients are exchanged.
+
+    Args:
+      moved: Bytes of a device's tokens.
+    """
+    if software.head_on_last_stage:
+        return 0.0
+    shard = layout.stage * layout.tensor
+    exchanged = all_gather_s(moved, DeviceGroup(layout.width_shards, shard), hardware)
+    return (1 + backward) * exchanged + all_reduce_s(moved, DeviceGroup(shard, 1), hardware)
+
+
+def experts_exchange_s(
+    model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
+) -> float:
+    """Seconds of one layer's exchange: tokens of all devices that share its experts, or the results back."""
+    if layout.expert == 1:
+        return 0.0
+    gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
+    return all_gather_s(gathered, DeviceGroup(layout.expert, stride * layout.context), hardware)
+
+
+def exchanged_of(model: ModelConfig, layout: Layout) -> ExchangedHeads:
+    """Heads of a tensor shard between the exchanges."""
+    kv_heads = model.num_heads if model.latent is not None else math.lcm(model.num_kv_heads, layout.tensor)
+    heads, kv_heads = model.num_heads // layout.tensor, kv_heads // layout.tensor
+    return exchanged_heads(kv_heads, heads // kv_heads, layout.context)
+
+
+def heads_exchange_s(
+    model: ModelConfig, layout: Layout, tokens: float, software: Software, hardware: Hardware
+) -> float:
+    """Seconds of one layer's exchange of a device's tokens for heads, and back: all-to-all, or latents gathered.
+
+    Layers with linear attention are taken to exchange as many numbers.
+    """
+    if layout.context == 1:
+        return 0.0
+    group, inside = DeviceGroup(layout.context, layout.stage * layout.tensor), exchanged_of(model, layout)
+    if model.latent is None:
+        numbers, gathered = 2 * (inside.heads + inside.kv_heads) * model.mean_head_dim, 0
+    else:
+        numbers = inside.heads * (model.head_dim + model.latent.value_dim)
+        gathered = layout.context * (model.latent.rank + model.latent.rope_dim)
+    sent = tokens * (numbers + gathered) * software.compute_bytes
+    # Of what a device has, and of what it is to have gathered, all but one part crosses a link.
+    return all_gather_s(sent, group, hardware) + 3 * (group.size - 1) * latency_s(group, hardware)
