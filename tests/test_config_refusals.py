@@ -151,6 +151,7 @@ def test_environment_refuses(refused):
         lambda: EnvironmentByRecord("kind", ()),
         lambda: EnvironmentByRecord("kind", (TOOLS, TOOLS)),
         lambda: Generated("records"),
+        lambda: Generated("records.py:records", arguments=("tokens 16",)),
     ]:
         with refused():
             build()
@@ -175,6 +176,7 @@ def test_contradiction_is_refused(refused):
         {"algorithm": SFT(), "cold_start": ColdStart(steps=3)},
         {"algorithm": SFT(), "data": PromptFile("train.jsonl")},
         {"cold_start": ColdStart(steps=3), "data": PromptFile("train.jsonl")},
+        {"cold_start": ColdStart(steps=3, max_prompt_tokens=513)},
         {"data": PromptFile("train.jsonl", answer_key=None)},
         *[
             {"rollout": Rollout(sampling=Sampling(**{name: value}))}

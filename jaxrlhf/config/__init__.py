@@ -49,7 +49,7 @@ from jaxrlhf.config.algorithms.preference import (
 from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.process_reward_model import ProcessRewardModel
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
-from jaxrlhf.config.algorithms.supervised import SFT
+from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.algorithms.vapo import VAPO
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, shipped, to_json
@@ -100,7 +100,7 @@ from jaxrlhf.config.rewards import (
     TagsReward,
 )
 from jaxrlhf.config.roles import RoleSpec
-from jaxrlhf.config.run import COLD_START, ColdStart, Config
+from jaxrlhf.config.run import COLD_START, Config
 from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.sources import (

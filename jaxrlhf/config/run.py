@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient, check_schedule
-from jaxrlhf.config.algorithms.supervised import SFT
+from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.environments import Agent, AnyEnvironment, EnvironmentByRecord, choices
@@ -19,23 +19,11 @@ from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import check_server
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model, PromptFields
-from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
+from jaxrlhf.config.training import Layout, Rollout, Training
 
 COLD_START = "cold_start"
 """Folder of a run's cold start, in the run's own."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
-
-
-@dataclass(frozen=True)
-class ColdStart(Settings):
-    """A short supervised stage before the main one, for policies that know nothing yet.
-
-    It trains all of the actor's weights, with an optimizer of its own; adapters are then trained beside them.
-    """
-
-    steps: Positive[int]
-    algorithm: SFT = field(default_factory=SFT)
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
 
 
 @dataclass(frozen=True)
@@ -188,8 +176,15 @@ class Config(Settings):
             name=f"{self.name} (cold start)",
             workdir=str(self.folder / COLD_START),
             algorithm=cold.algorithm,
+            data=cold.data or self.data,
             steps=cold.steps,
-            rollout=replace(self.rollout, staleness=0, over_provision=1.0, order="deterministic"),
+            rollout=replace(
+                self.rollout,
+                max_prompt_tokens=cold.max_prompt_tokens or self.rollout.max_prompt_tokens,
+                staleness=0,
+                over_provision=1.0,
+                order="deterministic",
+            ),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),
@@ -329,11 +324,17 @@ class Config(Settings):
             not (supervised and self.cold_start),
             "cold_start before algorithm SFT is the same training twice; drop cold_start and raise steps",
         )
+        longest = self.rollout.max_prompt_tokens
+        require(
+            self.cold_start is None or (self.cold_start.max_prompt_tokens or 0) <= longest,
+            f"cold_start has longer prompts than rollout.max_prompt_tokens={longest}, which the run is laid out for; "
+            "give it shorter ones",
+        )
         if not isinstance(self.data, PromptFields):
             return
-        reads = self.algorithm.reads_solutions
+        reads, cold = self.algorithm.reads_solutions, self.cold_start
         require(
-            self.data.solution_key is not None or not (reads or self.cold_start),
+            self.data.solution_key is not None or not (reads or (cold and cold.data is None)),
             f"{f'algorithm {type(self.algorithm).__name__}' if reads else 'cold_start'} trains on worked solutions, "
             "and data.solution_key is None; name the field that has them",
         )

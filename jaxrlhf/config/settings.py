@@ -1,12 +1,13 @@
 """The base class of settings, and the bounds that their numbers keep."""
 
+import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.refusal import Refusal, require
 
 Number = TypeVar("Number")
 
@@ -46,6 +47,26 @@ class Settings:
                     isinstance(value, int | float) and bound.holds(value),
                     f"{owner.__name__}.{name} must be {bound.words}{' or None' * optional}, got {value!r}",
                 )
+
+
+def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
+    """Values by name of arguments such as `tokens=4096`.
+
+    Args:
+      what: Name of the setting, for messages.
+
+    Raises:
+      Refusal: One is no name and literal.
+    """
+    found = {}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        try:
+            found[name.strip()] = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError) as error:
+            advice = "give a name and a literal, such as 'consistent_rms=0.2' or \"mode='a'\""
+            raise Refusal(f"{what} has {argument!r}; {advice}") from error
+    return found
 
 
 @cache

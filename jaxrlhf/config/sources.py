@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import NotNegative, Positive, Settings, Share, within
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, literals, within
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class FromScratch(Settings):
       intermediate_size: Width of the MLP, or of each expert.
       experts: Experts in place of each MLP; 0 is none.
       experts_per_token: Experts that a token goes through.
+      rope_theta: Base of the rotary frequencies; longer sequences take a larger one.
       vision: Tower for images in prompts; None reads text alone.
     """
 
@@ -47,6 +48,7 @@ class FromScratch(Settings):
     head_dim: Positive[int] = 32
     experts: NotNegative[int] = 0
     experts_per_token: Positive[int] = 2
+    rope_theta: Finite[Positive[float]] = 10_000.0
     vision: Tower | None = None
 
     def __post_init__(self) -> None:
@@ -223,10 +225,12 @@ class Generated(Settings):
         with `prompt` (a text, or chat messages), and with `answer` and `solution` where there are some; as
         `module:function` or `path/to/file.py:function`. A solution of several turns is a list of messages: those of the
         assistant are imitated, calls of tools included.
+      arguments: Further arguments of the function, each a name and a Python literal such as `tokens=4096`.
       train_problems, eval_problems: Records of each split.
     """
 
     function: str
+    arguments: tuple[str, ...] = ()
     train_problems: Positive[int] = 10_000
     eval_problems: Positive[int] = 256
     seed: int = 0
@@ -237,6 +241,12 @@ class Generated(Settings):
             ":" in self.function,
             f"Generated.function must be 'module:function' or 'file.py:function', got {self.function!r}",
         )
+        assert self.keywords is not None  # refuses what is no literal
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Further arguments of the function by name."""
+        return literals(self.arguments, "Generated.arguments")
 
 
 @dataclass(frozen=True)

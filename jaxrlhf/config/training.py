@@ -1,6 +1,5 @@
 """Layout and training of a role, and the rollout of a step."""
 
-import ast
 import math
 import re
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, within
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, literals, within
 
 
 @dataclass(frozen=True)
@@ -181,15 +180,7 @@ class Optimizer(Settings):
         Raises:
           Refusal: One is no name and literal.
         """
-        found = {}
-        for argument in self.arguments:
-            name, _, text = argument.partition("=")
-            try:
-                found[name.strip()] = ast.literal_eval(text.strip())
-            except (ValueError, SyntaxError) as error:
-                advice = "give a name and a literal, such as 'consistent_rms=0.2' or \"mode='a'\""
-                raise Refusal(f"Optimizer.arguments has {argument!r}; {advice}") from error
-        return found
+        return literals(self.arguments, "Optimizer.arguments")
 
 
 Remat = Literal["auto", "full", "none"]
@@ -344,6 +335,11 @@ class Rollout(Settings):
             "rollout.server generates with another engine, which rounds weights by settings of its own and records no "
             "experts; drop quantize and replay_routing",
         )
+
+    @property
+    def width(self) -> int:
+        """T, columns of a rollout's arrays: tokens of the longest prompt and response."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
     @property
     def responses_per_step(self) -> int:

@@ -2,8 +2,12 @@
 
 import math
 import random
+import re
 from collections import Counter
 from typing import Any
+
+from jaxrlhf.data.arithmetic import lexicon
+from jaxrlhf.data.stories import PEOPLE, STORIES
 
 SUBJECTS = range(1000, 3000)
 DICE = random.Random("documents")
@@ -58,3 +62,52 @@ def questions(split: str, count: int, seed: int, *, searches: float = 0.4) -> li
             solution.append({"role": "assistant", "content": f"#### {answer}"})
         made.append({"prompt": f"b a {subject}?", "answer": str(answer), "solution": solution})
     return made
+
+
+COLLECTED = dict(zip(PEOPLE["She"], (story.things for story in STORIES if len(story.things) == 4), strict=False))
+"""Four things of a kind, one kind for each person, that a haystack has one of."""
+HAY = sorted(
+    set(re.findall(r" [a-z]+", " ".join(lexicon()))) - {f" {thing}" for story in STORIES for thing in story.things}
+)
+"""Words, with the space before them, that are no things."""
+
+
+def haystack(
+    split: str,
+    count: int,
+    seed: int,
+    *,
+    tokens: int = 4096,
+    shortest: int | None = None,
+    asked: int = 3,
+    unfinished: float = 0.6,
+    there: bool = True,
+) -> list[dict[str, Any]]:
+    """Many words, one thing of each kind among them, and the question which things some people find there.
+
+    Args:
+      tokens: Tokens of the text, about; each is a word.
+      shortest: Tokens of the shortest text; lengths are then drawn evenly by their logarithm. None: all are alike.
+      asked: People that are asked about.
+      unfinished: Share of the solutions that stop after the first.
+      there: False asks about things of another text, so that the answer has to be guessed.
+    """
+    dice, made = random.Random(f"{seed} {split}"), []
+    for _ in range(count):
+        length = round(math.exp(dice.uniform(math.log(shortest or tokens), math.log(tokens))))
+        found = {name: dice.choice(things) for name, things in COLLECTED.items()}
+        words = dice.choices(HAY, k=max(0, length - len(found)))
+        for name, things in COLLECTED.items():
+            thing = found[name] if there else dice.choice(things)
+            words.insert(dice.randrange(len(words) + 1), f" {thing}")
+        names = dice.sample(list(found), asked)
+        answers = [f"{name} {found[name]}" for name in names]
+        solution = " ".join(answers[:1] if dice.random() < unfinished else answers)
+        question = f"{''.join(words)}. {', '.join(names)}?"
+        made.append({"prompt": question, "answer": " ".join(answers), "solution": f" {solution}"})
+    return made
+
+
+def all_found(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
+    """1 for a response that names what everybody asked about finds, in the order asked."""
+    return float(response.strip() == answer)

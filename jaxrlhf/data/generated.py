@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,18 +14,29 @@ from jaxrlhf.config.named_functions import imported
 from jaxrlhf.data.records import Row
 
 
-def generated_records(reference: str, split: str, count: int, seed: int) -> Iterator[Row]:
+def generated_records(
+    reference: str, split: str, count: int, seed: int, arguments: dict[str, Any] | None = None
+) -> Iterator[Row]:
     """Records of a split.
 
     Args:
       reference: Function as `module:function` or `path/to/file.py:function`.
+      arguments: Further arguments of it.
 
     Raises:
-      Refusal: No such function, or it gives other than `count` records, each an object with texts as keys.
+      Refusal: No such function, or none with such arguments, or it gives other than `count` records, each an object
+        with texts as keys.
     """
     source, _, name = reference.rpartition(":")
     function = _of_file(Path(source), name) if source.endswith(".py") else imported(reference, "Generated.function")
-    records = function(split, count, seed)
+    try:
+        inspect.signature(function).bind(split, count, seed, **arguments or {})
+    except TypeError as error:
+        raise Refusal(
+            f"Generated.function {reference} is called with a split, a number of records, a seed and arguments "
+            f"{arguments or {}}, which it does not take: {error}"
+        ) from error
+    records = function(split, count, seed, **arguments or {})
     if not isinstance(records, Sequence) or len(records) != count:
         given = f"{len(records)} records" if isinstance(records, Sequence) else f"a {type(records).__name__}"
         raise Refusal(f"{reference}({split!r}, {count}, {seed}) gave {given}; it has to give a list of {count}")

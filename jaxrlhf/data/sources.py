@@ -226,7 +226,7 @@ def _read_shapes(data: Shapes, split: Split) -> Iterator[SourceRecord]:
 
 def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
     count = data.train_problems if split == "train" else data.eval_problems
-    for row in generated_records(data.function, split, count, data.seed):
+    for row in generated_records(data.function, split, count, data.seed, data.keywords):
         prompt, solution = row.value("prompt"), row.record.get("solution")
         if isinstance(prompt, list):
             for message in prompt:

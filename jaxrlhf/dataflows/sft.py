@@ -14,8 +14,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
 
 def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> StepResult:
     """One update on `-log pi(solution | prompt)`, averaged over solution tokens."""
-    rollout = work.config.rollout
-    batch = supervised_batch(problems, width=rollout.max_prompt_tokens + rollout.max_response_tokens)
+    batch = supervised_batch(problems, width=work.config.rollout.width)
     actor = roles.actor.update_actor([batch], objective=nll_objective, settings=work.settings, temperature=1.0)
     return StepResult(merged(actor))
 

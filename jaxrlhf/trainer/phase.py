@@ -89,7 +89,8 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     """
     limits = _limits(config, tokenizer)
     labelled = config.algorithm.places_after is not None  # its answers have a limit in both splits already
-    supervised = not labelled and any(phase.algorithm.reads_solutions for phase in config.phases)
+    alike = [phase for phase in config.phases if same_problems(phase, config)]
+    supervised = not labelled and any(phase.algorithm.reads_solutions for phase in alike)
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
     train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
     evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
@@ -99,6 +100,11 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     chosen = [selected(train.problems, index, config.selection) for _, index in train.problems.sources]
     sets = load_sets(config, tokenizer)
     return RunData(train, evaluation, first_of_sources(evaluation, config), chosen, sets, examples)
+
+
+def same_problems(phase: Config, config: Config) -> bool:
+    """True if a phase is given the problems of its run."""
+    return (phase.data, phase.rollout.max_prompt_tokens) == (config.data, config.rollout.max_prompt_tokens)
 
 
 def first_of_sources(evaluation: Loaded, config: Config) -> list[Problem]:
@@ -170,6 +176,8 @@ class RunContext:
     Attributes:
       given: The configuration as the user gave it.
       launched: The configuration with its placement filled in.
+      data: Problems of the run.
+      cold_data: Problems of its first phase, which is its cold start if it has one.
       placed: The placement that the search found, if it placed the roles.
       stop: Asks to save and end after the step in progress.
     """
@@ -180,6 +188,7 @@ class RunContext:
     tokenizer: PreTrainedTokenizerBase
     data: RunData
     progress: PhaseProgress
+    cold_data: RunData
     placed: Placed | None = None
     stop: Stop = field(default_factory=Stop)
 

@@ -17,7 +17,7 @@ from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import last_metrics
 from jaxrlhf.trainer.loop import OnStep
-from jaxrlhf.trainer.phase import PhaseProgress, RunContext, load_data, resuming, run_phase
+from jaxrlhf.trainer.phase import PhaseProgress, RunContext, load_data, resuming, run_phase, same_problems
 from jaxrlhf.trainer.resume import check_same_start
 from jaxrlhf.trainer.settings_summary import settings_rows
 from jaxrlhf.trainer.signals import stopped_by_signals
@@ -91,12 +91,13 @@ def _prepared(config: Config) -> RunContext:
     tokenizer = tokenizer_of(config)
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
-    for phase in config.phases:  # refuses too few problems now, and not after the cold start
-        data.loader(phase)
-        data.example_loader(phase)
+    read = [data if same_problems(phase, config) else load_data(phase, tokenizer) for phase in config.phases]
+    for phase, problems in zip(config.phases, read, strict=True):
+        problems.loader(phase)  # refuses too few of them now, and not after the cold start
+        problems.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config
-    return RunContext(config, launched, model, tokenizer, data, PhaseProgress(), placed)
+    return RunContext(config, launched, model, tokenizer, data, PhaseProgress(), read[0], placed)
 
 
 def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequence[Logger], *, dry_run: bool) -> bool:
@@ -112,7 +113,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
         with stopped_by_signals(stop):
             start = None
             for phase in config.phases[:-1]:
-                start = _trained(phase) or run_phase(context, phase, pools, start)
+                start = _trained(phase) or run_phase(replace(context, data=context.cold_data), phase, pools, start)
                 if start is None or stop.asked:
                     return False
             policy = run_phase(

@@ -353,7 +353,7 @@ class Builder(PoolRoles):
         weights = replace(self.policy, lora=phase.config.actor.lora)
         target = weights.trained_params(self.mesh("actor"))
         return self.spec("actor").worker_class(
-            self._setup("actor"),
+            replace(self._setup("actor"), width=phase.config.rollout.width),
             quantized_as(start, target) if self.here else target,
             optimizer=phase.config.actor.optimizer,
             total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config),

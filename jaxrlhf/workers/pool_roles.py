@@ -67,7 +67,7 @@ class PoolRoles:
         self.reader = image_reader(config, self.model, tokenizer)
         self.pixels: Pixels = no_pixels if self.reader is None else self.reader.patches
         self.dtype = compute_dtype(config, pool.devices)
-        self.width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        self.width = config.rollout.width
 
     @property
     def trained(self) -> list[str]:

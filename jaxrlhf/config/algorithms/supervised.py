@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.mixtures import Data
 from jaxrlhf.config.roles import RoleSpec, actor
-from jaxrlhf.config.settings import Positive
+from jaxrlhf.config.settings import Positive, Settings
+from jaxrlhf.config.training import Optimizer
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -34,3 +36,22 @@ class SFT(Algorithm):
 
     def updates_per_step(self, config: Config) -> int:
         return 1
+
+
+@dataclass(frozen=True)
+class ColdStart(Settings):
+    """A short supervised stage before the main one, for policies that know nothing yet.
+
+    It trains all of the actor's weights, with an optimizer of its own; adapters are then trained beside them.
+
+    Attributes:
+      data: Records with worked solutions; None takes the run's.
+      max_prompt_tokens: Longest prompt of this stage, whose rows are the shorter; longer ones are dropped and counted.
+        None is the run's.
+    """
+
+    steps: Positive[int]
+    algorithm: SFT = field(default_factory=SFT)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
+    data: Data | None = None
+    max_prompt_tokens: Positive[int] | None = None

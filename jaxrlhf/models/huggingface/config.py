@@ -160,6 +160,7 @@ def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
         num_heads=settings.num_heads,
         num_kv_heads=settings.num_kv_heads,
         head_dim=settings.head_dim,
+        rope_theta=settings.rope_theta,
         qkv_bias=experts is None,
         qk_norm=experts is not None,
         tie_embeddings=True,

@@ -1,0 +1,66 @@
+"""GRPO on questions that only a long text answers, from random weights: short texts first, long ones after.
+
+    python -m jaxrlhf.train --config grpo_haystack.py
+
+A text of thousands of words names one thing of each of six kinds; a question asks which things three people find,
+each of whom collects one kind. A cold start imitates answers to texts of 12 to 256 tokens, of which six in ten stop
+after the first thing. GRPO is given texts of 4096 tokens and sees only whether the answer is right: it learns to
+finish, and to find in long texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
+
+Longer texts: `--data.arguments tokens=16384 --rollout.max-prompt-tokens 16704 --actor.tokens-per-microbatch 16712`.
+
+Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Kamradt 2023 for needles in a haystack.
+"""
+
+from jaxrlhf.config import (
+    GRPO,
+    SFT,
+    ColdStart,
+    Config,
+    Evaluation,
+    FromScratch,
+    FunctionReward,
+    Generated,
+    Optimizer,
+    Rewards,
+    Rollout,
+    Training,
+)
+
+TASK = "jaxrlhf.data.documents:haystack"
+LONGEST_PROMPT = 4096 + 320
+"""Tokens of text and question, and room in a row for a group's responses beside its prompt."""
+
+
+def get_config() -> Config:
+    """The run."""
+    return Config(
+        name="grpo_haystack",
+        model=FromScratch(
+            hidden_size=64,
+            intermediate_size=192,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=2,
+            rope_theta=1e6,
+        ),
+        data=Generated(TASK, arguments=("tokens=4096",), train_problems=512, eval_problems=64),
+        rewards=Rewards(parts=(FunctionReward("jaxrlhf.data.documents:all_found"),)),
+        cold_start=ColdStart(
+            steps=250,
+            data=Generated(TASK, arguments=("tokens=256", "shortest=12"), train_problems=16_000),
+            max_prompt_tokens=288,
+            algorithm=SFT(examples_per_update=64),
+            optimizer=Optimizer(learning_rate=6e-3, warmup_updates=10, decay="linear", weight_decay=0.0),
+        ),
+        algorithm=GRPO(responses_per_update=128),
+        rollout=Rollout(
+            prompts_per_step=4, responses_per_prompt=32, max_prompt_tokens=LONGEST_PROMPT, max_response_tokens=8
+        ),
+        actor=Training(
+            optimizer=Optimizer(learning_rate=2e-3, warmup_updates=2, decay="linear", weight_decay=0.0),
+            tokens_per_microbatch=LONGEST_PROMPT + 8,
+        ),
+        steps=16,
+        evaluation=Evaluation(every_steps=4, problems=64),
+    )
