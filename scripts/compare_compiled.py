@@ -12,21 +12,25 @@ what plans say there, without compilers. These are from `jaxrlhf[compile]`.
 import argparse
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pages import written
 
 from jaxrlhf.config import Config, Layout, Lora, load, override
+from jaxrlhf.models.huggingface.config import write_fields
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
 from jaxrlhf.planner.cost.programs import GENERATION, ExpectedPrograms
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.trainer.programs import lower_plan
 
@@ -41,9 +45,10 @@ class Case:
 
     Attributes:
       tokens: `tokens_per_microbatch`, over all devices.
-      longest: Most tokens of a sequence, half of them the response's.
+      longest: Most tokens of a sequence, half of them the response's. A model of fewer positions is given as many.
       response: Most tokens of a response, where they are not half.
       group: Responses of a step, all to one prompt; None is as many groups as the recipe has.
+      prompts: Prompts of a step of two updates, each with eight responses; None is those of the recipe.
     """
 
     model: str
@@ -54,12 +59,13 @@ class Case:
     longest: int = 1024
     response: int | None = None
     group: int | None = None
+    prompts: int | None = None
 
     def config(self) -> Config:
         """GRPO with groups of responses."""
         response = self.response or self.longest // 2
         settings: dict[str, Any] = {
-            "model.path": self.model,
+            "model.path": long_enough(self.model, self.longest),
             "compute_dtype": "bfloat16",
             "actor.layout": self.layout,
             "actor.remat": self.remat,
@@ -71,12 +77,27 @@ class Case:
             "devices": None,
             "kl": None,
         }
+        if self.prompts is not None:
+            settings |= {"rollout.prompts_per_step": self.prompts, "rollout.responses_per_prompt": 8}
+            settings["algorithm.responses_per_update"] = 4 * self.prompts
         config = load("grpo_gsm8k")
         settings["algorithm.kl"] = settings.pop("kl")
         if self.group is not None:
             settings |= {"rollout.prompts_per_step": 1, "rollout.responses_per_prompt": self.group}
             settings["algorithm.responses_per_update"] = self.group
         return override(config, settings)
+
+
+@cache
+def long_enough(model: str, positions: int) -> str:
+    """Path of a checkpoint's shape, which for rows longer than its positions says that it has as many."""
+    shape, _ = shape_of(model)
+    if positions <= shape.max_positions:
+        return model
+    folder = Path(tempfile.mkdtemp())
+    fields = write_fields(replace(shape, max_positions=positions), "lm", dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return str(folder)
 
 
 SEVEN, EIGHT, MIXTURE = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
@@ -93,6 +114,13 @@ CASES = {
     "7B rows of 32k": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "full", tokens=8 * 2**15, longest=2**15),
     "7B rows of 32k context": Case(
         SEVEN, Layout(fsdp=2, context=4, generation_tensor=2), "full", tokens=2 * 2**15, longest=2**15
+    ),
+    "7B rows of 128k context": Case(SEVEN, Layout(context=8), "full", tokens=2**17, longest=2**17, prompts=8),
+    "7B rows of 128k context, offloaded": Case(
+        SEVEN, Layout(context=8), "offload", tokens=2**17, longest=2**17, prompts=8
+    ),
+    "7B rows of 1M context": Case(
+        SEVEN, Layout(fsdp=2, context=32), "full", tokens=2 * 2**20, longest=2**20, prompts=8
     ),
     "8B rows of 128k context": Case(EIGHT, Layout(context=8), "full", tokens=2**17, longest=2**17),
     "7B 128k prompt, 32 responses": Case(

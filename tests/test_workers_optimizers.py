@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_workers_gradient import ALGORITHM, POLICY, build, config, experience, part_of
 
@@ -15,6 +16,7 @@ from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import Param, declare, init_params, path_name
 from jaxrlhf.optimizers import optimizer as optimizers
 from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
+from jaxrlhf.optimizers.rounded import rounded, stochastically_rounded
 from jaxrlhf.optimizers.state import state_bytes_per_weight, state_layout
 from jaxrlhf.trainer.policy import average_of
 
@@ -23,6 +25,7 @@ MUON = Optimizer(
     arguments=("consistent_rms=0.2", "eps=1e-4"),  # Adam turns rounding of tiny slopes into whole steps
     learning_rate=1e-2,
 )
+SMALL = Optimizer(state_dtype="bfloat16", learning_rate=1e-2, eps=1e-4)
 FACTORED = ("min_dim_size_to_factor=8", "multiply_by_parameter_scale=False")
 ADAFACTOR = Optimizer(factory="optax:adafactor", arguments=FACTORED, learning_rate=1e-2)
 MODEL = ModelConfig(
@@ -104,6 +107,7 @@ def test_bytes_of_a_weight_are_those_of_the_state():
     layers = layers_of(MODEL)
     assert state_bytes_per_weight(Optimizer(), declared, layers) == pytest.approx(8, abs=0.01)
     assert state_bytes_per_weight(Optimizer(factory="optax:lion"), declared, layers) == pytest.approx(4, abs=0.01)
+    assert state_bytes_per_weight(SMALL, declared, layers) == pytest.approx(4, abs=0.01)
     assert state_bytes_per_weight(ADAFACTOR, declared, layers) < 2
     assert 4 < state_bytes_per_weight(MUON, declared, layers) < 5.5
     frozen = Optimizer(groups=(ParameterGroup("^layers"), ParameterGroup("^embed$", layers=None)))
@@ -111,6 +115,34 @@ def test_bytes_of_a_weight_are_those_of_the_state():
     trained = weights["head"] + weights["final_norm"]
     expected = 8 * trained / sum(weights.values())
     assert state_bytes_per_weight(frozen, declared, layers) == pytest.approx(expected, rel=0.01)
+
+
+def test_moments_in_bfloat16_are_rounded_to_a_neighbour_and_on_average_not_at_all():
+    exact = np.float32([1.001, -1.001, 3.0, 0.0, 1e-30, 255.7])
+    bits = jnp.arange(2**16, dtype=jnp.uint16)[:, None] + jnp.zeros((1, 6), jnp.uint16)  # each as often as the others
+    found = np.float32(stochastically_rounded(jnp.tile(exact, (2**16, 1)), bits))
+    assert all(len(set(column)) == (1 if float(jnp.bfloat16(number)) == number else 2)
+               for column, number in zip(found.T, exact, strict=True))  # fmt: skip
+    assert (np.abs(found - exact) < 2**-7 * np.abs(exact) + 1e-38).all()
+    np.testing.assert_allclose(found.mean(axis=0, dtype=np.float64), exact, rtol=1e-6)
+
+
+def test_a_second_moment_in_bfloat16_follows_gradients_that_rounding_to_the_nearest_would_lose():
+    params = {"weight": jnp.zeros(4096)}
+    optimizer = rounded(optax.adamw(1.0))
+
+    @jax.jit
+    def moments_after(size, state, first, last):
+        step = lambda _, state: optimizer.update({"weight": jnp.full(4096, size)}, state, params)[1]  # noqa: E731
+        return jax.lax.fori_loop(first, last, step, state)
+
+    large = moments_after(1.0, optimizer.init(params), 0, 500)
+    nu = np.float32(large.state[0].nu["weight"])
+    assert large.state[0].nu["weight"].dtype == large.state[0].mu["weight"].dtype == jnp.bfloat16
+    assert nu.mean() == pytest.approx(1 - 0.999**500, rel=5e-3)
+    assert len(set(nu)) > 1, "entries are drawn apart"
+    small = moments_after(0.01, large, 0, 500)
+    np.testing.assert_allclose(np.float32(small.state[0].nu["weight"]).mean(), nu.mean() * 0.999**500, rtol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +161,7 @@ def test_a_factory_that_makes_no_optimizer_is_refused(settings):
 def test_settings_that_the_factory_or_adamw_would_not_read_are_refused(refused):
     for settings in (
         {"factory": "optax:lion", "weight_decay": 0.1},
+        {"factory": "optax:lion", "state_dtype": "bfloat16"},
         {"arguments": ("b1=0.9",)},
         {"factory": "optax:lion", "arguments": ("b1",)},
         {"factory": "optax:lion", "arguments": ("learning_rate=0.1",)},
@@ -254,7 +287,7 @@ def test_the_average_of_the_weights_is_saved_with_the_optimizer_and_exported_fro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [MUON, ADAFACTOR], ids=["muon", "adafactor"])
+@pytest.mark.parametrize("settings", [MUON, ADAFACTOR, SMALL], ids=["muon", "adafactor", "bfloat16"])
 def test_one_device_and_eight_learn_alike_and_resume_bitwise(settings, tmp_path):
     alone, eight = actor_of(settings, devices=1), actor_of(settings, devices=8)
     before = jax.tree.map(np.asarray, alone.trained.tree)

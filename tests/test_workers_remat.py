@@ -2,15 +2,20 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_runs import get_config
 from unit_machines import FREE, UNIT, WORK, trained, weights_of
 
-from jaxrlhf.config import Layout, Lora
+from jaxrlhf.config import Layout, Lora, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.models import Execution, hidden_states, init_params
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost.batches import batch_of
 from jaxrlhf.planner.cost.cost import update_cost
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
@@ -53,7 +58,7 @@ def most(builder: Builder) -> int:
     return high
 
 
-@pytest.mark.parametrize(("setting", "on"), [("full", True), ("none", False)])
+@pytest.mark.parametrize(("setting", "on"), [("full", True), ("offload", True), ("none", False)])
 def test_what_is_configured_holds_whatever_the_memory(setting: str, on: bool) -> None:
     builder = built(setting)
     assert {role: choice.on for role, choice in builder.remat.items()} == {"actor": on, "critic": on}
@@ -106,18 +111,46 @@ def test_a_cold_start_trains_all_weights_of_the_actor_and_no_more_than_adapters_
 
 
 def test_the_table_says_what_was_chosen_and_why() -> None:
-    for setting, value in [("auto", "full"), ("full", "full"), ("none", "none")]:
+    for setting, value in [("auto", "full"), ("full", "full"), ("offload", "offload"), ("none", "none")]:
         builder = built(setting)
         rows = {row[:2]: row[2:] for row in pool_rows(builder)}
         assert rows["actor", "remat"] == rows["critic", "remat"] == (value, builder.remat["actor"].why)
+        assert ("on the host anyway" in rows["actor", "remat"][1]) == (setting == "offload")
     assert rows["actor", "remat"][1] == "as configured"
 
 
 def test_workers_do_what_was_chosen() -> None:
-    for setting, on in [("auto", True), ("none", False)]:
+    for setting, on in [("auto", True), ("offload", True), ("none", False)]:
         builder = built(setting, roles=("actor", "critic"))
         workers = builder.workers(Phase(builder.config, ("actor", "critic"), total_updates=1))
-        assert workers["actor"].setup.execution.remat == workers["critic"].setup.execution.remat == on
+        for worker in workers.values():
+            assert worker.setup.execution.remat == on
+            assert worker.setup.execution.offloads == (setting == "offload")
+
+
+def test_inputs_of_layers_go_to_host_memory_and_come_back_with_the_same_numbers() -> None:
+    config = ModelConfig("qwen2", 64, 32, 64, 3, 4, 2, 8, qkv_bias=True)
+    params = init_params(config, "lm", jax.random.key(0))
+    token_RW = jax.random.randint(jax.random.key(1), (2, 24), 0, 64)
+    rows = token_RW, jnp.tile(jnp.arange(24), (2, 1)), jnp.ones_like(token_RW)
+
+    def gradient(**how: bool) -> Any:
+        execution = Execution(**how)
+        return jax.jit(
+            jax.grad(lambda p: hidden_states(p, config, *rows, execution=execution).hidden_RWD[..., 0].sum())
+        )
+
+    full, offload = (gradient(remat=True, offloads=offloads) for offloads in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, full(params), offload(params))
+    # On CPU they stay; what other compilers are told does not depend on the machine.
+    texts = [program.trace(params).lower(lowering_platforms=("cuda",)).as_text() for program in (full, offload)]
+    assert [text.count('placement = "pinned_host"') for text in texts] == [0, 1], "each turn of the loop sends its own"
+    assert [text.count('placement = "device"') for text in texts] == [0, 1]
+
+
+def test_stages_do_not_offload(refused) -> None:
+    with refused():
+        Training(remat="offload", layout=Layout(stage=2))
 
 
 # Plans.
@@ -147,3 +180,14 @@ def test_a_plan_keeps_activations_where_the_run_would() -> None:
     assert waiting.seconds == simulated(kept, FREE).seconds
     with pytest.raises(AssertionError, match="settles"):
         update_cost(free, Layout(1), WORK, Software(), UNIT)
+
+
+def test_a_plan_counts_what_waits_on_the_host_and_its_way_there_and_back() -> None:
+    full = trained(LARGE, remat=True)
+    cases = [simulated(role, FREE).steps[-1] for role in (full, replace(full, offloads=True))]
+    tokens, updates = WORK.responses * (WORK.prompt_tokens + WORK.response_tokens) / WORK.updates, WORK.updates
+    layer = batch_of(full, Layout(1), WORK.responses / WORK.updates, WORK, Software()).tokens * LARGE.hidden_size * 2
+    assert cases[0].held_bytes - cases[1].held_bytes == pytest.approx((LARGE.num_layers - 2) * layer)
+    moved = 2 * tokens * updates * LARGE.num_layers * LARGE.hidden_size * 2
+    assert cases[1].cost.host_s - cases[0].cost.host_s == pytest.approx(moved / UNIT.host_bytes_per_s)
+    assert replace(cases[1].cost, host_s=0.0) == replace(cases[0].cost, host_s=0.0)

@@ -4,7 +4,7 @@
 
 One epoch of 92858 comparisons, from the policy of `tldr_sft.py`; `tldr_ppo.py` is next.
 
-Planned: Qwen2.5-1.5B on h100x1x1 36 of 75 GiB of a device, 1.8 s a step, 0.7 h.
+Planned: Qwen2.5-1.5B on h100x1x1 38 of 75 GiB of a device, 1.8 s a step, 0.7 h.
 
 Source: Huang et al. 2024 (arXiv:2403.17031) for batch and learning rate, there with Pythia; the comparisons are
 Stiennon et al. 2020 (arXiv:2009.01325).

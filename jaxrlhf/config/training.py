@@ -116,7 +116,7 @@ class ParameterGroup(Settings):
             raise Refusal(f"ParameterGroup.pattern={self.pattern!r} is no regular expression: {error}") from error
 
 
-ADAMW = ("beta1", "beta2", "eps", "weight_decay")
+ADAMW = ("beta1", "beta2", "eps", "weight_decay", "state_dtype")
 """Settings of `Optimizer` that AdamW alone reads."""
 
 
@@ -132,6 +132,8 @@ class Optimizer(Settings):
       arguments: Arguments of the factory, each a name and a Python literal such as `consistent_rms=0.2` or `mode='a'`.
       warmup_updates: Updates over which the learning rate rises from 0.
       decay: `constant`, or down to 0 over the run's updates.
+      state_dtype: Dtype that AdamW's two moments are kept in; `bfloat16` halves them, rounded up or down at random so
+        that small changes are not lost (stochastic rounding).
       max_grad_norm: Gradients are scaled down to this global norm.
       groups: Parameters with learning rates of their own, or frozen; of several that name one the first counts.
       average_decay: Decay of an exponential average of the weights over updates (EMA), kept beside the moments at 4
@@ -148,6 +150,7 @@ class Optimizer(Settings):
     beta2: Share[float] = 0.999
     eps: Finite[Positive[float]] = 1e-8
     weight_decay: Finite[NotNegative[float]] = 0.01
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
     max_grad_norm: Positive[float] = 1.0
     groups: tuple[ParameterGroup, ...] = ()
     average_decay: Share[float] | None = None
@@ -174,6 +177,11 @@ class Optimizer(Settings):
         )
 
     @property
+    def moment_bytes(self) -> int:
+        """Bytes of AdamW's two moments of a weight."""
+        return 8 if self.state_dtype == "float32" else 4
+
+    @property
     def keywords(self) -> dict[str, Any]:
         """Arguments of the factory by name.
 
@@ -183,7 +191,7 @@ class Optimizer(Settings):
         return literals(self.arguments, "Optimizer.arguments")
 
 
-Remat = Literal["auto", "full", "none"]
+Remat = Literal["auto", "full", "offload", "none"]
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,7 @@ class Training(Settings):
       tokens_per_microbatch: Tokens, padding included, of one forward-backward over all devices of the role, at most.
         Smaller saves memory; the gradient does not change.
       remat: Rematerialisation: in the backward pass `full` computes each layer again from its input, `none` nothing.
+        `offload` is `full` with the inputs in host memory meanwhile; on CPU, whose memory is the host's, they stay.
         `auto` is `none` on an accelerator that has the memory by the estimate in the table of derived settings, else
         `full`; on CPU `full` is faster.
       lora: Adapters to train beside frozen weights; None trains the weights.
@@ -218,6 +227,11 @@ class Training(Settings):
             self.lora is None or self.optimizer.average_decay is None,
             f"Optimizer.average_decay={self.optimizer.average_decay} averages whole weights, and lora trains adapters "
             "beside them; drop one",
+        )
+        require(
+            self.remat != "offload" or self.layout.stage == 1,
+            f"Training.remat='offload' sends the inputs of layers to host memory, and layout.stage={self.layout.stage} "
+            "hands them from stage to stage; use remat='full', or fsdp or tensor in place of stages",
         )
         rate, part = self.optimizer.vision_learning_rate, "decoder" if self.lora is None else self.lora.part
         require(

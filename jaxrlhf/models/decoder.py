@@ -5,7 +5,6 @@ cast to the activation dtype where it is used, so a sharded gather moves the sma
 Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.score_mod import BothWays
-from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
+from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -29,7 +28,16 @@ from jaxrlhf.models.residual.embedding import looked_up
 from jaxrlhf.models.residual.layer_inputs import layer_inputs
 from jaxrlhf.models.residual.streams import gathered, spread
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.stack import Flow, Layers, cache_places, nothing_lent, run_layers, split_by_stack, stacks
+from jaxrlhf.models.stack import (
+    Flow,
+    Layers,
+    cache_places,
+    nothing_lent,
+    rematerialised,
+    run_layers,
+    split_by_stack,
+    stacks,
+)
 from jaxrlhf.models.vision.rows import ImageRows
 from jaxrlhf.models.vision.tower import Seen, see
 
@@ -131,12 +139,9 @@ def hidden_states(
             )
             return flow.passed(name, _deeper(sight, hidden_RWD, layer), kept), {"router": routed}
 
-        # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
-        kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-        checkpoint = partial(jax.checkpoint, prevent_cse=False, policy=kept, static_argnums=(0,))
         extras = {name: (replayed.get(name), inputs.get(name)) for name in layers}
         flow = Flow(hidden_RWD, nothing_lent(config, hidden_RWD, execution))
-        flow, outputs = run_layers(config, checkpoint(step) if execution.remat else step, flow, layers, extras)
+        flow, outputs = run_layers(config, rematerialised(step, execution), flow, layers, extras)
         return flow.hidden, outputs
 
     within = segment_RW if sight is None else sight.within(segment_RW)

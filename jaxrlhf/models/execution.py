@@ -27,6 +27,7 @@ class Execution:
     Attributes:
       dtype: Dtype of activations and of the cache.
       remat: True to keep only each layer's input for the backward pass and compute the rest again.
+      offloads: True to have what is kept wait in host memory; only with `remat`.
       rows_kernel: Kernel of attention of packed rows and of prompts.
       decode_kernel: Kernel of attention of one token per slot.
       pages_kernel: Kernel of attention to pages; None where a cache does not lie in pages.
@@ -45,6 +46,7 @@ class Execution:
 
     dtype: Any = jnp.float32
     remat: bool = False
+    offloads: bool = False
     rows_kernel: RowsKernel = "xla"
     decode_kernel: DecodeKernel = "xla"
     pages_kernel: PagesKernel | None = None

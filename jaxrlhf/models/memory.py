@@ -33,7 +33,7 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
       tensor: Ways the layer is split. The residual stream is whole on every device.
       expert: Ways its experts are divided.
     """
-    inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
+    inner = mlp_numbers(model)
     normed = (model.num_heads * model.mean_head_dim + model.mean_kv_width) * model.qk_norm
     normed += model.mean_kv_width * model.value_norm
     given = 0 if model.experts is None else expert * model.hidden_size
@@ -42,6 +42,11 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
     whole = (6 if tensor == 1 else 2) * model.hidden_size + model.norm_parameters + given
     mixed = 4 * model.num_heads * model.mean_head_dim
     return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
+
+
+def mlp_numbers(model: ModelConfig) -> float:
+    """Numbers that one token has inside of a layer's MLP, those of experts not included."""
+    return (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
 
 
 def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
@@ -141,6 +146,9 @@ def training_activation_bytes(
     remat: bool,
     idle_share: float = 0.0,
     gathered: tuple[float, float] = (0.0, 0.0),
+    attended: float = 0.0,
+    widened: float = 0.0,
+    offloads: bool = False,
 ) -> float:
     """Activations and logits of one device while it updates, about, and the weights gathered meanwhile.
 
@@ -152,18 +160,24 @@ def training_activation_bytes(
       row_tokens: Tokens of the row that attention runs over.
       idle_share: Turns of a pipeline in which a stage computes what nobody reads, over the others; it keeps them, too.
       gathered: Bytes of weights that are gathered for layers, and for the head.
+      attended: Numbers of a token's mixed heads on a device where attention is not computed again: with shared prompts
+        rematerialisation keeps them beside each layer's input.
+      offloads: What rematerialisation keeps waits in host memory, but for the layer at work and the one on its way.
+      widened: Bytes by which a layer that is computed again is larger than one that keeps its activations.
     """
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     again = remat or row_tokens >= LONG_ROW
-    kept = layers * (model.stream_width * itemsize if remat else layer) + (0 if again else layers * scores)
+    kept = (min(layers, 2) if offloads else layers) * (
+        (model.stream_width + attended) * itemsize if remat else layer
+    ) + (0 if again else layers * scores)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
     working = layer * remat + scores * _in_strips(row_tokens) * (_at_a_time(row_tokens) + again)
     working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     in_layers, in_head = (
-        tokens * working + gathered[0],
+        tokens * working + gathered[0] + widened * remat,
         2 * head_bytes(model, head, layout, tokens=tokens) + gathered[1],
     )
     return tokens * kept + max(in_layers, in_head)

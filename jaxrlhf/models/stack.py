@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention.kv_cache import Prefix
+from jaxrlhf.models.attention.shared_prefix import ATTENDED
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, SLIDING_LAYERS, STACKS, ModelConfig, Pattern, Run
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
@@ -66,6 +68,34 @@ def nothing_lent(config: ModelConfig, hidden_RWD: Array, execution: Execution) -
 Step = Callable[[str, Flow, tuple[Params, Any]], tuple[Flow, dict[str, Any]]]
 """Function of a stack's name, of what comes to a layer, and of the layer with what is its own, to what goes on from it
 and outputs by name."""
+
+
+_LAYER_INPUT = "layer_input"
+"""Name of the residual stream before a layer."""
+
+
+def rematerialised(step: Step, execution: Execution) -> Step:
+    """The step, which in the backward pass is computed again if the execution says so.
+
+    Kept are its input, and beside it what attention to shared prompts gave: on the devices, or in host memory.
+    """
+    if not execution.remat:
+        return step
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(ATTENDED)
+    if execution.offloads:
+        kept = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_LAYER_INPUT, ATTENDED],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def again(name: str, flow: Flow, each: tuple[Params, Any]) -> tuple[Flow, dict[str, Any]]:
+        return step(name, flow._replace(hidden=checkpoint_name(flow.hidden, _LAYER_INPUT)), each)
+
+    # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
+    return jax.checkpoint(again, prevent_cse=False, policy=kept, static_argnums=(0,))
 
 
 def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> Stacks:

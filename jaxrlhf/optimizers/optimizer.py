@@ -14,6 +14,7 @@ from jaxrlhf.config.named_functions import imported
 from jaxrlhf.models.parameters import Param
 from jaxrlhf.optimizers.average import averaging
 from jaxrlhf.optimizers.groups import ParameterGroups
+from jaxrlhf.optimizers.rounded import rounded
 
 
 def optimizer_of(
@@ -46,7 +47,8 @@ def _made(settings: Optimizer, declared: Params, *, total_updates: int) -> optax
     rate = learning_rate(settings, total_updates=total_updates)
     if settings.factory is None:
         moments = {"b1": settings.beta1, "b2": settings.beta2, "eps": settings.eps}
-        return optax.adamw(rate, **moments, weight_decay=settings.weight_decay)
+        adamw = optax.adamw(rate, **moments, weight_decay=settings.weight_decay)
+        return adamw if settings.state_dtype == "float32" else rounded(adamw)
     factory, arguments = imported(settings.factory, "Optimizer.factory"), settings.keywords
     try:
         if _MATRICES in inspect.signature(factory).parameters:

@@ -126,7 +126,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 passes=_passes(config, name),
                 trained=spec.training is not None,
                 tokens_per_microbatch=settings.tokens_per_microbatch,
-                remat={"auto": None, "full": True, "none": False}[settings.remat],
+                remat={"auto": None, "full": True, "offload": True, "none": False}[settings.remat],
+                offloads=settings.remat == "offload",
                 lora=None if spec.training is None else spec.training.lora,
                 optimizer_bytes=None if spec.training is None else _optimizer_bytes(spec.training, model, spec.head),
             )
@@ -140,9 +141,10 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 
 def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
-    """Bytes that an optimizer keeps for a weight; None for AdamW of all weights, which keeps two moments."""
+    """Bytes that an optimizer keeps for a weight; None for AdamW of all weights, which keeps two float32 moments."""
     optimizer = training.optimizer
-    if optimizer.factory is None and not optimizer.groups and optimizer.average_decay is None:
+    plain = optimizer.factory is None and optimizer.state_dtype == "float32"
+    if plain and not optimizer.groups and optimizer.average_decay is None:
         return None
     declared = declare(model, head) if training.lora is None else declare_adapters(model, head, training.lora)
     return state_bytes_per_weight(optimizer, declared, layers_of(model))
@@ -214,6 +216,7 @@ def software_of(config: Config, hardware: Hardware, generator: ModelConfig | Non
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
         casts_ahead=platform == "tpu",
         copies_gradients=platform == "tpu",
+        widens_mlp=platform == "tpu",
         pages=generator is not None and lies_in_pages(generator, platform, cache=config.rollout.cache),
         cache_lanes=128 if platform == "tpu" else 1,
         orders_weights=platform == "gpu",

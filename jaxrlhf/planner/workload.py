@@ -56,6 +56,7 @@ class Role:
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
       remat: Layers are recomputed in the backward pass; None decides by the room for their activations, and
         recomputes where JAX simulates devices on one processor.
+      offloads: Inputs of layers that are recomputed wait in host memory.
       within_machine: Stages and tensor shards of one copy may not cross machines.
       lora: Adapters are trained, beside weights in the compute dtype.
       optimizer_bytes: Bytes that its optimizer keeps for a weight; None is what the software's keeps.
@@ -70,6 +71,7 @@ class Role:
     tokens_per_microbatch: int | None = None
     rows_per_microbatch: int = 1
     remat: bool | None = True
+    offloads: bool = False
     within_machine: bool = False
     lora: Lora | None = None
     optimizer_bytes: float | None = None
@@ -107,8 +109,9 @@ class Software:
       orders_weights: Matrices that are split along other than their first dimension, experts and those that lead back
         to the residual stream, get another order of dimensions before all layers run, that in which gathering
         appends: XLA for GPUs gives a loop's input the order that its body wants.
-      copies_gradients: Where weights are split by width, a device's part of a microbatch's gradient is there once more:
-        by so much XLA for TPUs allocates more than its program's loops hold (docs/accelerators.md).
+      copies_gradients: Where weights are split by width, a device's part of a microbatch's gradient is there once more
+        in the compute dtype, in which XLA for TPUs gathers it from the layers; that of experts as it is.
+      widens_mlp: Layers that are computed again have the MLP's activations in float32, as XLA for TPUs allocates them.
       pages: The cache lies in pages, of which responses to one prompt share those that it fills.
       cache_lanes: Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
@@ -134,6 +137,7 @@ class Software:
     orders_weights: bool = False
     copies_gradients: bool = False
     pages: bool = False
+    widens_mlp: bool = False
     cache_lanes: int = 1
 
     @property

@@ -134,7 +134,7 @@ def lower_plan(
     expected = ExpectedPrograms(problem, plan)
     config = planned_config(config, plan)
     roles = {role: role if role == "actor" else f"algorithm.{role}" for role in expected.remat}
-    config = override(config, {f"{roles[role]}.remat": "full" if on else "none" for role, on in expected.remat.items()})
+    config = override(config, {f"{roles[role]}.remat": how for role, how in expected.remat.items()})
     with TemporaryDirectory() as folder:
         return lower_programs(described(config, Path(folder)), embedded_tokenizer(), devices, generation=generation)
 

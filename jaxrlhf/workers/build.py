@@ -340,7 +340,7 @@ class Builder(PoolRoles):
             self.training(role),
             width=self.in_room(self.width, role),
             longest_response=self.in_room(self.config.rollout.max_response_tokens, role),
-            execution=self.execution(role, remat=role in self.remat and self.remat[role].on),
+            execution=self.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
             progress=self.progress,
             offload=parts,
             temperature=self.config.rollout.sampling.temperature,

@@ -87,9 +87,9 @@ class PoolRoles:
         """The training mesh of a role."""
         return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
 
-    def execution(self, role: str, *, remat: bool = False) -> Execution:
-        """Execution of a role in its training layout."""
-        return choose_execution(
+    def execution(self, role: str, *, remat: str = "none") -> Execution:
+        """Execution of a role in its training layout; `remat` as `Training` has it, settled."""
+        execution = choose_execution(
             self.model_of(role),
             self.dtype,
             self.mesh(role),
@@ -99,9 +99,10 @@ class PoolRoles:
             stage_axes=STAGE_AXES,
             weight_axes=WEIGHT_AXES,
             token_axes=TOKEN_AXES,
-            remat=remat,
+            remat=remat != "none",
             wanted=self.config.attention,
         )
+        return replace(execution, offloads=remat == "offload")
 
     def model_of(self, role: str) -> AnyModel:
         """Shape of a role's model."""

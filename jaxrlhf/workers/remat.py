@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,42 +15,50 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, TOKEN_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 from jaxrlhf.workers.pool_roles import PoolRoles
 
-_WEIGHT, _MOMENTS, _GRADIENTS = 4, 8, 8
-"""Bytes of a trained weight: itself, its two moments, and while it is updated a microbatch's gradient and the sum."""
+_WEIGHT, _GRADIENTS = 4, 8
+"""Bytes of a trained weight beside its moments: itself, and while it is updated a microbatch's gradient and the sum."""
 
 
 class RematChoice(NamedTuple):
     """Choice for one role.
 
     Attributes:
-      on: True if layers are computed again.
+      kind: `none`, `full`, or `offload`, as `Training.remat` has them.
       why: Reason, for the table at the start.
     """
 
-    on: bool
+    kind: Literal["none", "full", "offload"]
     why: str
+
+    @property
+    def on(self) -> bool:
+        """True if layers are computed again."""
+        return self.kind != "none"
 
 
 def choose_remat(on: PoolRoles, role: str) -> RematChoice:
     """Resolve `Training.remat` of a role on its pool."""
     setting, devices = on.training(role).remat, on.pool.devices
     if isinstance(on.model_of(role), CausalLM):
-        if setting == "full":
+        if setting in ("full", "offload"):
             raise Refusal(
-                f"{role}.remat='full' is for the layers of the decoder; a model of your own says itself what is "
+                f"{role}.remat={setting!r} is for the layers of the decoder; a model of your own says itself what is "
                 "computed again (nnx.remat), leave remat at 'auto'"
             )
-        return RematChoice(False, "a model of your own says itself what is computed again")
+        return RematChoice("none", "a model of your own says itself what is computed again")
     if setting != "auto":
-        return RematChoice(setting == "full", "as configured")
+        stay = setting == "offload" and devices[0].platform == "cpu"
+        return RematChoice(setting, "as configured" + (", and inputs of layers are on the host anyway" if stay else ""))
     if devices[0].platform == "cpu":
-        return RematChoice(True, "remat='auto' on cpu, where computing activations again is faster")
+        return RematChoice("full", "remat='auto' on cpu, where computing activations again is faster")
     memory = device_memory(devices)
     if memory is None:
-        return RematChoice(True, "remat='auto', and the memory of the devices is not known")
+        return RematChoice("full", "remat='auto', and the memory of the devices is not known")
     needed = update_bytes(on, role)
     keeps = keeps_activations(needed, memory)
-    return RematChoice(not keeps, f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept")
+    return RematChoice(
+        "none" if keeps else "full", f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept"
+    )
 
 
 def device_memory(devices: Sequence[jax.Device]) -> int | None:
@@ -69,8 +77,12 @@ def update_bytes(on: PoolRoles, role: str) -> float:
     return activation_bytes(on, role, remat=False) + held
 
 
-def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
-    """Bytes of a microbatch's activations on a device, about, logits included."""
+def activation_bytes(on: PoolRoles, role: str, *, remat: bool, offloads: bool = False) -> float:
+    """Bytes of a microbatch's activations on a device, about, logits included.
+
+    Args:
+      offloads: The inputs of layers are on the host.
+    """
     training, mesh, model = on.training(role), on.mesh(role), on.model_of(role)
     assert isinstance(model, ModelConfig), "models of a user's own choose for themselves"
     row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
@@ -82,6 +94,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
         row_tokens=row_tokens if on.execution(role).rows_kernel == "xla" else 0,  # other kernels keep no scores
         itemsize=on.dtype.itemsize,
         remat=remat,
+        offloads=offloads,
     )
 
 
@@ -106,6 +119,7 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
         learnt = adapters_held(model, training.lora, layout)
     elif training is not None:
         frozen, learnt = 0.0, frozen
-    parts = {"parameters": frozen * compute + learnt * _WEIGHT, "optimizer": learnt * _MOMENTS}
+    moments = 0 if training is None else training.optimizer.moment_bytes
+    parts = {"parameters": frozen * compute + learnt * _WEIGHT, "optimizer": learnt * moments}
     kept = sum(size for part, size in parts.items() if updates or not offloaded(config.offload, role, part))
     return kept + (learnt * _GRADIENTS if updates else 0)

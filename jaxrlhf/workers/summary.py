@@ -88,11 +88,11 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "train state", _bytes(weights), _waits(builder, role) or state),
-        (role, "remat", "full" if remat.on else "none", remat.why),
+        (role, "remat", remat.kind, remat.why),
     ]
     if isinstance(model, CausalLM):  # what it computes with, and keeps, is its own
         return rows
-    activations = activation_bytes(builder, role, remat=remat.on)
+    activations = activation_bytes(builder, role, remat=remat.on, offloads=remat.kind == "offload")
     return [
         *rows,
         (role, "attention", f"rows={builder.execution(role).rows_kernel}", _kernels_from(builder)),
@@ -105,12 +105,15 @@ def _train_state(builder: Builder, role: str) -> tuple[int, str]:
     mesh, weights = builder.mesh(role), builder.weights(role)
     params = weights.trained_params(mesh)
     params_bytes = shard_bytes(params, layout_in(params))
+    optimizer = builder.training(role).optimizer
+    copies = 2 + optimizer.moment_bytes / 4
     if weights.lora is None:
-        return 4 * params_bytes, "per device: float32 weights, gradient, two Adam moments"
+        moments = f"two Adam moments{'' if copies == 4 else ' in bfloat16'}"
+        return int(copies * params_bytes), f"per device: float32 weights, gradient, {moments}"
     trained = shard_bytes(weights.adapter_shapes(), weights.adapter_layout(mesh))
     kind = "frozen" if weights.lora.quantize is None else weights.lora.quantize
-    adapters = f"{_bytes(4 * trained)} for adapters of rank {weights.lora.rank}"
-    return params_bytes + 4 * trained, f"per device: {kind} weights, and {adapters}"
+    adapters = f"{_bytes(int(copies * trained))} for adapters of rank {weights.lora.rank}"
+    return params_bytes + int(copies * trained), f"per device: {kind} weights, and {adapters}"
 
 
 def _waits(builder: Builder, role: str) -> str:

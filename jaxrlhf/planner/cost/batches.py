@@ -20,6 +20,7 @@ class Batch:
       row_tokens: Length of the rows that attention runs over.
       read_tokens: Tokens of a microbatch whose logits are computed.
       attended_tokens: Tokens that attention sees; where prompts are shared, each response with its prompt.
+      shares: Prompts are shared by their responses.
     """
 
     microbatches: int
@@ -28,13 +29,14 @@ class Batch:
     row_tokens: float
     read_tokens: float
     attended_tokens: float
+    shares: bool = False
 
 
 def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
     """Batch of one update or pass over `responses` sequences; shards that get one fewer wait for the others."""
     shards = shards_of(layout)
     length = workload.prompt_tokens + workload.response_tokens
-    sequences = math.ceil(responses / shards)
+    sequences, shares = math.ceil(responses / shards), False
     if role.tokens_per_microbatch is None:
         row_tokens, rows = length, min(sequences, role.rows_per_microbatch)
         microbatches = math.ceil(sequences / rows)
@@ -71,12 +73,12 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     tokens, read, attended = (each / layout.context for each in (tokens, read, attended))
     if layout.stage == 1:
-        return Batch(microbatches, tokens, 1, row_tokens, read, attended)
+        return Batch(microbatches, tokens, 1, row_tokens, read, attended, shares)
     if software.pipeline_parts_per_stage is None:
-        whole = (each * microbatches for each in (read, attended))
-        return Batch(1, tokens * microbatches, microbatches, row_tokens, *whole)
+        read, attended = read * microbatches, attended * microbatches
+        return Batch(1, tokens * microbatches, microbatches, row_tokens, read, attended, shares)
     parts = pipeline_parts(rows, stages=layout.stage, per_stage=software.pipeline_parts_per_stage)
-    return Batch(microbatches, tokens, parts, row_tokens, read, attended)
+    return Batch(microbatches, tokens, parts, row_tokens, read, attended, shares)
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:

@@ -17,7 +17,14 @@ from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
 from jaxrlhf.planner.cost.collectives import DeviceGroup, all_reduce_s, bytes_per_s, latency_s, send_s
-from jaxrlhf.planner.cost.exchanges import exchanged_of, experts_exchange_s, gather_s, heads_exchange_s, lookup_s
+from jaxrlhf.planner.cost.exchanges import (
+    exchanged_of,
+    experts_exchange_s,
+    gather_s,
+    heads_exchange_s,
+    lookup_s,
+    mixed_width,
+)
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
     cache_bytes_per_token,
@@ -87,6 +94,11 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     # Adding a microbatch's gradient reads two and writes one.
     touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
     optimizer = touched / hardware.reached_bytes_per_s
+    if role.remat and role.offloads:  # there and back in each microbatch; nothing is taken to hide it
+        kept = role.model.stream_width + mixed_width(role.model, layout) * batch.shares
+        passes += offload_cost(
+            batch.microbatches * batch.tokens * role.model.num_layers * kept * software.compute_bytes, hardware
+        )
     step = Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s)
     return (passes + step) * workload.updates
 

@@ -83,3 +83,9 @@ def heads_exchange_s(
     sent = tokens * (numbers + gathered) * software.compute_bytes
     # Of what a device has, and of what it is to have gathered, all but one part crosses a link.
     return all_gather_s(sent, group, hardware) + 3 * (group.size - 1) * latency_s(group, hardware)
+
+
+def mixed_width(model: ModelConfig, layout: Layout) -> float:
+    """Numbers that attention makes of a token on its device, those of heads that fill up included."""
+    heads = exchanged_of(model, layout).heads if layout.context > 1 else model.num_heads / layout.tensor
+    return heads * (model.mean_head_dim if model.latent is None else model.latent.value_dim)

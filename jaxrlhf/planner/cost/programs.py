@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from jaxrlhf.config import ROLLOUT, Layout, offloaded
+from jaxrlhf.config import ROLLOUT, Layout, Remat, offloaded
 from jaxrlhf.engine.prefill import CHUNK_TOKENS, PREFILL_TOKENS
 from jaxrlhf.models.memory import inference_activation_bytes
 from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, cache_per_sequence, weights_generating
@@ -43,9 +43,11 @@ class ExpectedPrograms:
             self._roles[role.name] = replace(role, remat=remat)
 
     @property
-    def remat(self) -> Mapping[str, bool]:
-        """Trained roles, and which of them compute layers again."""
-        return {name: bool(role.remat) for name, role in self._roles.items() if role.trained}
+    def remat(self) -> Mapping[str, Remat]:
+        """Rematerialisation of each trained role, settled."""
+        recomputed: Mapping[bool, Remat] = {False: "full", True: "offload"}
+        roles = {name: role for name, role in self._roles.items() if role.trained}
+        return {name: recomputed[role.offloads] if role.remat else "none" for name, role in roles.items()}
 
     def of(self, name: str) -> Expected:
         """Expectation for a program by its name, `role.program[sizes]`."""

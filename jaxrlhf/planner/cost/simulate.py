@@ -11,11 +11,13 @@ from jaxrlhf.models.memory import (
     head_bytes,
     inference_activation_bytes,
     keeps_activations,
+    mlp_numbers,
     training_activation_bytes,
     weights_held,
 )
 from jaxrlhf.planner.cost.batches import Batch, batch_of
 from jaxrlhf.planner.cost.cost import forward_cost, offload_cost, switch_cost, update_cost
+from jaxrlhf.planner.cost.exchanges import mixed_width
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
     routed_weights,
@@ -247,8 +249,12 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
     parts = _parts_at_once(software, layout, batch)
-    copied = software.gradient_bytes * weights_learnt(role.model, role.head, role.lora, layout)
+    copied = software.compute_bytes * weights_learnt(role.model, role.head, role.lora, layout)
+    if role.lora is None:
+        routed = routed_weights(role.model) / layout.copy_devices
+        copied += (software.gradient_bytes - software.compute_bytes) * routed
     copied *= software.copies_gradients and layout.width_shards > 1
+    widened = (4 - software.compute_bytes) * mlp_numbers(role.model) / layout.tensor * software.widens_mlp
     return copied + training_activation_bytes(
         role.model,
         role.head,
@@ -257,6 +263,9 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
         remat=role.remat,
         idle_share=(layout.stage - 1) / parts if software.pipeline_parts_per_stage is not None else 0.0,
         gathered=_gathered_bytes(problem, role, layout),
+        attended=mixed_width(role.model, layout) * batch.shares,
+        offloads=role.offloads,
+        widened=batch.tokens / batch.parts * widened,
         **_sizes(problem, batch),
     )
 
