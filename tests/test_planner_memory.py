@@ -24,9 +24,6 @@ from jaxrlhf.models.memory import (
     training_activation_bytes,
     weights_held,
 )
-from jaxrlhf.planner.cost import simulate
-from jaxrlhf.planner.cost.batches import batch_of
-from jaxrlhf.planner.cost.exchanges import mixed_width
 from jaxrlhf.planner.cost.memory import cache_bytes, cache_bytes_per_token, cache_per_sequence, weights_generating
 from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
@@ -244,33 +241,6 @@ def test_gradients_that_are_copied_are_there_once_more_where_weights_are_split_b
         assert more == pytest.approx(HALVES.compute_bytes * count * width)
         whole = needed(role, copies_gradients=True, gradient_bytes=4) - needed(role, gradient_bytes=4)
         assert whole == pytest.approx(more), "layers' gradients are gathered in the compute dtype"
-
-
-def test_what_layers_that_are_computed_again_hold_on_tpus_and_with_shared_prompts(monkeypatch) -> None:
-    def needed(role: Role, layout: Layout = ALONE, **changes: Any) -> float:
-        return update_bytes(PlacementProblem((role,), WORK, replace(HALVES, **changes), UNIT), role, layout)
-
-    again, kept = trained(DENSE, remat=True), trained(DENSE, remat=False)
-    assert needed(kept, widens_mlp=True) == needed(kept)
-    for tensor in (1, 2):
-        layout = Layout(1, tensor=tensor)
-        tokens = batch_of(again, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, HALVES).tokens
-        more = needed(again, layout, widens_mlp=True) - needed(again, layout)
-        assert more == pytest.approx(tokens * 6 * DENSE.intermediate_size / tensor * 2), "two bytes more of each"
-
-    packed = replace(again, tokens_per_microbatch=240)
-    for layout in (ALONE, Layout(1, context=2)):
-        shared = replace(HALVES, shares_prompts=True)
-        batch = batch_of(packed, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, shared)
-        assert batch.shares
-        with monkeypatch.context() as patch:
-            patch.setattr(simulate, "mixed_width", lambda *_: 0.0)
-            inputs_alone = needed(packed, layout, shares_prompts=True)
-        more = needed(packed, layout, shares_prompts=True) - inputs_alone
-        assert more == pytest.approx(batch.tokens * DENSE.num_layers * DENSE.num_heads * DENSE.head_dim * 2)
-    wide = replace(DENSE, num_heads=28, num_kv_heads=4)
-    assert mixed_width(wide, Layout(1, context=8)) == 32 * wide.head_dim, "heads that fill up are kept as well"
-    assert mixed_width(wide, Layout(1, tensor=4)) == 7 * wide.head_dim
 
 
 def test_scoring_holds_about_what_xla_allocates() -> None:

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import get_config
-from unit_machines import FREE, UNIT, WORK, trained, weights_of
+from unit_machines import DENSE, FREE, HALVES, UNIT, WORK, trained, weights_of
 
 from jaxrlhf.config import Layout, Lora, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models import Execution, hidden_states, init_params
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost import simulate
 from jaxrlhf.planner.cost.batches import batch_of
 from jaxrlhf.planner.cost.cost import update_cost
-from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.cost.exchanges import mixed_width
+from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.sharding.pool import ResourcePool
@@ -156,6 +158,7 @@ def test_stages_do_not_offload(refused) -> None:
 # Plans.
 
 
+ALONE = Layout(1)
 LARGE = ModelConfig("llama", 1000, 256, 1024, 8, 4, 4, 64)
 
 
@@ -191,3 +194,30 @@ def test_a_plan_counts_what_waits_on_the_host_and_its_way_there_and_back() -> No
     moved = 2 * tokens * updates * LARGE.num_layers * LARGE.hidden_size * 2
     assert cases[1].cost.host_s - cases[0].cost.host_s == pytest.approx(moved / UNIT.host_bytes_per_s)
     assert replace(cases[1].cost, host_s=0.0) == replace(cases[0].cost, host_s=0.0)
+
+
+def test_what_layers_that_are_computed_again_hold_on_tpus_and_with_shared_prompts(monkeypatch) -> None:
+    def needed(role: Role, layout: Layout = ALONE, **changes: Any) -> float:
+        return update_bytes(PlacementProblem((role,), WORK, replace(HALVES, **changes), UNIT), role, layout)
+
+    again, kept = trained(DENSE, remat=True), trained(DENSE, remat=False)
+    assert needed(kept, widens_mlp=True) == needed(kept)
+    for tensor in (1, 2):
+        layout = Layout(1, tensor=tensor)
+        tokens = batch_of(again, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, HALVES).tokens
+        more = needed(again, layout, widens_mlp=True) - needed(again, layout)
+        assert more == pytest.approx(tokens * 6 * DENSE.intermediate_size / tensor * 2), "two bytes more of each"
+
+    packed = replace(again, tokens_per_microbatch=240)
+    for layout in (ALONE, Layout(1, context=2)):
+        shared = replace(HALVES, shares_prompts=True)
+        batch = batch_of(packed, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, shared)
+        assert batch.shares
+        with monkeypatch.context() as patch:
+            patch.setattr(simulate, "mixed_width", lambda *_: 0.0)
+            inputs_alone = needed(packed, layout, shares_prompts=True)
+        more = needed(packed, layout, shares_prompts=True) - inputs_alone
+        assert more == pytest.approx(batch.tokens * DENSE.num_layers * DENSE.num_heads * DENSE.head_dim * 2)
+    wide = replace(DENSE, num_heads=28, num_kv_heads=4)
+    assert mixed_width(wide, Layout(1, context=8)) == 32 * wide.head_dim, "heads that fill up are kept as well"
+    assert mixed_width(wide, Layout(1, tensor=4)) == 7 * wide.head_dim
