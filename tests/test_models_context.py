@@ -21,6 +21,7 @@ KINDS = {
     "plain": EIGHT,
     "one key": replace(EIGHT, num_kv_heads=1),
     "seven heads to a key, and sinks": replace(EIGHT, num_heads=14, num_kv_heads=2, attention_sinks=True),
+    "fewer heads than devices": replace(EIGHT, num_heads=6, num_kv_heads=2),
     "windows and soft caps": replace(
         EIGHT, family="gemma3_text", sliding_window=9, sliding_layers=(True, False), attn_logit_softcapping=3.0
     ),
@@ -71,6 +72,7 @@ def whole():
                 ("plain", {"context": 4, "tensor": 2}),
                 ("plain", {"data": 2, "fsdp": 2, "context": 2}),
                 ("one key", {"context": 8}),
+                ("fewer heads than devices", {"context": 8}),
                 ("seven heads to a key, and sinks", {"context": 8}),
                 ("windows and soft caps", {"context": 4}),
                 ("windows and soft caps", {"data": 2, "context": 2, "tensor": 2}),
@@ -180,6 +182,7 @@ def test_heads_are_filled_up_as_little_as_can_be():
     """Copies of keys, keys and queries to each, of one tensor shard."""
     assert exchanged_heads(8, 4, 8) == (1, 8, 4)  # Qwen3-8B
     assert exchanged_heads(4, 7, 8) == (2, 8, 4)  # Qwen2.5-7B: 28 heads become 32
+    assert exchanged_heads(4, 7, 32).heads == 32  # four devices of 32 have zeros alone
     assert exchanged_heads(4, 7, 4) == (1, 4, 7)
     assert exchanged_heads(2, 7, 4) == (2, 4, 4)  # Qwen2.5-0.5B: 14 become 16
     assert exchanged_heads(1, 8, 8) == (8, 8, 1)

@@ -27,6 +27,7 @@ def test_fewer_heads_than_devices_that_split_rows_are_refused(refused) -> None:
         with refused():
             weights().layout(factored_mesh(layout, jax.devices()))
     weights(num_heads=6, num_kv_heads=6).layout(factored_mesh(Layout(context=4), jax.devices()))  # as eight, two empty
+    weights(num_heads=6, num_kv_heads=6).layout(factored_mesh(Layout(context=8), jax.devices()))  # two have none
 
 
 def test_rows_with_pictures_are_not_split(refused) -> None:

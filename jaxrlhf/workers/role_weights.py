@@ -86,12 +86,12 @@ class RoleWeights:
                 f"{self.role}: context={context} splits the tokens of rows, and the pictures of this model's rows are "
                 f"not split yet; use fsdp={context}"
             )
-        if context * tensor > self.model.num_heads:
+        if 3 * context * tensor > 4 * self.model.num_heads:
             most = self.model.num_heads // tensor
             raise Refusal(
                 f"{self.role}: context={context} x tensor={tensor} devices exchange tokens for heads of attention, of "
-                f"which this model has {self.model.num_heads}; use at most context={most}, and fsdp or data for the "
-                "other devices"
+                f"which this model has {self.model.num_heads}, and more than a quarter would have none; use at most "
+                f"context={most}, and fsdp or data for the other devices"
             )
 
     def adapter_shapes(self) -> Params:
