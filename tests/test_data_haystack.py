@@ -73,8 +73,8 @@ def test_a_cold_start_reads_data_of_its_own_and_shorter_prompts():
     cold, run = (load_data(phase, embedded_tokenizer()).train.problems for phase in config.phases)
     assert (len(cold), len(run)) == (64, 8)
     assert min(cold.prompt_tokens.lengths) > 20 and max(cold.prompt_tokens.lengths) <= 288
-    assert set(run.prompt_tokens.lengths) == {4105}
-    assert [phase.rollout.width for phase in config.phases] == [296, 4424]
+    assert set(run.prompt_tokens.lengths) == {1033}
+    assert [phase.rollout.width for phase in config.phases] == [296, 1280]
 
 
 def test_arguments_that_a_function_does_not_take_are_refused(refused):

@@ -40,6 +40,7 @@ MOVES = {
         ["vapo/imitation_loss" in record for record in logged] == [False] * 3 + [True] * 3
         and all(0 < record["vapo/lambda_mean"] < 1 for record in logged)
     ),
+    "rows over two devices": lambda logged: len({record["actor/grad_norm"] for record in logged}) == len(logged),
     "DAPO": lambda logged: max(record["group/generated"] for record in logged[:2]) > 8,
     "RewardModel": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
     "PRIME": prime_moves,  # its process reward model

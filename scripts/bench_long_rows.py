@@ -1,0 +1,113 @@
+"""Measures one update on one long sequence: seconds and peak memory over its tokens, here and in TRL.
+
+    python scripts/bench_long_rows.py [--tokens 1024 2048 4096 ...] [--peers trl] [--limit-s 300]
+
+Each point is a process of its own, so that its peak memory is its own: `bench_update.py` on one sequence of which 512
+tokens are trained, layers recomputed, and `peers/trl_long_rows.py`, which passes over the same sequence with TRL's
+log-probabilities, backward, clipping and AdamW, gradient checkpointing on. Who runs out of memory or of the limit is
+recorded as that, and given no longer rows. Tunix has no update of one sequence apart from its learner, and is left out.
+Writes docs/long_rows.json after every point, and docs/long_rows.png. Seconds are fitted by a + b T + c T^2, memory by
+a + b T.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import bench_workload as bench
+import numpy as np
+from matplotlib.figure import Figure
+
+SCRIPTS = Path(__file__).parent
+OURS = "jaxrlhf"
+COLOURS = {OURS: "#3b6fb6", "trl": "#e07b39"}
+TRAINED = 512
+"""Tokens of the sequence that are trained, at its end."""
+
+Points = dict[str, dict[int, dict[str, Any]]]
+"""Framework, tokens, figures."""
+
+
+def measured(framework: str, tokens: int, flags: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one process, or why it has none."""
+    where = ["--preset", flags.preset, "--models", str(flags.models), "--repeats", str(flags.repeats)]
+    sizes = ["--tokens", str(tokens), "--trained", str(TRAINED)]
+    if framework == OURS:
+        rows = ["--sequences", "1", "--tokens-per-microbatch", str(tokens), "--remat", "full"]
+        command = [sys.executable, str(SCRIPTS / "bench_update.py"), *rows]
+    else:
+        python = bench_peers.environment(framework, flags.environments)
+        command = [python, str(SCRIPTS / "peers" / f"{framework}_long_rows.py")]
+    load = os.getloadavg()[0]
+    record = bench_peers.run([*command, *sizes, *where], limit_s=flags.limit_s, settings={})
+    return record | {"load_before": round(load, 1)}
+
+
+def good(points: dict[int, dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Tokens and figures of the points that have some."""
+    kept = {tokens: point[name] for tokens, point in sorted(points.items()) if name in point}
+    return list(kept), list(kept.values())
+
+
+def fits(points: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Least squares of relative errors: memory as a line, seconds with a quadratic part; None of too few points."""
+    found: dict[str, Any] = {}
+    for name, degree in (("peak_rss_mb", 1), ("update_s", 2)):
+        tokens, values = good(points, name)
+        if len(tokens) > degree + 1:
+            weights = 1 / np.array(values)
+            powers = np.polyfit(tokens, values, degree, w=weights)
+            off = np.abs(np.polyval(powers, tokens) * weights - 1).max()
+            found[name] = {"powers_of_tokens": powers[::-1].tolist(), "farthest": round(float(off), 3)}
+    return found
+
+
+def draw(measures: Points) -> Figure:
+    """Memory and seconds over tokens; points of who stopped are not there."""
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, name, label, scale in zip(
+        figure.subplots(1, 2), ("peak_rss_mb", "update_s"), ("peak memory, GB", "seconds"), (1e-3, 1.0), strict=True
+    ):
+        for framework, points in measures.items():
+            tokens, values = good(points, name)
+            axes.plot(tokens, scale * np.array(values), "o-", color=COLOURS[framework], label=framework)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def main() -> None:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**power for power in range(10, 17)])
+    parser.add_argument("--peers", nargs="*", choices=("trl",), default=["trl"])
+    parser.add_argument("--preset", choices=bench.PRESETS, default="long")
+    parser.add_argument("--repeats", type=int, default=1, help="counted updates, after one")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="of one process")
+    parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where the peers live")
+    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
+    parser.add_argument("--docs", type=Path, default=SCRIPTS.parent / "docs", help="where results are written")
+    flags = parser.parse_args()
+    flags.models, flags.environments = flags.models.absolute(), flags.environments.absolute()
+    bench.checkpoint(flags.preset, flags.models)
+    measures: Points = {framework: {} for framework in (OURS, *flags.peers)}
+    about = {"processor": bench.processor(), "commit": bench.commit(), "preset": flags.preset, "trained": TRAINED}
+    for tokens in sorted(flags.tokens):
+        for framework, points in measures.items():
+            if not any("failed" in point for point in points.values()):
+                points[tokens] = measured(framework, tokens, flags)
+                print(framework, tokens, json.dumps(points[tokens]), flush=True)
+            content = {"about": about, "fits": {name: fits(each) for name, each in measures.items()}}
+            bench_peers.write(flags.docs / "long_rows.json", content | {"points": measures})
+    print(json.dumps(content["fits"], indent=2))
+    draw(measures).savefig(flags.docs / "long_rows.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
