@@ -204,6 +204,22 @@ def test_the_kernel_of_rows_has_no_square_mask_on_gpu(scores):
     assert temporary(16_384) < temporary(32_768) < 2**20 + 32_768 * (14 * 128 * 2 + (2 * 14 + 4) * 4)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+def test_a_token_sees_its_window_in_a_ring(kernel, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.models.kernels.gpu._SMALLEST_PART", 64)
+    scores, there = ScoreMod(1.3, 0.8, 60), {"divisor": 1.3, "cap": 0.8, "window": 60}
+    position, entries = np.array([3, 59, 99, 100, 150, 399], np.int32), 100
+    query, key, value = (np.float32(x) for x in drawn((6, 4, 16), (6, 2, 16, 400), (6, 2, 400, 16)))
+    expected = naive_cache(query, key, value, position, **there)
+    kept = [[newest - (newest - entry) % entries for entry in range(entries)] for newest in position]
+    key, value = (
+        np.stack([whole.take(places, axis) for whole, places in zip(array, kept, strict=True)])
+        for array, axis in ((key, 2), (value, 1))
+    )
+    run = jax.jit(partial(attend_cache, ring=True, execution=Execution(decode_kernel=kernel)))
+    close(run(query, key, value, position, scores), expected)
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "scores"),
@@ -212,7 +228,8 @@ def test_the_kernel_of_rows_has_no_square_mask_on_gpu(scores):
 def test_the_decode_kernel_is_accepted_by_the_compiler_for_gpu(head_dim, dtype, scores):
     shapes = [(4, 14, head_dim), (4, 2, head_dim, 700), (4, 2, 700, head_dim)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    program = jax.jit(pallas_decode).trace(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32), scores)
+    kernel = partial(pallas_decode, ring=scores.window is not None)
+    program = jax.jit(kernel).trace(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32), scores)
     assert "xla.gpu.triton" in program.lower(lowering_platforms=("cuda",)).as_text()
 
 

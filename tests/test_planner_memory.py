@@ -1,12 +1,10 @@
 """Bytes that are predicted, against what XLA says a compiled program needs and what real parameters take."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, trained, weights_of
@@ -24,10 +22,10 @@ from jaxrlhf.models.memory import (
     training_activation_bytes,
     weights_held,
 )
-from jaxrlhf.planner.cost.memory import cache_bytes, cache_bytes_per_token, cache_per_sequence, weights_generating
+from jaxrlhf.planner.cost.memory import weights_generating
 from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.workload import Role, Workload
+from jaxrlhf.planner.workload import Role
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shard_bytes, shardings
 
@@ -172,42 +170,6 @@ def test_key_value_heads_that_do_not_split_are_whole_on_every_device(layout: Lay
 def test_an_expert_model_holds_all_its_experts() -> None:
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 32 * (8 * 16 + 24) + 2 * 32
     assert weights_held(ROUTED, "lm", Layout(2, 2, 2, 1)) == (4 * layer + 2 * 64 * 32 + 32) / 4
-
-
-@pytest.mark.parametrize(("kv_heads", "itemsize", "dtype"), [(4, 2, jnp.bfloat16), (2, 4, jnp.float32)])
-def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, itemsize: int, dtype: Any) -> None:
-    config = replace(DENSE, num_kv_heads=kv_heads)
-    cache = jax.eval_shape(lambda: models.empty_cache(config, slots=6, capacity=50, execution=models.Execution(dtype)))
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) / (6 * 50)
-    assert cache_bytes_per_token(config, Layout(8), itemsize=itemsize) == whole
-    assert cache_bytes_per_token(config, Layout(1, 1, 8), itemsize=itemsize) == whole
-    assert cache_bytes_per_token(config, Layout(1, 1, 2, 4, 2, 2), itemsize=itemsize) == whole / 4
-    # A head cannot be cut: more shards than heads hold copies.
-    assert cache_bytes_per_token(config, Layout(1, 1, 1, 4, 1, 4), itemsize=itemsize) == whole / min(4, kv_heads)
-
-
-def test_responses_share_their_prompts_where_the_cache_lies_in_pages() -> None:
-    work = Workload(3, 12, 10, 6, 30, longest_prompt_tokens=20)
-    token = cache_bytes_per_token(DENSE, ALONE, itemsize=2)
-    slots, pages = (cache_per_sequence(DENSE, ALONE, work, replace(HALVES, pages=pages)) for pages in (False, True))
-    for prompts, responses in itertools.product((1, 3), range(1, 13)):
-        assert slots.of(responses, prompts=prompts) == 30 * token * responses
-        assert pages.of(responses, prompts=prompts) == (20 * min(prompts, responses) + 10 * responses) * token
-        # One response more than fits would not.
-        for room in range(1, 12 * 30, 7):
-            fits = [count for count in range(13) if pages.of(count, prompts=prompts) <= room * token]
-            found = pages.fitting(np.array(room * token), prompts=np.array(prompts))
-            assert min(found, 12) == max(fits)
-    staged = cache_per_sequence(DENSE, Layout(1, stage=2, generation_stage=2), work, replace(HALVES, pages=True))
-    assert staged.prompt == 0, "layers in stages have their caches in slots"
-
-
-@pytest.mark.parametrize(("head_dim", "filled"), [(64, 2), (160, 1.6), (128, 1), (256, 1)])
-def test_heads_in_a_cache_are_filled_up_to_the_lanes_of_a_chip(head_dim: int, filled: float) -> None:
-    config, layout = replace(DENSE, head_dim=head_dim), Layout(2, 1, 1, 2)
-    plain = cache_bytes_per_token(config, layout, itemsize=2)
-    assert cache_bytes_per_token(config, layout, itemsize=2, lanes=128) == pytest.approx(filled * plain)
-    assert cache_bytes(config, layout, tokens=7, itemsize=2, lanes=128) == pytest.approx(7 * filled * plain)
 
 
 @pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])

@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
+from jaxrlhf.models.config import ModelConfig
 
 SHORTEST_BUCKET = 16
 
@@ -100,3 +101,33 @@ def cache_capacities(longest: int) -> tuple[int, ...]:
     """Tokens that the cache of a slot may hold: the last is `longest`, the others multiples of one size."""
     size = CAPACITY_STEP * -(-longest // (MOST_CAPACITIES * CAPACITY_STEP))
     return (*range(size, longest, size), longest)
+
+
+RING_STEP = 64
+"""Tokens that are known of a prompt are a multiple of it, where rings keep less than all of a slot."""
+
+
+def ring_behind(tokens_per_dispatch: int) -> tuple[int, int]:
+    """Tokens that the newest one in a ring may be ahead of the end of a response and of a prompt that goes on from it.
+
+    Two dispatches are on their way at most, and a prompt may leave out the end of a response.
+    """
+    ahead = 2 * tokens_per_dispatch
+    return ahead, ahead + 2 * RING_STEP
+
+
+def ring_entries(config: AnyModel, *, longest: int, tokens_per_dispatch: int) -> int | None:
+    """R of layers with a window; None where that is no less than the longest sequence has."""
+    if not isinstance(config, ModelConfig) or config.sliding_window is None or config.latent is not None:
+        return None
+    entries = config.sliding_window + ring_behind(tokens_per_dispatch)[1]
+    entries = -(-entries // CAPACITY_STEP) * CAPACITY_STEP
+    return entries if entries < longest else None
+
+
+def with_rings(config: AnyModel, execution: Execution, *, longest: int, tokens_per_dispatch: int) -> Execution:
+    """The execution with rings for layers with a window, where a cache in slots has them."""
+    if execution.pages_kernel is not None:
+        return execution
+    entries = ring_entries(config, longest=longest, tokens_per_dispatch=tokens_per_dispatch)
+    return replace(execution, ring_entries=entries)

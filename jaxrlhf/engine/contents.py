@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrlhf.engine.buckets import RING_STEP, Shape, ring_behind
 from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import ModelConfig
 
 
 class Known(NamedTuple):
@@ -15,6 +17,20 @@ class Known(NamedTuple):
 
     tokens: int
     slot: int
+
+
+class Ring(NamedTuple):
+    """Rings of a cache.
+
+    Attributes:
+      entries: Positions that a slot keeps.
+      window: Positions that a token sees, itself included.
+      ahead: Tokens that may have been drawn after the last one of a response that has ended.
+    """
+
+    entries: int
+    window: int
+    ahead: int
 
 
 class _Content(NamedTuple):
@@ -43,12 +59,16 @@ class Contents:
     They outlive the response, until another takes the slot: slots that hold nothing are taken first, then those that
     were used least recently, by a request of their own or one that began alike.
 
+    Rings keep the newest positions of a slot. A prompt goes on from a response that has ended, if it leaves out little
+    of its end; from farther back the window of its first token is not there any more, and it is run whole.
+
     Args:
       reusable: Prompts can go on from what a slot holds.
+      ring: Rings of the layers with a window; None if all layers keep all.
     """
 
-    def __init__(self, *, slots: int, reusable: bool = True) -> None:
-        self._slots, self._reusable = slots, reusable
+    def __init__(self, *, slots: int, reusable: bool = True, ring: Ring | None = None) -> None:
+        self._slots, self._reusable, self.ring = slots, reusable, ring
         self._content: dict[int, _Content] = {}
         self._whole: dict[int, int] = {}  # slots of responses that have ended, by the digest of all their tokens
         self._uses = 0
@@ -95,7 +115,8 @@ class Contents:
         """
         if known.tokens:
             content = self._content[known.slot]
-            spent = content.parked and len(content.token_S) == known.tokens
+            left = len(content.token_S) - known.tokens
+            spent = content.parked and left < (1 if self.ring is None else RING_STEP)
             self._content[known.slot] = content._replace(used=0 if spent else self._next_use())
 
     def longest(self, prompt: Sequence[int]) -> Known:
@@ -105,14 +126,24 @@ class Contents:
         for digest in reversed(_digests(prompt[:-1])):
             content = self._content.get(slot := self._whole.get(digest, -1))
             if content is not None and content.begins(prompt_S):
-                return Known(len(content.token_S), slot)
+                return Known(self._there(content, len(content.token_S)), slot)
         best = Known(0, 0)
-        for slot, (_, token_S, *_) in self._content.items():
-            shorter = min(len(token_S), len(prompt_S))
+        for slot, content in self._content.items():
+            token_S, shorter = content.token_S, min(len(content.token_S), len(prompt_S))
             if shorter > best.tokens:
                 differs = np.flatnonzero(token_S[:shorter] != prompt_S[:shorter])
-                best = max(best, Known(int(differs[0]) if len(differs) else shorter, slot))
+                alike = int(differs[0]) if len(differs) else shorter
+                best = max(best, Known(self._there(content, alike), slot))
         return best
+
+    def _there(self, content: _Content, tokens: int) -> int:
+        """Tokens that a prompt can go on from, of those that it has in common with a slot."""
+        if self.ring is None:
+            return tokens
+        tokens -= tokens % RING_STEP  # prompts that have as many run together
+        newest = len(content.token_S) + self.ring.ahead
+        there = newest < self.ring.entries or newest - tokens <= self.ring.entries - self.ring.window
+        return tokens if content.parked and there else 0
 
     def _forget(self, slot: int) -> None:
         content = self._content.pop(slot, None)
@@ -122,6 +153,15 @@ class Contents:
     def _next_use(self) -> int:
         self._uses += 1
         return self._uses
+
+
+def contents_of(shape: Shape, *, slots: int) -> Contents:
+    """Contents of an engine's slots."""
+    config, entries = shape.config, shape.execution.ring_entries
+    ring = None
+    if isinstance(config, ModelConfig) and config.sliding_window is not None and entries is not None:
+        ring = Ring(entries, config.sliding_window, ring_behind(shape.tokens_per_dispatch)[0])
+    return Contents(slots=slots, reusable=reusable(config), ring=ring)
 
 
 def _digests(tokens: Sequence[int]) -> list[int]:

@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import checks, programs
-from jaxrlhf.engine.buckets import slot_counts
+from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.contents import Contents, reusable
+from jaxrlhf.engine.contents import contents_of
 from jaxrlhf.engine.kv_cache import cache_of
 from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
@@ -94,6 +94,7 @@ class Engine:
             kv_head_axis = None  # a rotated key and a latent serve all heads
         checks.check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
         checks.check_routing(config, records_routing=records_routing)
+        execution = with_rings(config, execution, longest=capacity, tokens_per_dispatch=decode_tokens_per_dispatch)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
         rows = rows_of_prefill(slots, longest_prompt=max_prompt_tokens)
@@ -192,7 +193,7 @@ class Engine:
         window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
         self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
         self._scheduler = Scheduler(slots=self.slots)
-        self._contents = Contents(slots=self.slots, reusable=reusable(self._shape.config))
+        self._contents = contents_of(self._shape, slots=self.slots)
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:

@@ -14,8 +14,8 @@ from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.engine.buckets import cache_capacities, fit
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
-from jaxrlhf.models import AnyModel, LayerCache, Prefix
-from jaxrlhf.models.attention.kv_cache import SlidingCache, capacity_of
+from jaxrlhf.models import LayerCache, Prefix
+from jaxrlhf.models.attention.kv_cache import capacity_of, is_ring, keeps_of
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
@@ -23,40 +23,31 @@ _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
 """Sizes of the cache, as shares of the pages for longest sequences in all slots: at most a third is unused."""
 
 
-def layer_kinds(config: AnyModel) -> int:
-    """Kinds of layers, each of which has programs of its own."""
-    return 1 + (config.linear is not None or config.full_heads is not None)
-
-
 class SlotCache:
     """A cache that grows with what it holds. Layers change one after another, so that little exists twice.
 
     Args:
       longest: Tokens of the longest sequence.
-      kinds: Kinds of layers, each of which has programs of its own.
 
     Attributes:
       arrays: What `decode` takes, and gives back; empty as long as nothing is cached.
+      size: Tokens of each slot; 0 without a cache.
       sizes: Tokens of each slot that it may have, ascending.
     """
 
-    def __init__(
-        self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, kinds: int = 1
-    ) -> None:
-        self._compiled, self._slots, self._kinds = compiled, slots, kinds
+    def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
+        self._compiled, self._slots = compiled, slots
         self._shardings, self._prefix = layout, layout.prompts.prefix
-        self.sizes = cache_capacities(longest)
+        layers = jax.eval_shape(partial(programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape))
+        self._kinds = len(set(map(type, layers)))
+        # Rings do not grow.
+        self.sizes = cache_capacities(longest) if capacity_of(layers) is not None else (longest,)
         self.free()
 
     @property
     def layout(self) -> Any:
         """Shardings of `arrays`."""
         return self._shardings.of_slots(self.arrays)
-
-    @property
-    def size(self) -> int:
-        """Tokens of each slot; 0 without a cache."""
-        return capacity_of(self.arrays) if self.arrays else 0
 
     def most_compilations(self, *, prompts: int, counts: int) -> int:
         """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
@@ -66,7 +57,7 @@ class SlotCache:
     def free(self) -> None:
         """Drop everything."""
         self.arrays: list[LayerCache | LayerState] = []
-        self._rows = self._slots
+        self._rows, self.size = self._slots, 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
         """Sizes that hold a sequence of so many tokens."""
@@ -78,6 +69,7 @@ class SlotCache:
             empty = partial(programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
             out = self._shardings.of_slots(jax.eval_shape(partial(empty, shape=self._compiled.shape)))
             self.arrays = self._compiled.run(("empty cache",), empty, out=out)
+            self.size = self.sizes[0]
         while self.size < size:
             self._resize(self._rows, self.sizes[self.sizes.index(self.size) + 1], None)
 
@@ -94,13 +86,15 @@ class SlotCache:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
         _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
         self.grow(fit(width, self.sizes))
-        places: Counter[type] = Counter()
+        prompts: Any = prefilled.prompts
+        prompts = prompts._replace(hidden_PD=None, choice_PSLk=None, offset_P=None)
+        places: Counter[str] = Counter()
         for layer, stored in enumerate(self.arrays):
-            sizes = (_named("place", stored), width, self.size, rows)
-            arguments = (stored, prefilled.prompts.prefix, np.int32(places[type(stored)]), row_I, slot_I)
+            sizes, place = (_named("place", stored), width, self.size, rows), np.int32(places[keeps_of(stored)])
+            arguments = (stored, prompts, place, row_I, slot_I)
             out = self._shardings.of_slots(stored)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=out, donate=0)
-            places[type(stored)] += 1
+            places[keeps_of(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
         """The first `width` entries of these slots, all of which are computed, as a prefill leaves them."""
@@ -115,16 +109,18 @@ class SlotCache:
     def _resize(self, rows: int, capacity: int, row_GB: np.ndarray | None) -> None:
         program, before = partial(programs.resize, capacity=capacity), self.size
         for layer, stored in enumerate(self.arrays):
+            if row_GB is None and is_ring(stored):
+                continue
             sizes = (_named("resize", stored), self._rows, before, rows, capacity)
             out = self._shardings.of_slots(stored)
             self.arrays[layer] = self._compiled.run(sizes, program, stored, row_GB, out=out)
-        self._rows = rows
+        self._rows, self.size = rows, capacity
 
 
 def _named(what: str, stored: LayerCache | LayerState) -> str:
     """Name of a program for a layer of this kind."""
-    kinds = {LayerState: f"{what} state", SlidingCache: f"{what} sliding"}
-    return kinds.get(type(stored), what)
+    ring = " ring" if is_ring(stored) else ""
+    return what + {"state": " state", "sliding": " sliding"}.get(keeps_of(stored), "") + ring
 
 
 class PageCache:
@@ -257,5 +253,5 @@ def cache_of(
 ) -> SlotCache | PageCache:
     """The cache of a model and its execution. Arguments are those of `PageCache`."""
     if compiled.shape.execution.pages_kernel is None:
-        return SlotCache(compiled, layout, slots=slots, longest=longest, kinds=layer_kinds(compiled.shape.config))
+        return SlotCache(compiled, layout, slots=slots, longest=longest)
     return PageCache(compiled, layout, slots=slots, longest=longest, longest_prompt=longest_prompt, prompts=prompts)

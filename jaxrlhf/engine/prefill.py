@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     """Sizes that prompts which run together have in common.
 
     Attributes:
-      known_bits: Bits of the number of tokens that are known of a prompt; 0 if none are.
+      known_bits: Bits of the number of tokens that are known of a prompt, with rings that number; 0 if none are.
       width: Tokens that it is padded to, at most.
     """
 
@@ -98,7 +98,8 @@ class Prefill:
         """Kind of a prompt: others run with it of which about as much is known, and which are about as long."""
         prompt = sequence.request.prompt
         if known := contents.longest(prompt).tokens:
-            return Kind(known.bit_length(), fit(len(prompt), self._past))
+            alike = known.bit_length() if contents.ring is None else known  # all go on from the shortest
+            return Kind(alike, fit(len(prompt), self._past))
         return Kind(0, fit(max(len(prompt), self.buckets[-1]), (*self.buckets, *self._longer)))
 
     def most(self, kind: Kind) -> int:

@@ -19,7 +19,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
-from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache
+from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, is_ring, keeps_of
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
@@ -217,7 +217,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
 
 
 def place(
-    stored: CachedLayer, prefix: models.Prefix, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
+    stored: CachedLayer, prompts: Prompts, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
 ) -> CachedLayer:
     """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i.
 
@@ -230,28 +230,26 @@ def place(
         by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
-    prefix = prefix.mapped(of_layer, type(stored))
-    return models.insert_prefix([stored], prefix, row_I, slot_I, execution=shape.execution)[0]
+    prefix = prompts.prefix.mapped(of_layer, keeps_of(stored))
+    return models.insert_prefix([stored], prefix, row_I, slot_I, prompts.length_P, execution=shape.execution)[0]
 
 
 def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, shape: Shape) -> models.Prefix:
-    """The first `width` entries of some rows of the cache, as a prefill leaves them; zeros past the capacity."""
+    """The first `width` positions of some rows of the cache, as a prefill leaves them; zeros past the capacity."""
     stages = shape.execution.stages
 
-    def of_rows(leaf_BXYZ: Array) -> Array:
-        by_stage = leaf_BXYZ.reshape(stages, -1, *leaf_BXYZ.shape[1:])
-        return by_stage[:, row_P]
+    def of_rows(stored: models.LayerCache) -> models.LayerCache:
+        by_stage = jax.tree.map(lambda leaf: leaf.reshape(stages, -1, *leaf.shape[1:])[:, row_P], stored)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), by_stage)
 
-    def of_layers(leaves_IGPSKH: list[Array]) -> Array:
-        leaf_GIPSKH = jnp.stack(leaves_IGPSKH, axis=1)
-        leaf_LPSKH = leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])[:, :, :width]
-        return jnp.pad(leaf_LPSKH, ((0, 0), (0, 0), (0, width - leaf_LPSKH.shape[2]), (0, 0), (0, 0)))
+    def of_layers(leaves_IPSKH: tuple[Array, ...]) -> Array:
+        leaf_GIPSKH = jnp.stack([leaf.reshape(stages, -1, *leaf.shape[1:]) for leaf in leaves_IPSKH], axis=1)
+        return leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])
 
     def of_kind(cache: Sequence[models.LayerCache]) -> models.Prefix:
-        return models.Prefix(
-            of_layers([jnp.transpose(of_rows(stored.key_BKHS), (0, 1, 4, 2, 3)) for stored in cache]),
-            of_layers([jnp.transpose(of_rows(stored.value_BKSH), (0, 1, 3, 2, 4)) for stored in cache]),
-        )
+        kept = [of_rows(stored).first(width) for stored in cache]
+        keys, values = map(of_layers, zip(*kept, strict=True))
+        return models.Prefix(keys, values)
 
     sliding = [stored for stored in cache if isinstance(stored, SlidingCache)]
     others = of_kind([stored for stored in cache if not isinstance(stored, SlidingCache)])
@@ -268,7 +266,7 @@ def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, 
 
 
 def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: Shape) -> CachedLayer:
-    """A layer of the cache with another capacity, and of some of its slots only; states have no capacity.
+    """A layer of the cache with another capacity, and of some of its slots only; states and rings keep theirs.
 
     Args:
       row_GB: Slots to keep of each replica, counted from its first; None keeps all.
@@ -276,7 +274,7 @@ def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: S
     if row_GB is not None:
         row_GB = jnp.tile(row_GB, (shape.execution.stages, 1))
         stored = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), stored)
-    if isinstance(stored, LayerState):
+    if isinstance(stored, LayerState) or is_ring(stored):
         return stored
     key_BKHS, value_BKSH = stored
     more = capacity - stored.capacity

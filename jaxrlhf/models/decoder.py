@@ -15,6 +15,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.rings import NOWHERE
 from jaxrlhf.models.attention.score_mod import BothWays
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
@@ -355,8 +356,7 @@ def decode(
         turn, position_B = slots
         caches: Any = iter(cache)
         lent: dict[str, Any] = {}
-        # Past the capacity nothing is written.
-        entry_B = position_B if working is True else jnp.where(working, position_B, capacity_of(cache))
+        entry_B = position_B if working is True else jnp.where(working, position_B, NOWHERE)
         working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
         written = []
         for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):

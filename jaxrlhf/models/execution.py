@@ -41,6 +41,8 @@ class Execution:
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
       kv_ways: Parts that key-value heads split into, over `head_axes`: heads are repeated after their projection
         until they do, and caches hold the copies.
+      ring_entries: R, entries that a slot has in layers with a window, where its cache is a ring of them; None gives
+        these layers as many as others.
       pipeline: Stages that divide the layers; None is one. Rows have to split over its row axes.
     """
 
@@ -57,6 +59,7 @@ class Execution:
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
     kv_ways: int = 1
+    ring_entries: int | None = None
     pipeline: Pipeline | None = None
 
     @property

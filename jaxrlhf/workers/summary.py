@@ -155,13 +155,15 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     of_slots = f"decode={kernels.decode_kernel}" if pages is None else f"pages={pages}"
     attention = f"rows={kernels.rows_kernel}, {of_slots}"
     freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"
+    ring = engine.execution.ring_entries
+    near = "" if ring is None else f"{ring} entries in layers with a window, "
     where = "weights are sent by the actor" if apart else "on the actor's devices"
     return [
         ("generation", "layout", f"{replicas} replicas x {split}", where),
         ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
         ("generation", "attention", attention, _kernels_from(builder)),
         ("generation", "weights", _bytes(weights), "per device while generating"),
-        ("generation", "cache", _bytes(cache), f"per device at capacity, {freed}"),
+        ("generation", "cache", _bytes(cache), f"per device at capacity, {near}{freed}"),
     ]
 
 

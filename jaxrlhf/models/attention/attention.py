@@ -7,6 +7,7 @@ computes the same function. `kernel_choice` finds the best ones that a backend c
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
+from jaxrlhf.models.attention.rings import seen_in_ring
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
@@ -55,13 +57,18 @@ def attend_cache(
     position_B: Int[Array, "B"],
     score_mod: ScoreMod = PLAIN,
     *,
+    ring: bool = False,
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "B N H"]:
     """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
 
     Keys lie with positions last and values with head width last, so both products stream through contiguous memory.
+
+    Args:
+      ring: Position p is in entry p mod S, and only the newest S are there.
     """
     kernel = DECODE[execution.decode_kernel]
+    kernel = partial(kernel, ring=True) if ring else kernel
     if execution.decode_kernel != "xla":
         slot = PartitionSpec(execution.row_axes)
         head = PartitionSpec(execution.row_axes, execution.head_axes)
@@ -104,13 +111,24 @@ def attend_pages(
     return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 
-def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, score_mod: ScoreMod) -> Array:
+def _decode_xla(
+    query_BNH: Array,
+    key_BKHS: Array,
+    value_BKSH: Array,
+    position_B: Array,
+    score_mod: ScoreMod,
+    *,
+    ring: bool = False,
+) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
-    # A slot that is done may have run past its cache; it still sees something.
-    newest_B = jnp.minimum(position_B, capacity - 1)
-    seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
+    if ring:
+        seen_BS = seen_in_ring(position_B, capacity, score_mod)
+    else:
+        # A slot that is done may have run past its cache; it still sees something.
+        newest_B = jnp.minimum(position_B, capacity - 1)
+        seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
     score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)) + mask_bias(seen_BS)[:, None, None, :]
     sink_KG, most_BKG1 = score_mod.sinks(kv_heads), score_BKGS.max(axis=-1, keepdims=True)
     if sink_KG is not None:
@@ -159,8 +177,8 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
 def _lazy(module: str, name: str) -> Callable[..., Array]:
     """A kernel of `kernels/`, imported when it is called: a JAX that has no such kernel still has the others."""
 
-    def kernel(*arrays: Any) -> Array:
-        return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{module}"), name)(*arrays)
+    def kernel(*arrays: Any, **how: Any) -> Array:
+        return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{module}"), name)(*arrays, **how)
 
     return kernel
 

@@ -10,6 +10,7 @@ layer of every stage, one stage after another along the slots, split over the st
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_cache
 from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
+from jaxrlhf.models.attention.rings import NOWHERE, prompts_of_ring, ring_of_prompts, windowed_layers
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import LAYERS, LENDERS, LINEAR_LAYERS, SLIDING_LAYERS, ModelConfig
@@ -47,12 +49,11 @@ class Prefix(NamedTuple):
         assert self.sliding is not None, "a model with this stack has their keys and values"
         return self.sliding
 
-    def mapped(self, function: Callable[[Array], Array], kind: type) -> "Prefix":
-        """Arrays that one kind of layers keeps, each by a function; nothing of the others."""
-        if kind is LayerState or kind is SlidingCache:
+    def mapped(self, function: Callable[[Array], Array], keeps: str) -> "Prefix":
+        """Arrays that layers keep who keep this, each by a function; nothing of the others."""
+        if keeps != "keys":
             nothing = Prefix(self.key_LPSKH[:0], self.value_LPSKH[:0])
-            name = "state" if kind is LayerState else "sliding"
-            return nothing._replace(**{name: jax.tree.map(function, getattr(self, name))})
+            return nothing._replace(**{keeps: jax.tree.map(function, getattr(self, keeps))})
         return Prefix(function(self.key_LPSKH), function(self.value_LPSKH))
 
 
@@ -96,6 +97,12 @@ class LayerCache(NamedTuple):
         """Attention of one query per slot to this layer's cache."""
         return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
+    def first(self, width: int) -> tuple[Array, Array]:
+        """`[B, W, K, H]` keys and values of the first positions, as prompts have them; zeros past the capacity."""
+        more = ((0, 0), (0, max(0, width - self.capacity)), (0, 0), (0, 0))
+        key_BSKH, value_BSKH = _as_prompts(self)
+        return jnp.pad(key_BSKH[:, :width], more), jnp.pad(value_BSKH[:, :width], more)
+
 
 class SlidingCache(LayerCache):
     """The cache of a layer with a window, where those lie in a stack of their own."""
@@ -103,13 +110,57 @@ class SlidingCache(LayerCache):
     __slots__ = ()
 
 
+class _Ring:
+    """A cache that keeps the newest positions only, each in the entry of its number modulo theirs."""
+
+    __slots__ = ()
+
+    def write(self: Any, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE):
+        """One new entry per slot, in place of the oldest."""
+        entry_B = jnp.where(position_B == NOWHERE, NOWHERE, position_B % self.capacity)
+        return LayerCache.write(self, key_BKH, value_BKU, entry_B, execution=execution)
+
+    def attend(self: Any, query_BNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
+        """Attention of one query per slot to what is in its window."""
+        near = replace(score_mod, slides=None)
+        key_BKHS, value_BKSH = self
+        return attend_cache(query_BNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
+
+    def first(self: Any, width: int) -> tuple[Array, Array]:
+        """`[B, W, K, H]` keys and values of the first positions; in place of those that are gone, of others."""
+        key_BRKH, value_BRKH = _as_prompts(self)
+        return prompts_of_ring(key_BRKH, width=width), prompts_of_ring(value_BRKH, width=width)
+
+
+class RingCache(_Ring, LayerCache):
+    """A ring beside caches of layers that see everything."""
+
+    __slots__ = ()
+
+
+class SlidingRing(_Ring, SlidingCache):
+    """A ring of a layer in a stack of those with a window."""
+
+    __slots__ = ()
+
+
+def is_ring(stored: Any) -> bool:
+    """Return whether a layer's cache is a ring."""
+    return isinstance(stored, _Ring)
+
+
 Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
 """Caches of all layers that keep something, in slots or in pages, and states where layers have those instead."""
 
 
-def capacity_of(cache: Cache) -> int:
-    """Positions of each slot."""
-    return next(stored.capacity for stored in cache if not isinstance(stored, LayerState))
+def keeps_of(stored: Any) -> str:
+    """Part of a `Prefix` that a layer keeps: `state`, `sliding`, or `keys` and values with all others."""
+    return "state" if isinstance(stored, LayerState) else "sliding" if isinstance(stored, SlidingCache) else "keys"
+
+
+def capacity_of(cache: Cache) -> int | None:
+    """Positions of each slot; None where all layers have a window, in which case there is no bound."""
+    return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | _Ring)), None)
 
 
 @causal_lm_method
@@ -124,16 +175,19 @@ def empty_cache(
     it under jit with `out_shardings` to have each device allocate its own part."""
     stages, dtype = execution.stages, execution.dtype
 
-    def layer(stack: str) -> LayerCache | LayerState:
+    def layer(stack: str, near: bool) -> LayerCache | LayerState:
         if config.linear is not None and stack == LINEAR_LAYERS:
             return empty_state(config.linear, stages * slots, dtype=dtype)
         heads, key_dim, value_dim = _widths(config.of_stack(stack), execution)
-        keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
-        kind = SlidingCache if stack == SLIDING_LAYERS else LayerCache
+        kind, entries = (SlidingCache if stack == SLIDING_LAYERS else LayerCache), capacity
+        if near and execution.ring_entries is not None:
+            kind, entries = (SlidingRing if stack == SLIDING_LAYERS else RingCache), execution.ring_entries
+        keys, values = (stages * slots, heads, key_dim, entries), (stages * slots, heads, entries, value_dim)
         return kind(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
 
     stacks = config.pattern.stack_of()[: config.num_layers // stages]
-    return [layer(stack) for stack in stacks if stack not in LENDERS]
+    kept = [stack for stack in stacks if stack not in LENDERS]
+    return [layer(stack, near) for stack, near in zip(kept, windowed_layers(config, stages=stages), strict=True)]
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
@@ -160,6 +214,7 @@ def insert_prefix(
     prefix: Prefix,
     row_I: Int[Array, "I"],
     slot_I: Int[Array, "I"],
+    length_P: Int[Array, "P"] | None = None,
     *,
     execution: Execution = ONE_DEVICE,
 ) -> list[Any]:
@@ -168,41 +223,58 @@ def insert_prefix(
     A slot index at or past the number of slots is skipped, so a program compiled for I
     insertions can serve fewer. Pure; donate the cache to write in place.
 
+    Args:
+      length_P: Tokens of each prompt, which rings go by that are shorter than prompts.
+
     Raises:
       ValueError: The prompts are longer than the cache's capacity.
     """
     width = prefix.key_LPSKH.shape[2]
-    capacity = min((stored.capacity for stored in cache if isinstance(stored, LayerCache)), default=width)
+    whole = [stored for stored in cache if isinstance(stored, LayerCache) and not is_ring(stored)]
+    capacity = min((stored.capacity for stored in whole), default=width)
     if width > capacity:
         raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
 
-    def insert(cache, prefix, row_I, slot_I):
-        inserted, places = [], Counter[type]()
+    def insert(cache, prefix, row_I, slot_I, length_P):
+        inserted, places = [], Counter[str]()
         for stored in cache:
-            place, kind = places[type(stored)], type(stored)
-            if kind is LayerState:
+            keeps = keeps_of(stored)
+            place = places[keeps]
+            if isinstance(stored, LayerState):
                 new = stored.put(jax.tree.map(lambda leaf: leaf[place], prefix.state), row_I, slot_I)  # noqa: B023
             else:
-                own = prefix.sliding if kind is SlidingCache else prefix
-                key_PSKH, value_PSKH = own.key_LPSKH[place], own.value_LPSKH[place]
-                new = kind(
-                    _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
-                    _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
+                own = prefix.sliding if keeps == "sliding" else prefix
+                kept = own.key_LPSKH[place], own.value_LPSKH[place]
+                if is_ring(stored) and width > stored.capacity:
+                    assert length_P is not None, "prompts longer than a ring are placed by their lengths"
+                    key_ISKH, value_ISKH = (
+                        ring_of_prompts(leaf_PSKH, row_I, length_P, entries=stored.capacity) for leaf_PSKH in kept
+                    )
+                else:
+                    key_ISKH, value_ISKH = (leaf_PSKH[row_I] for leaf_PSKH in kept)
+                new = type(stored)(
+                    _place(stored.key_BKHS, jnp.transpose(key_ISKH, (0, 2, 3, 1)), slot_I),
+                    _place(stored.value_BKSH, jnp.transpose(value_ISKH, (0, 2, 1, 3)), slot_I),
                 )
             inserted.append(new)
-            places[kind] += 1
+            places[keeps] += 1
         return inserted
 
     if (pipeline := execution.pipeline) is not None:
-        by_stage, whole = PartitionSpec(pipeline.axes), PartitionSpec()
-        insert = pipeline.on_stages(insert, (by_stage, by_stage, whole, whole), by_stage)
-    return insert(cache, prefix, row_I, slot_I)
+        by_stage, everywhere = PartitionSpec(pipeline.axes), PartitionSpec()
+        insert = pipeline.on_stages(insert, (by_stage, by_stage, everywhere, everywhere, everywhere), by_stage)
+    return insert(cache, prefix, row_I, slot_I, length_P)
 
 
 def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
     """Write each block at the start of its slot."""
     _, _, first, second = block.shape
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
+
+
+def _as_prompts(stored: LayerCache) -> tuple[Array, Array]:
+    """`[B, S, K, H]` keys and values."""
+    return jnp.transpose(stored.key_BKHS, (0, 3, 1, 2)), jnp.transpose(stored.value_BKSH, (0, 2, 1, 3))
 
 
 def _widths(config: ModelConfig, execution: Execution) -> tuple[int, int, int]:

@@ -42,6 +42,7 @@ def pallas_decode(
     position_B: Int[Array, "B"],
     score_mod: ScoreMod = PLAIN,
     *,
+    ring: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
     """Flash decoding on GPU: reads the part of each slot's cache that a token sees, in the order in which it lies.
@@ -58,10 +59,13 @@ def pallas_decode(
         pl.BlockSpec((None, None, wide, part), lambda b, k, p: (b, k, 0, p)),
         pl.BlockSpec((None, None, part, wide), lambda b, k, p: (b, k, p, 0)),
     ]
-    first_B, end_B = seen(jnp.minimum(position_B, capacity - 1), score_mod)
+    first_B, end_B = seen(position_B if ring else jnp.minimum(position_B, capacity - 1), score_mod)
+    if ring:  # what is seen of it may go on behind its end at its start
+        first_B, end_B = first_B % capacity, first_B % capacity + end_B - first_B
     sizes: Any = {"kv_heads": kv_heads, "part": part, "parts": pl.cdiv(capacity, part)}
     arrays = (key_BKHS, value_BKSH), specs, query_BNH, first_B, end_B
-    parts = decode_parts(_read_slot, *arrays, score_mod, **sizes, interpret=interpret)
+    entries = capacity if ring else None
+    parts = decode_parts(_read_slot, *arrays, score_mod, **sizes, entries=entries, interpret=interpret)
     return joined([parts], like=query_BNH)
 
 
@@ -105,8 +109,13 @@ def decode_parts(
     part: int,
     parts: int,
     interpret: bool,
+    entries: int | None = None,
 ) -> Parts:
-    """Attention of slots to what `read` finds of their positions in the arrays of the cache, part by part."""
+    """Attention of slots to what `read` finds of their positions in the arrays of the cache, part by part.
+
+    Args:
+      entries: Entries of a ring, where an end past the last one is as far past the first; None is no ring.
+    """
     slots, _, head_dim = query_BNH.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     group, wide = query_BKGH.shape[2], whole_width(head_dim)
@@ -120,6 +129,7 @@ def decode_parts(
             _decode_part,
             read=read,
             part=part,
+            entries=entries,
             group=group,
             tile=tile,
             head_dim=head_dim,
@@ -154,7 +164,7 @@ def joined(parts: Sequence[Parts], *, like: Array) -> Array:
     return out_BKGH[..., : like.shape[-1]].astype(like.dtype).reshape(like.shape)
 
 
-def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, group, tile, head_dim, divisor, cap):
+def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, entries, group, tile, head_dim, divisor, cap):
     """Softmax over one part of one slot's cache, for the queries of one key-value head.
 
     Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
@@ -171,6 +181,8 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, group, tile, 
         start = begin + index * BLOCK
         place_S = start + jnp.arange(BLOCK)
         seen_S = (place_S >= first) & (place_S < end)
+        if entries is not None:
+            seen_S = (seen_S | (place_S < end - entries)) & (place_S < entries)
         key_HS, value_SH = read(*cached, start, seen_S, there_H)
         score_GS = cap(triton.dot(query_GH, key_HS, precision=precision) / divisor)
         score_GS = jnp.where(seen_S[None, :], score_GS, LOWEST)
@@ -181,7 +193,10 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, group, tile, 
 
     zero_G = jnp.zeros(tile, jnp.float32)
     start_state = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + LOWEST
-    blocks = jnp.clip(first - begin, 0, part) // BLOCK, pl.cdiv(jnp.clip(end - begin, 0, part), BLOCK)
+    lowest, highest = first, end
+    if entries is not None:
+        lowest, highest = jnp.where(end > entries, 0, first), jnp.minimum(end, entries)
+    blocks = jnp.clip(lowest - begin, 0, part) // BLOCK, pl.cdiv(jnp.clip(highest - begin, 0, part), BLOCK)
     out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, start_state)
     triton.store(out_ref, out_GH, mask=own_G1)
     triton.store(sum_ref, sum_G, mask=own_G1[:, 0])

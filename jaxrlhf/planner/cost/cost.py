@@ -28,6 +28,7 @@ from jaxrlhf.planner.cost.exchanges import (
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
     cache_bytes_per_token,
+    kept_tokens,
     weights_generating,
     weights_learnt,
 )
@@ -232,14 +233,13 @@ def decode_cost(
 
     routed = None if model.experts is None else model.experts.per_token
     met = model.num_layers * model.layer_parameters(experts=routed)
-    head = model.head_parameters("lm")
-    compute = 2 * tokens * (met + head) / tensor / hardware.reached_flops_per_s
+    compute = 2 * tokens * (met + model.head_parameters("lm")) / tensor / hardware.reached_flops_per_s
     read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
     weights = read * each_bytes / tensor / hardware.reached_bytes_per_s
 
-    context = workload.prompt_tokens + workload.response_tokens / 2
-    if software.decode_tokens_per_dispatch is not None:
-        context = _capacity_read(workload)
+    exact, context = software.decode_tokens_per_dispatch is None, workload.prompt_tokens + workload.response_tokens / 2
+    context = context if exact else _capacity_read(workload)
+    context = kept_tokens(model, layout, context, workload, software)
     per_token = stages * cache_bytes_per_token(model, layout, itemsize=each_bytes, lanes=software.cache_lanes)
     state = 2 * model.state_bytes / tensor  # read and written at every token
     cache = tokens * (context * per_token + state) / hardware.reached_bytes_per_s

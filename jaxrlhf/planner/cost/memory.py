@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrlhf.config import Layout, Lora
+from jaxrlhf.engine.buckets import ring_entries
+from jaxrlhf.models.attention.rings import windowed_share
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import TILE, Format
 from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
@@ -79,6 +81,23 @@ def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: 
     return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize, lanes=lanes) + state
 
 
+def in_pages(layout: Layout, software: Software) -> bool:
+    """Return whether the cache lies in pages: layers that are divided over stages have theirs in slots."""
+    return software.pages and layout.generation_stage == 1
+
+
+def kept_tokens(model: ModelConfig, layout: Layout, tokens: float, work: Workload, software: Software) -> float:
+    """Tokens of so many that a cache keeps, on average over layers: in slots, those with a window keep few."""
+    if in_pages(layout, software):
+        return tokens
+    dispatch = software.decode_tokens_per_dispatch or 0
+    entries = ring_entries(model, longest=work.longest_tokens, tokens_per_dispatch=dispatch)
+    if entries is None:
+        return tokens
+    share = windowed_share(model, stages=layout.generation_stage)
+    return share * entries + (1 - share) * tokens
+
+
 class CachePerSequence(NamedTuple):
     """Bytes of a device's cache at the longest sequence.
 
@@ -101,9 +120,12 @@ class CachePerSequence(NamedTuple):
 
 
 def cache_per_sequence(model: ModelConfig, layout: Layout, work: Workload, software: Software) -> CachePerSequence:
-    """Cache of a replica's sequences. Layers that are divided over stages have theirs in slots."""
-    shared = work.longest_prompt_tokens if software.pages and layout.generation_stage == 1 else 0
+    """Cache of a replica's sequences."""
     sizes = {"itemsize": software.compute_bytes, "lanes": software.cache_lanes}
+    if not in_pages(layout, software):
+        kept = kept_tokens(model, layout, work.longest_tokens, work, software)
+        return CachePerSequence(0.0, cache_bytes(model, layout, tokens=kept, **sizes))
+    shared = work.longest_prompt_tokens
     return CachePerSequence(
         shared * cache_bytes_per_token(model, layout, **sizes),
         cache_bytes(model, layout, tokens=work.longest_tokens - shared, **sizes),
