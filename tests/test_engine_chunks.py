@@ -6,12 +6,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_models import sharp
+from tiny_models import logits, sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.config import Experts, ModelConfig, YarnRope
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
@@ -112,3 +112,30 @@ def test_experts_are_recorded_and_no_other_length_recompiles(monkeypatch):
     compilations = engine.compilations
     greedy(engine, 1, 34, 39, 37)
     assert engine.compilations == compilations <= engine.most_compilations
+
+
+@pytest.mark.slow
+def test_after_a_prompt_of_16384_tokens_the_sampler_gives_what_the_trainer_computes():
+    """A window in one layer, everything in the other, and positions past the original context of a scaling."""
+    scaling = YarnRope(factor=4.0, original_max_position_embeddings=8192)
+    model = replace(WINDOWS, sliding_window=1000, rope_scaling=scaling, sliding_rope_theta=1e4)
+    longest = 16_384
+    engine = Engine(
+        model,
+        mesh_of({}, jax.devices()[:1]),
+        slots=1,
+        max_prompt_tokens=longest - LONGEST_RESPONSE,
+        max_response_tokens=LONGEST_RESPONSE,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+        execution=models.ONE_DEVICE,
+    )
+    engine.load(jax.device_put(sharp(model), jax.devices()[0]), version=0)
+    rng = np.random.default_rng(0)
+    prompt = tuple(rng.integers(4, 32, longest - LONGEST_RESPONSE).tolist())
+    [sampled] = engine.generate([Request(0, prompt)], Sampling(min_tokens=LONGEST_RESPONSE), seed=0)
+    row_RW = np.array([[*prompt, *sampled.tokens]], np.int32)
+    logp_RWV = jax.nn.log_softmax(logits(sharp(model), model, row_RW)[:, -1 - len(sampled.tokens) : -1])
+    logp_T = np.take_along_axis(np.asarray(logp_RWV[0]), np.array(sampled.tokens)[:, None], axis=-1)[:, 0]
+    assert len(sampled.tokens) == LONGEST_RESPONSE
+    np.testing.assert_allclose(sampled.logps, logp_T, atol=1e-5)

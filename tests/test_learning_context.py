@@ -51,7 +51,7 @@ def test_rows_on_four_devices_learn_what_rows_on_one_do(tmp_path):
             names = [name for name in expected if name.startswith(COMPARED)]
             assert names
             for name in names:
-                assert record[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+                assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
                 compared += 1
     losses = [record["supervised/loss"] for record in one[0]]
     assert losses[-1] < 0.7 * losses[0], "it learns, so that later steps would show what differed in earlier ones"
