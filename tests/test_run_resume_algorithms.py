@@ -54,7 +54,8 @@ def folder(programs, tmp_path_factory) -> Path:
     """All cases, run by one process and its forks."""
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, str(Path(killed_runs.__file__)), str(folder)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=1200)
+    devices = {"JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is done, going on from there") == len(MOVES), done.stdout
     return folder
