@@ -151,7 +151,7 @@ def test_other_pictures_make_other_probabilities():
 
 
 def test_pictures_are_kept_once_by_their_content():
-    """Those of a batch and of its records; what a checkpoint keeps of a batch holds them."""
+    """Rows and records of a batch share one object for each picture, and a pickle of the batch holds its content."""
     batch = played()
     shown = [image.source for images in batch.rollout.sequences.images_B for image in images]
     shown = [source for source in shown if isinstance(source, ShownImage)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -56,13 +57,6 @@ def small():
 
 
 @functools.cache
-def weights(model):
-    rng = np.random.default_rng(3)
-    shapes = models.param_shapes(model, "lm")
-    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
-
-
-@functools.cache
 def build(model, *, rings: bool, **sizes: int) -> Engine:
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +75,7 @@ def build(model, *, rings: bool, **sizes: int) -> Engine:
             execution=models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES)),
             goes_ahead=True,
         )
-    engine.load(jax.device_put(weights(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
+    engine.load(jax.device_put(gaussian(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine
 
 

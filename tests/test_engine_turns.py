@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
@@ -44,13 +45,6 @@ SEED = 5
 
 
 @functools.cache
-def weights(model):
-    rng = np.random.default_rng(3)
-    shapes = models.param_shapes(model, "lm")
-    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
-
-
-@functools.cache
 def build(
     model=MODEL, *, pages: bool = False, slots: int = 4, window: int = 4, decode=None, most_kept: int = 0, **sizes: int
 ) -> Engine:
@@ -77,7 +71,7 @@ def build(
             decode=decode,
             most_kept=most_kept,
         )
-    engine.load(jax.device_put(weights(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
+    engine.load(jax.device_put(gaussian(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine
 
 
@@ -216,7 +210,7 @@ def test_few_programs_serve_conversations_of_all_lengths_and_none_takes_more_mem
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
     )
-    engine.load(jax.tree.map(jax.numpy.asarray, weights(MODEL)), version=0)
+    engine.load(jax.tree.map(jax.numpy.asarray, gaussian(MODEL)), version=0)
     nothing = np.zeros((2, 1, 1, 2, 8))
 
     def recorded(names, program, params, layers, token_PS, *rest, out):

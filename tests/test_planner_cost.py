@@ -231,9 +231,9 @@ def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
     (Layout(16), 2 * 15 / 16 / 8), (Layout(1, 16), 3 * 15 / 16 / 8),
 ])  # fmt: skip
 def test_copies_on_two_machines_meet_over_the_network(layout: Layout, moved: float) -> None:
-    """What stays inside a machine is free here; `moved` counts whole models, of two bytes a weight.
+    """Only what leaves a machine takes time here; `moved` counts whole models, of two bytes a weight.
 
-    Of sharded ones the table stays, and each of the devices with a part of the heads exchanges all its tokens.
+    Models split by width do not gather their table: each device with a part of the heads exchanges all its tokens.
     """
     hardware = replace(CLUSTER, link_bytes_per_s=FREE)
     cost = update_cost(trained(ALL_SPLIT, rows_per_microbatch=64), layout, WORK, HALVES, hardware)

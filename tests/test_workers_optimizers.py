@@ -133,7 +133,9 @@ def test_a_second_moment_in_bfloat16_follows_gradients_that_rounding_to_the_near
 
     @jax.jit
     def moments_after(size, state, first, last):
-        step = lambda _, state: optimizer.update({"weight": jnp.full(4096, size)}, state, params)[1]  # noqa: E731
+        def step(_, state):
+            return optimizer.update({"weight": jnp.full(4096, size)}, state, params)[1]
+
         return jax.lax.fori_loop(first, last, step, state)
 
     large = moments_after(1.0, optimizer.init(params), 0, 500)

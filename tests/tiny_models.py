@@ -32,6 +32,14 @@ def drawn(config):
     return jax.tree.map(draw, models.declare(config, "lm"))
 
 
+@functools.cache
+def gaussian(config):
+    """Every entry from one normal distribution, norms, biases and sinks too; drawn on the host, once."""
+    rng = np.random.default_rng(3)
+    shapes = models.param_shapes(config, "lm")
+    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
+
+
 def sharp(config, seed=3, deviation=0.2):
     """Weights of this standard deviation, so that distributions are far from uniform; norms 1 and biases 0 stay.
 

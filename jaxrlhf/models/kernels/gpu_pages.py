@@ -75,10 +75,15 @@ def _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod: ScoreMod, *
 
 
 def _read_pages(table_ref, key_ref, value_ref, start, seen_S, there_H):
-    """Keys and values of a tile's positions, wherever their pages are."""
-    page_tokens, place_S = key_ref.shape[1], start + jnp.arange(BLOCK)
-    page_S = triton.load(table_ref.at[place_S // page_tokens], mask=seen_S, other=0)
-    at_S, across_H = place_S % page_tokens, jnp.arange(key_ref.shape[2])
+    """Keys and values of a tile's positions, wherever the slot's pages are."""
+    place_S = start + jnp.arange(BLOCK)
+    page_S = triton.load(table_ref.at[place_S // key_ref.shape[1]], mask=seen_S, other=0)
+    return _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H)
+
+
+def _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H):
+    """Keys and values of positions, each from its page."""
+    at_S, across_H = place_S % key_ref.shape[1], jnp.arange(key_ref.shape[2])
     entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
     entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
     key_HS = triton.load(key_ref.at[entries_HS], mask=there_H[:, None] & seen_S[None, :], other=0.0)
@@ -196,7 +201,7 @@ def _shared_part(
     slot, shared = bundle_ref[...], shared_ref[...]
     own_M = jnp.arange(tile) < count_ref[...] * group
     row_M = slot * group + jnp.arange(tile)
-    across_H, page_tokens = jnp.arange(query_ref.shape[-1]), key_ref.shape[1]
+    across_H = jnp.arange(query_ref.shape[-1])
     there_H = across_H < head_dim
     query_MH = triton.load(query_ref.at[row_M[:, None], across_H[None, :]], mask=own_M[:, None], other=0.0)
     first_M = triton.load(first_ref.at[row_M], mask=own_M, other=2**30)
@@ -208,12 +213,8 @@ def _shared_part(
         place_S = begin + index * BLOCK + jnp.arange(BLOCK)
         there_S = (place_S >= first) & (place_S < end)
         # Slots are numbered up to the last one: what an empty bundle would read, it does not.
-        page_S = triton.load(table_ref.at[slot, place_S // page_tokens], mask=there_S, other=0)
-        at_S = place_S % page_tokens
-        entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
-        entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
-        key_HS = triton.load(key_ref.at[entries_HS], mask=there_H[:, None] & there_S[None, :], other=0.0)
-        value_SH = triton.load(value_ref.at[entries_SH], mask=there_S[:, None] & there_H[None, :], other=0.0)
+        page_S = triton.load(table_ref.at[slot, place_S // key_ref.shape[1]], mask=there_S, other=0)
+        key_HS, value_SH = _gathered(key_ref, value_ref, page_S, place_S, there_S, there_H)
         score_MS = cap(triton.dot(query_MH, key_HS, precision=precision) / divisor)
         seen_MS = (place_S[None, :] >= first_M[:, None]) & (place_S[None, :] < end_M[:, None])
         score_MS = jnp.where(seen_MS, score_MS, LOWEST)
