@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine_turns import MODEL, build, weights
+from test_engine_turns import MODEL, build
+from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
@@ -37,7 +38,7 @@ def loaded(engine):
 
 def load(engine, scale: float, version: int):
     """Other weights for each version: a policy that is surer of itself, or less."""
-    engine.load(jax.tree.map(lambda leaf: jnp.asarray(scale * leaf), weights(MODEL)), version)
+    engine.load(jax.tree.map(lambda leaf: jnp.asarray(scale * leaf), gaussian(MODEL)), version)
     return engine
 
 
@@ -136,7 +137,7 @@ def test_each_token_is_as_likely_as_the_policy_of_its_round_says(loaded):
 
 def teacher(scale: float, token_BT) -> np.ndarray:
     """Log-probability of each token by one pass of the model over the whole sequence, `[B, T]`."""
-    params = jax.tree.map(lambda leaf: jnp.asarray(scale * leaf), weights(MODEL))
+    params = jax.tree.map(lambda leaf: jnp.asarray(scale * leaf), gaussian(MODEL))
     position_BT = np.broadcast_to(np.arange(WIDTH), token_BT.shape)
     hidden_BTD = models.hidden_states(params, MODEL, token_BT, position_BT, np.ones_like(token_BT)).hidden_RWD
     logp_BTV = jax.nn.log_softmax(hidden_BTD @ params["head"].T)
