@@ -1,5 +1,6 @@
 """Attention kernels against a naive reference, alone and on a mesh; those of accelerators are interpreted."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from jaxrlhf.models.attention.attention import DECODE, ROWS, attend, attend_cache
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.execution import Execution
+from jaxrlhf.models.kernels import tpu
 from jaxrlhf.models.kernels.gpu import pallas_decode
 from jaxrlhf.models.kernels.gpu_rows import flash_rows
 from jaxrlhf.models.kernels.tpu import splash_rows
@@ -124,6 +126,35 @@ def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
         there = OTHER if slides else OTHER | {"window": np.inf}
         for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **there), strict=True):
             close(got, true)
+
+
+@pytest.mark.parametrize("slides", [None, True, False])
+def test_a_row_longer_than_the_queries_of_a_splash_kernel_takes_several(monkeypatch, slides):
+    monkeypatch.setattr(tpu, "_QUERIES", 128)
+    query, key, value, weight = drawn(*[(1, 300, count, 16) for count in (2, 1, 1, 2)])
+    segment = np.array([[1] * 120 + [2] * 170 + [0] * 10], np.int32)
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
+    scores, there = PLAIN, {}
+    if slides is not None:
+        scores = ScoreMod(OTHER["divisor"], OTHER["cap"], 140, jnp.array(slides))
+        there = OTHER | {"window": 140 if slides else np.inf}
+    ours = jax.jit(partial(run_rows, Execution(rows_kernel="splash")))(
+        *arrays, segment, np.asarray(weight, np.float32), scores
+    )
+    for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **there), strict=True):
+        close(got, true)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 9])
+def test_corners_of_a_tile_say_whether_any_and_all_of_it_is_seen(window):
+    before, start, end = None if window is None else window - 1, 4, 16
+    mask = tpu._Near((end - start, end), (before, 0), start)
+    query, key = np.arange(start, end)[:, None], np.arange(end)
+    whole = (key <= query) & (key > query - (window or end))
+    for rows, columns in itertools.product((1, 2, 4), repeat=2):
+        for row, column in itertools.product(range(0, end - start, rows), range(0, end, columns)):
+            tile = slice(row, row + rows), slice(column, column + columns)
+            assert (mask[tile].any(), mask[tile].all()) == (whole[tile].any(), whole[tile].all())
 
 
 def test_blocks_leave_out_keys_before_the_window_of_all_layers():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jaxtyping import Float, Int
@@ -20,6 +21,9 @@ _LANES = 128
 
 _LARGEST_BLOCK = 512
 """Positions of a tile. Larger ones read keys less often and skip less above the diagonal."""
+
+_QUERIES = 2**17
+"""Queries of a kernel. Longer rows take several: the table of the tiles of one lies in the scalar memory of a chip."""
 
 _PAGES_BLOCK, _QUERIES_BLOCK = 512, 8
 """Positions that the paged kernel reads at once, and slots whose queries lie side by side in it."""
@@ -46,38 +50,66 @@ def splash_rows(
         more = -head_dim % _LANES
         return jnp.pad(jnp.swapaxes(array, 1, 2), ((0, 0), (0, 0), (0, 0), (0, more)))
 
-    def run(mask: splash.Mask) -> Callable[..., Array]:
-        kernel = splash.make_splash_mha(
-            splash.MultiHeadMask([mask] * heads),
-            block_sizes=_tiles(math.gcd(padded, _LARGEST_BLOCK)),
+    def kernel(start: int, end: int, before: int | None) -> Callable[..., Array]:
+        """Attention of the queries from start to end, each to the keys that are at most some positions before it."""
+        call = splash.make_splash_mha(
+            splash.MultiHeadMask([_Near((end - start, end), (before, 0), start)] * heads),
+            block_sizes=_tiles(math.gcd(end - start, _LARGEST_BLOCK), keys=math.gcd(end, _LARGEST_BLOCK)),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=score_mod.soft_cap,
             interpret=interpret,
         )
-        return jax.vmap(lambda *row: kernel(*row[:3], segment_ids=splash.SegmentIds(row[3], row[3])))
+        return jax.vmap(lambda *row: call(*row[:3], segment_ids=splash.SegmentIds(*row[3:])))
 
-    shape = padded, padded
+    def run(before: int | None) -> Callable[..., Array]:
+        def attend(query: Array, key: Array, value: Array, segment: Array) -> Array:
+            outputs = []
+            for start in range(0, padded, _QUERIES):
+                end = min(start + _QUERIES, padded)
+                part, seen = (slice(None), slice(None), slice(start, end)), (slice(None), slice(None), slice(end))
+                segments = segment[:, start:end], segment[:, :end]
+                outputs.append(kernel(start, end, before)(query[part], key[seen], value[seen], *segments))
+            return jnp.concatenate(outputs, axis=2)
+
+        return attend
+
     arrays = head_major(score_mod.divided(query)), head_major(key), head_major(value), segment
-    everything = splash.CausalMask(shape)
-    near = everything if score_mod.window is None else splash.LocalMask(shape, (score_mod.window - 1, 0), 0)
-    if score_mod.window is None or score_mod.slides is None:
-        out_RNWH = run(near)(*arrays)
+    if score_mod.window is None:
+        out_RNWH = run(None)(*arrays)
+    elif score_mod.slides is None:
+        out_RNWH = run(score_mod.window - 1)(*arrays)
     else:
         # Masks are compiled in, so that a layer chooses between two kernels.
-        out_RNWH = jax.lax.cond(score_mod.slides, run(near), run(everything), *arrays)
+        out_RNWH = jax.lax.cond(score_mod.slides, run(score_mod.window - 1), run(None), *arrays)
     return jnp.swapaxes(out_RNWH, 1, 2)[:, :width, :, :head_dim]
 
 
-def _tiles(size: int) -> splash.BlockSizes:
+def _tiles(queries: int, keys: int) -> splash.BlockSizes:
     return splash.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
+        block_q=queries,
+        block_kv=keys,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_q_dq=queries,
+        block_kv_dq=keys,
     )
+
+
+class _Near(splash.LocalMask):
+    """Causal mask, or one with a window, that answers for a tile by its corners.
+
+    Splash attention asks of each tile whether any and whether all of it is seen, and computes what is in between in
+    the kernel. The masks of jax make every tile for that: minutes for a row of 128k tokens.
+    """
+
+    def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
+        """Values that have the `any` and `all` of the tile."""
+        (first, last), (oldest, newest) = ((part.start, part.stop - 1) for part in tile)
+        before = self.window_size[0]
+        seen = oldest <= last + self.offset and (before is None or newest >= first + self.offset - before)
+        whole = newest <= first + self.offset and (before is None or oldest >= last + self.offset - before)
+        return np.array([seen, whole])
 
 
 def ragged_pages(
