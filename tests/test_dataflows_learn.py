@@ -25,6 +25,7 @@ from jaxrlhf.config import (
     Config,
     Distillation,
     Layout,
+    LogitDistillation,
     PolicyGradient,
     Preference,
     Pretrained,
@@ -180,10 +181,11 @@ def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_from_a_teacher_with_another_tokenizer(folder, guessing, tmp_path):
+@pytest.mark.parametrize("distillation", [SpanDistillation, LogitDistillation])
+def test_it_learns_from_a_teacher_with_another_tokenizer(distillation, folder, guessing, tmp_path):
     pairs_of_digits(tmp_path / "tokenizer")
     judge = exported(write_records(tmp_path), "answer", seed=3, tokenizer=str(tmp_path / "tokenizer"))
-    algorithm = SpanDistillation(reference_model=judge)
+    algorithm = distillation(reference_model=judge)
     first, *_, last = run(task.task(folder, algorithm, guessing(0)), tmp_path / "run")
     assert first["eval/accuracy_at_start"] <= 0.5
     assert last["eval/accuracy"] >= 0.9

@@ -103,7 +103,7 @@ def test_chunks_and_what_they_leave_out_do_not_change_logp_entropy_or_gradients(
 
     def total(read, head, hidden_RWD, temperature):
         outputs = read({"head": head}, hidden_RWD, token_RW, temperature)
-        logp_RW, entropy_RW = (jnp.where(wanted_RW.at[:, 0].set(False), output, 0.0) for output in outputs)
+        logp_RW, entropy_RW = (jnp.where(wanted_RW.at[:, 0].set(False), output, 0.0) for output in outputs[:2])
         return (weight_RW[0] * logp_RW + weight_RW[1] * entropy_RW).sum(), (logp_RW, entropy_RW)
 
     def chunked(params, hidden_RWD, token_RW, temperature):

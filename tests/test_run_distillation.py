@@ -14,7 +14,17 @@ from tiny_runs import write_policy
 from transformers import AutoTokenizer
 
 from jaxrlhf.batch import Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Config, Distillation, KLInLoss, Pretrained, Rollout, SpanDistillation, Tools
+from jaxrlhf.config import (
+    Config,
+    Distillation,
+    GSPOLoss,
+    KLInLoss,
+    LogitDistillation,
+    Pretrained,
+    Rollout,
+    SpanDistillation,
+    Tools,
+)
 from jaxrlhf.data.retokenized import Retokenizer
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows import distillation
@@ -121,22 +131,84 @@ def test_a_teacher_reads_responses_in_its_own_tokens(tmp_path):
         token_BT[row, start : start + len(ids)], mask_BT[row, start : start + len(ids)] = ids, True
     sequences = Sequences(token_BT, mask_BT.argmax(1) + mask_BT.sum(1), mask_BT, np.array([0, 0, 1, 1]))
     batch = RolloutBatch(sequences, np.zeros((4, 16), np.float32), ~np.array(finished), np.zeros((4, 16), np.int32))
-    logp_BT, span_BT = worker.compute_spans(problems, batch)
+    logp_BT, span_BT, *none = worker.compute_spans(problems, batch)
+    assert [array.shape[-1] for array in none] == [0, 0]
+    again, _, name_BTK, named_BTK = worker.compute_spans(problems, batch, named=4)
+    np.testing.assert_allclose(again, logp_BT, atol=1e-6)
 
     judge = transformers.AutoModelForCausalLM.from_pretrained(teacher).eval()
+    named = 0
     for row in range(len(texts)):
         prompt = other.encode(f"<ask>{problems[row // 2].messages[0]['content']}<say>")
         said = policy.decode(token_BT[row][mask_BT[row]], skip_special_tokens=True)
         ids = other.encode(said) + [other.eos_token_id] * finished[row]
         with torch.no_grad():
             logits = judge(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        each = torch.log_softmax(logits, -1)[range(len(ids)), ids].numpy()
+        chances = torch.log_softmax(logits, -1).numpy()
+        each = chances[range(len(ids)), ids]
         own = Retokenizer(policy, other).response(token_BT[row][mask_BT[row]].tolist(), finished=finished[row])
         np.testing.assert_array_equal(span_BT[row][mask_BT[row]], own.span_S)
         for span in range(own.span_T.max() + 1):
             found = logp_BT[row][mask_BT[row]][own.span_S == span]
             np.testing.assert_allclose(found, each[own.span_T == span].sum(), atol=1e-4)
-    assert (span_BT[~mask_BT] == -1).all() and not logp_BT[~mask_BT].any()
+        named += _hold_names(token_BT[row], mask_BT[row], own, chances, name_BTK[row], named_BTK[row])
+    assert named > 20
+    assert (span_BT[~mask_BT] == -1).all() and not logp_BT[~mask_BT].any() and (name_BTK[~mask_BT] == -1).all()
+
+
+def _hold_names(token_T, mask_T, own, chances, name_TK, named_TK) -> int:
+    """Hold the named tokens of a row to a search through both vocabularies; their number."""
+    policy, other = embedded_tokenizer(), pairs_of_digits()
+    ours = {one: number for one, number in policy.get_vocab().items() if number not in policy.all_special_ids}
+    pairs = {number: ours[one] for one, number in other.get_vocab().items() if one in ours}
+    letters = {token for token in pairs if "\ufffd" not in other.decode([token])}  # half characters have no text
+    pairs = {token: pairs[token] for token in letters} | {other.eos_token_id: policy.eos_token_id}
+    for place, column in enumerate(np.flatnonzero(mask_T)):
+        span, kept = own.span_S[place], name_TK[column] >= 0
+        theirs = np.flatnonzero(own.span_T == span)
+        if span < 0 or len(theirs) > 1 or (own.span_S == span).sum() > 1:
+            assert not kept.any()
+            continue
+        logp_V = chances[theirs[0]]
+        best = sorted(pairs, key=lambda token, x=logp_V: -x[token])[:4]
+        wanted = [token for token in best if pairs[token] != token_T[column]]
+        assert name_TK[column][kept].tolist() == [pairs[token] for token in wanted]
+        np.testing.assert_allclose(named_TK[column][kept], logp_V[wanted], atol=1e-4)
+    return int((name_TK[mask_T] >= 0).sum())
+
+
+def test_the_last_token_of_a_span_has_the_distribution_and_the_others_lead_to_it():
+    mask_BT = np.arange(6) < np.array([5, 6])[:, None]
+    span_BT = np.array([[0, 0, 0, 1, -1, 9], [0, -1, 1, 1, 2, -1]], np.int32)
+    name_BTK = np.full((2, 6, 2), -1)
+    name_BTK[0, 3], name_BTK[1, 0, 1] = (7, 8), 4
+    teacher_BT = np.where(span_BT >= 0, np.log(0.5), 0.0).astype(np.float32)
+    named_BTK = np.full((2, 6, 2), np.log(0.125), np.float32)
+    sequences = Sequences(
+        np.arange(2, dtype=np.int32)[:, None].repeat(6, 1), np.full(2, 6, np.int32), mask_BT, np.arange(2)
+    )
+    own = np.full((2, 6), -1.0, np.float32)
+    rollout = RolloutBatch(sequences, own, np.zeros(2, bool), np.zeros((2, 6), np.int32))
+    algorithm = LogitDistillation(responses_per_update=2, reference_model=Pretrained("nowhere"))
+    few = replace(tiny_runs.get_config().rollout, prompts_per_step=2, responses_per_prompt=1)
+    settings = replace(tiny_runs.get_config(), algorithm=algorithm, cold_start=None, rollout=few)
+    work = StepInput(settings, [], 0, algorithm.initial_state())
+    scores = Scores(np.zeros(2, np.float32), np.ones(2, bool), {})
+    made = distillation.prepare_distributions(work, rollout, scores, own, (teacher_BT, span_BT, name_BTK, named_BTK))
+    [batch] = made.policy
+    order = np.argsort(batch.sequences.token_BT[:, 0])
+    fields = {name: np.asarray(array)[order] for name, array in batch.fields.items()}
+    assert fields["to_last"].tolist() == [[2, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
+    np.testing.assert_array_equal(batch.sequences.mask_BT[order], mask_BT & (span_BT >= 0))
+    np.testing.assert_array_equal(fields["named"][0, 3], (7, 8))
+    assert not fields["advantage"].any()
+    assert made.metrics["spans/named_probability"] == pytest.approx(np.mean([0.5, 0.75, 0.625, 0.5, 0.5]))
+    assert made.metrics["spans/aligned_fraction"] == 8 / 11
+
+
+def test_of_a_policy_loss_only_what_is_read_may_be_set(refused, tmp_path):
+    with refused():
+        replace(config(tmp_path), algorithm=LogitDistillation(responses_per_update=16, policy=GSPOLoss()))
 
 
 def test_what_has_no_text_of_its_own_is_refused(refused, tmp_path):

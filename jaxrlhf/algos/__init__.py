@@ -25,7 +25,7 @@ from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
 from jaxrlhf.algos.covariance import clip_cov_loss, drawn_in_range, kl_cov_loss, largest, token_covariance
 from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.importance_sampling import ImportanceWeights, SamplerGap, rollout_correction, sampler_gap
-from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
+from jaxrlhf.algos.kl import adaptive_kl_coefficient, event_divergence, kl_estimate
 from jaxrlhf.algos.losses import (
     PolicyTerms,
     PolicyTokens,
@@ -56,6 +56,7 @@ from jaxrlhf.algos.objectives import (
     mixed_objective,
     nll_objective,
     policy_objective,
+    span_objective,
     value_objective,
 )
 from jaxrlhf.algos.preference import (

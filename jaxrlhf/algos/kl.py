@@ -1,5 +1,7 @@
 """Divergence from a reference policy: per-token estimators and a controller for their coefficient."""
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
@@ -9,6 +11,7 @@ from jaxrlhf.config import KLEstimator
 
 LOG_RATIO_LIMIT = 20.0
 _K3_LIMIT = 10.0
+_LEAST_REST = 1e-7
 
 
 def kl_estimate(
@@ -55,6 +58,40 @@ def _estimate(logp: Array, ref_logp: Array, estimator: str) -> Array:
             # exp(x) - 1 - x cancels catastrophically near 0, where the policy spends its time.
             return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, _K3_LIMIT)
     raise ValueError(f"unknown KL estimator {estimator!r}; use k1, abs, k2, k3, k1+ or k3+")
+
+
+def event_divergence(
+    logp_E: Float[Array, "*shape E"], teacher_logp_E: Float[Array, "*shape E"], *, beta: float
+) -> Float[Array, "*shape"]:
+    """Generalised Jensen-Shannon divergence between two distributions of which some events are named.
+
+        D = beta KL(teacher || m) + (1 - beta) KL(policy || m),   m = beta teacher + (1 - beta) policy
+
+    It is over the named events and one more, that none of them happens. beta 0 is KL(teacher || policy), 1 is
+    KL(policy || teacher).
+
+    Args:
+      logp_E: Log-probabilities of disjoint events; where there is no event, any finite number that underflows in both.
+
+    Source: Agarwal et al. 2024 (arXiv:2306.13649), eq. 1, with its limits replaced by the two KL, as TRL has it.
+    """
+    own, other = _with_rest(logp_E), _with_rest(teacher_logp_E)
+    if beta == 0.0:
+        return _kl(other, own)
+    if beta == 1.0:
+        return _kl(own, other)
+    mixed = jnp.logaddexp(other + math.log(beta), own + math.log1p(-beta))
+    return beta * _kl(other, mixed) + (1 - beta) * _kl(own, mixed)
+
+
+def _with_rest(logp_E: Array) -> Array:
+    """Log-probabilities of the events, and of none of them; chances below float32's rounding of 1 are that."""
+    rest = jnp.log(jnp.maximum(1 - jnp.exp(logp_E).sum(axis=-1, keepdims=True), _LEAST_REST))
+    return jnp.concatenate([logp_E, rest], axis=-1)
+
+
+def _kl(logp_E: Array, other_logp_E: Array) -> Array:
+    return (jnp.exp(logp_E) * (logp_E - other_logp_E)).sum(axis=-1)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, sequences: int) -> float:

@@ -14,20 +14,29 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool, Float, Num
+from jaxtyping import Bool, Float, Int, Num
 
-from jaxrlhf.algos.kl import kl_estimate
+from jaxrlhf.algos.kl import event_divergence, kl_estimate
 from jaxrlhf.algos.losses import PolicyTokens, clipped_value_loss
-from jaxrlhf.algos.masked import selected
+from jaxrlhf.algos.masked import segment_sum, selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import LUFFY, KLInLoss, PolicyGradient, ValueLoss, function_of
+from jaxrlhf.config import LUFFY, KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
+
+_NO_EVENT = -1e9  # finite, so that a chance of 0 times a difference of two is 0
 
 
 class TokenOutput(NamedTuple):
-    """Log-probability of each token, and the entropy of its distribution if asked for."""
+    """Log-probability of each token, and more of its distribution where that is asked for.
+
+    Attributes:
+      named: Log-probabilities of other tokens in its place.
+      names: Ids of those, below 0 where there is none; None where they were given.
+    """
 
     logp: Float[Array, "R W"]
     entropy: Float[Array, "R W"] | None = None
+    named: Float[Array, "R W K"] | None = None
+    names: Int[Array, "R W K"] | None = None
 
 
 class ObjectiveTerms(NamedTuple):
@@ -176,6 +185,46 @@ def guided_objective(
     scale = _field(fields, "metric_weight", mask)
     metrics = {**sampled.metrics, "luffy/solution_probability": chance}
     return ObjectiveTerms(sampled.loss + loss, {name: scale * value for name, value in metrics.items()})
+
+
+def span_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Num[Array, "..."]],
+    settings: LogitDistillation,
+) -> ObjectiveTerms:
+    """The divergence from a teacher's distribution over each span of text, at the span's last token.
+
+        weight * event_divergence(policy, teacher)
+
+    The events are the text of the span, whose log-probability is the sum over its tokens, and further tokens in the
+    place of a span of one.
+
+    Args:
+      output: Further `named`, log-probabilities of the tokens of the field of that name.
+      mask: Tokens in spans.
+      fields: Fields of `policy_objective`, with an advantage of 0; `to_last`, tokens from each to the last of its span;
+        `teacher_logp` of the span; and `[R, W, K]`, at last tokens, `named`, ids of further tokens, below 0 for none,
+        and `teacher_named`, the teacher's log-probabilities of those.
+    """
+    policy = policy_objective(output, mask, weight, fields, settings)
+    assert output.named is not None, "the field `named` has them read"
+    to_last = _field(fields, "to_last", mask).astype(jnp.int32)
+    last = jnp.where(mask, jnp.arange(1, mask.shape[1] + 1)[None, :] + to_last, 0)
+    own = segment_sum(selected(output.logp, mask), last)
+    end = mask & (to_last == 0)
+    there = end[..., None] & (fields["named"] >= 0)
+    events, teacher = (
+        jnp.concatenate([selected(span, end)[..., None], jnp.where(there, named, _NO_EVENT)], axis=-1)
+        for span, named in (
+            (own, output.named),
+            (_field(fields, "teacher_logp", mask), fields["teacher_named"]),
+        )
+    )
+    divergence = selected(event_divergence(events, teacher, beta=settings.beta), end)
+    loss = policy.loss + selected(weight, mask) * divergence
+    return ObjectiveTerms(loss, {**policy.metrics, "spans/divergence": divergence})
 
 
 def value_objective(

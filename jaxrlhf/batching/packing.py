@@ -187,15 +187,16 @@ class Packing:
         return packed.reshape(*self._packed_shape, *more)
 
     def unpack(self, packed: Array) -> np.ndarray:
-        """`[microbatches, R, W]` back to `[B, T]`, 0 past each length."""
-        flat = np.asarray(packed).reshape(-1)
-        array_BT = np.zeros(self._shape, flat.dtype)
+        """`[microbatches, R, W, ...]` back to `[B, T, ...]`, 0 past each length."""
+        more = np.shape(packed)[3:]
+        flat = np.asarray(packed).reshape(-1, *more)
+        array_BT = np.zeros((*self._shape, *more), flat.dtype)
         array_BT[self._source] = flat[self._target]
         return array_BT
 
     def zeros(self, packed: Any) -> Any:
-        """Zeros `[B, T]` for each array of a tree of packed outputs."""
-        return jax.tree.map(lambda leaf: np.zeros(self._shape, leaf.dtype), packed)
+        """Zeros `[B, T, ...]` for each array of a tree of a microbatch's outputs."""
+        return jax.tree.map(lambda leaf: np.zeros((*self._shape, *leaf.shape[2:]), leaf.dtype), packed)
 
     def rows(self) -> Iterator[PackedBatch]:
         """Packed tokens of each microbatch."""

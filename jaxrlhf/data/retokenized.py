@@ -44,6 +44,15 @@ class Aligned(NamedTuple):
         span_S = np.where(self.span_S < spans, self.span_S, NO_SPAN)
         return span_S, np.where(span_S == NO_SPAN, 0.0, sums[span_S])
 
+    def partner_S(self) -> np.ndarray:
+        """Index in `tokens` of the other token that is one span with each of the policy's; `NO_SPAN` where more are."""
+        partner_S = np.full(len(self.span_S), NO_SPAN)
+        count_S, count_T = (np.bincount(one[one >= 0], minlength=1) for one in (self.span_S, self.span_T))
+        alone = [span for span, count in enumerate(count_S) if count == count_T[span] == 1]
+        for span in alone:
+            partner_S[self.span_S == span] = np.flatnonzero(self.span_T == span)
+        return partner_S
+
 
 class Retokenizer:
     """Prompts and responses of a policy in the tokens of another model.
@@ -63,6 +72,8 @@ class Retokenizer:
                 "tokenizer.json"
             )
         self._decode, self._special, self._other = decoder(policy), frozenset(policy.all_special_ids), other
+        self._policy = policy
+        self._own_id: dict[int, int] | None = None
 
     def prompt(self, problem: Problem) -> list[int]:
         """Token ids of a prompt: its messages in the other chat template or, without either, its text."""
@@ -97,6 +108,16 @@ class Retokenizer:
             ids, span_S[-1], span_T = [*ids, self._other.eos_token_id], len(shared), np.append(span_T, len(shared))
         return Aligned(ids, span_S, span_T)
 
+    def own_id_V(self, vocab: int) -> np.ndarray:
+        """The policy's token of the same text as each of the other's, -1 where it has none; int32, `[vocab]`."""
+        if self._own_id is None:
+            own, other = _ids_by_text(self._policy), _ids_by_text(self._other)
+            self._own_id = {other[text]: own[text] for text in other.keys() & own.keys()}
+        own_id_V = np.full(vocab, -1, np.int32)
+        for theirs, ours in self._own_id.items():
+            own_id_V[theirs] = ours
+        return own_id_V
+
     def _ids(self, text: str, *, special: bool) -> tuple[list[int], list[int]]:
         """Token ids of a text, and where in it each ends."""
         encoded = self._other(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -107,3 +128,13 @@ def _spans(last: Sequence[int], count: int) -> np.ndarray:
     """Span of each of `count` tokens, given the index of each span's last."""
     span = np.searchsorted(np.asarray(last, int), np.arange(count))
     return np.where(span < len(last), span, NO_SPAN)
+
+
+def _ids_by_text(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Ids of tokens by their text in the middle of another; half characters have none, and EOS is the empty text."""
+    # Behind a token, because a tokenizer may write the first of a text in another way.
+    [before] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    start = len(tokenizer.decode([before]))
+    texts = tokenizer.batch_decode([[before, token] for token in range(len(tokenizer))], skip_special_tokens=True)
+    ids = {text[start:]: token for token, text in enumerate(texts) if _NO_CHARACTER not in text}
+    return ids | {"": int(tokenizer.eos_token_id)}

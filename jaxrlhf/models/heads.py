@@ -48,6 +48,7 @@ def token_logp(
     wanted_RW: Bool[Array, "R W"] | None = None,
     *,
     kept_RWK: Int[Array, "R W K"] | None = None,
+    named_RWK: Int[Array, "R W C"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -67,13 +68,41 @@ def token_logp(
     Args:
       wanted_RW: True for tokens to read; None reads all.
       kept_RWK: Ids that each token is among, -1 past them: the softmax is over those. All -1, or None, is any.
+      named_RWK: Ids whose log-probabilities in each token's place are read too, any number below 0 for none.
       entropy: Compute entropies too.
       chunk_tokens: Tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
     how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
     tokens = hidden_RWD, token_RW, wanted_RW
-    return TokenOutput(*_token_outputs(params, config, *tokens, temperature, entropy=entropy, **how))
+    outputs = _token_outputs(params, config, *tokens, temperature, entropy=entropy, named_RWK=named_RWK, **how)
+    return TokenOutput(outputs[0], outputs[1] if entropy else None, None if named_RWK is None else outputs[-1])
+
+
+def likeliest_tokens(
+    params: Params,
+    config: AnyModel,
+    hidden_RWD: Float[Array, "R W D"],
+    token_RW: Int[Array, "R W"],
+    wanted_RW: Bool[Array, "R W"] | None = None,
+    *,
+    among_V: Bool[Array, "V"],
+    most: int,
+    kept_RWK: Int[Array, "R W K"] | None = None,
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    execution: Execution = ONE_DEVICE,
+) -> TokenOutput:
+    """log softmax of each wanted token as of `token_logp`, and of the likeliest of some tokens in its place.
+
+    Args:
+      among_V: True for ids that may be named.
+      most: Ids that are named, the likeliest first; -1 once there are no more.
+    """
+    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
+    how["likeliest"] = among_V, min(most, len(among_V))
+    logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how)
+    return TokenOutput(logp, None, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
 
 
 def gradient_energy(
@@ -90,9 +119,7 @@ def gradient_energy(
 ) -> Float[Array, "R W"]:
     """Squared norm of the gradient of each wanted token's log-probability by the logits over the temperature.
 
-        1 - 2 p + sum over the vocabulary of p^2
-
-    It is read as `token_logp` reads, and has no gradient of its own.
+    It is `1 - 2 p + sum of p^2 over the vocabulary`, read as `token_logp` reads, without a gradient of its own.
     """
     how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
     return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, energy=True, **how)[-1]
@@ -107,12 +134,14 @@ def _token_outputs(
     temperature: float | Array,
     *,
     kept_RWK: Array | None,
+    named_RWK: Array | None = None,
+    likeliest: tuple[Array, int] | None = None,
     entropy: bool = False,
     energy: bool = False,
     chunk_tokens: int,
     execution: Execution,
 ) -> list[Array]:
-    """Log-probabilities, then entropies and squared norms if asked for; see `token_logp`."""
+    """Log-probabilities, then entropies, squared norms and those of further tokens if asked for; see `token_logp`."""
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
@@ -124,17 +153,23 @@ def _token_outputs(
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
     target_RM = jnp.take_along_axis(next_RW, order_RM, axis=1)
     table_VD = table(params, config).astype(hidden_RWD.dtype)
-    kept_RMK = None
-    if kept_RWK is not None:
-        kept_RWK = execution.slices(jnp.pad(kept_RWK[:, 1:], ((0, 0), (0, 1), (0, 0)), constant_values=-1))
-        kept_RMK = jnp.take_along_axis(kept_RWK, order_RM[:, :, None], axis=1)
-    order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk), kept_RMK)
+
+    def ids(id_RWK: Array | None) -> Array | None:
+        if id_RWK is None:
+            return None
+        id_RWK = execution.slices(jnp.pad(id_RWK[:, 1:], ((0, 0), (0, 1), (0, 0)), constant_values=-1))
+        return jnp.take_along_axis(id_RWK, order_RM[:, :, None], axis=1)
+
+    among_V, most = (None, 0) if likeliest is None else likeliest
+    chunks = -(-wanted_RW.sum(axis=1).max() // chunk)
+    order = _ReadOrder(order_RM, place_RW, target_RM, chunks, ids(kept_RWK), ids(named_RWK), among_V)
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    reading = _Reading(chunk, entropy, energy, config.final_logit_softcapping, config.vocab_size, execution)
+    reading = _Reading(chunk, entropy, energy, most, config.final_logit_softcapping, config.vocab_size, execution)
     outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
-        read_RW = jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0)
+        place, wanted = (each.reshape(*each.shape, *[1] * (output_RM.ndim - 2)) for each in (place_RW, wanted_RW))
+        read_RW = jnp.where(wanted, jnp.take_along_axis(output_RM, place, axis=1), 0.0)
         return _shift(execution.joined(read_RW))
 
     return [*map(back, outputs)]
@@ -149,6 +184,8 @@ class _ReadOrder(NamedTuple):
       target_RM: Token to predict from each place.
       chunks: Number of chunks that hold anything wanted.
       kept_RMK: Tokens that each target is among; None is any.
+      named_RMK: Tokens to read beside each target; None reads no others.
+      among_V: Tokens that the likeliest are chosen from; None chooses none.
     """
 
     order_RM: Array
@@ -156,6 +193,8 @@ class _ReadOrder(NamedTuple):
     target_RM: Array
     chunks: Array
     kept_RMK: Array | None
+    named_RMK: Array | None
+    among_V: Array | None
 
 
 class _Reading(NamedTuple):
@@ -165,6 +204,7 @@ class _Reading(NamedTuple):
       chunk: Tokens of a chunk.
       entropy: True to compute entropies.
       energy: True to compute squared norms of gradients by the logits.
+      most: Likeliest tokens to read.
       soft_cap: Cap of logits; None leaves them.
       vocab: Rows of the table that are tokens.
       execution: Execution of the hidden states.
@@ -173,6 +213,7 @@ class _Reading(NamedTuple):
     chunk: int
     entropy: bool
     energy: bool
+    most: int
     soft_cap: float | None
     vocab: int
     execution: Execution
@@ -197,14 +238,18 @@ def _read_forward(
     chunk, entropy = reading.chunk, reading.entropy
     hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
     zeros_RM = jnp.zeros(order.order_RM.shape, jnp.float32)
+    start = [zeros_RM] * (2 + entropy + reading.energy)
+    if order.named_RMK is not None:
+        start.append(jnp.zeros(order.named_RMK.shape, jnp.float32))
+    if order.among_V is not None:
+        start += [jnp.zeros((*zeros_RM.shape, reading.most), jnp.float32)] * 2
 
     def body(index: Array, outputs: list[Array]) -> list[Array]:
         logit_RCV = reading.logits(_part(hidden_RMD, index, chunk), table_VD, order.kept_RMK, index) * scale
         normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
         # A masked sum, not a gather: it stays local where the vocabulary is sharded.
-        chosen_RC = jnp.sum(
-            jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1
-        )
+        target_RCV = _chosen(logit_RCV, _part(order.target_RM, index, chunk))
+        chosen_RC = jnp.sum(jnp.where(target_RCV, logit_RCV, 0.0), axis=-1)
         read = [normalizer_RC, chosen_RC - normalizer_RC]
         if entropy or reading.energy:
             probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
@@ -212,14 +257,22 @@ def _read_forward(
             read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
         if reading.energy:  # of onehot - p
             read.append(1 - 2 * jnp.exp(read[1]) + jnp.sum(jnp.square(probability_RCV), axis=-1))
+        if order.named_RMK is not None:
+            named_RCK = _part(order.named_RMK, index, chunk)
+            logit_RCK = jnp.take_along_axis(logit_RCV, jnp.maximum(named_RCK, 0), axis=-1)
+            read.append(jnp.where(named_RCK < 0, 0.0, logit_RCK - normalizer_RC[:, :, None]))
+        if order.among_V is not None:
+            padded_V = jnp.pad(order.among_V, (0, logit_RCV.shape[-1] - len(order.among_V)))
+            best_RCK, id_RCK = lax.top_k(jnp.where(padded_V, logit_RCV, _NEVER), reading.most)
+            read += [best_RCK - normalizer_RC[:, :, None], id_RCK.astype(jnp.float32)]  # exact below 2^24
         return [_put(output, part, index, chunk) for output, part in zip(outputs, read, strict=True)]
 
-    normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, [zeros_RM] * (2 + entropy + reading.energy))
+    normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, start)
     return outputs, (hidden_RWD, table_VD, scale, order, normalizer_RM, outputs)
 
 
 def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
-    """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy)."""
+    """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy). The likeliest have none."""
     chunk, entropy, soft_cap = reading.chunk, reading.entropy, reading.soft_cap
     hidden_RWD, table_VD, scale, order, normalizer_RM, outputs = saved
     hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
@@ -235,7 +288,12 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
         logit_RCV = capped_RCV * scale
         logp_RCV = logit_RCV - part(normalizer_RM)
         slope_RC1 = part(changes[0])
-        toward_RCV = jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), slope_RC1, 0.0)
+        toward_RCV: Array = jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), slope_RC1, 0.0)
+        if order.named_RMK is not None:
+            named_RCK, slope_RCK = (_part(each, index, chunk) for each in (order.named_RMK, changes[-1]))
+            slope_RCK = jnp.where(named_RCK < 0, 0.0, slope_RCK)
+            toward_RCV = _add_at(toward_RCV, named_RCK, slope_RCK)
+            slope_RC1 = slope_RC1 + jnp.sum(slope_RCK, axis=-1, keepdims=True)
         if entropy:
             slope_RC1 = slope_RC1 + part(changes[1]) * (logp_RCV + part(outputs[1]))
         change_RCV = toward_RCV - jnp.exp(logp_RCV) * slope_RC1
@@ -294,6 +352,12 @@ def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:
     return jnp.arange(logit_RCV.shape[-1])[None, None, :] == target_RC[:, :, None]
 
 
+def _add_at(array_RCV: Array, id_RCK: Array, value_RCK: Array) -> Array:
+    """The array with values added at ids of its last dimension; those below 0 have values of 0."""
+    added = jax.vmap(jax.vmap(lambda own_V, id_K, value_K: own_V.at[jnp.maximum(id_K, 0)].add(value_K)))
+    return added(array_RCV, id_RCK, value_RCK)
+
+
 def _part(array_RM: Array, index: Array, chunk: int) -> Array:
     return lax.dynamic_slice_in_dim(array_RM, index * chunk, chunk, axis=1)
 
@@ -333,4 +397,4 @@ def _scalar(params: Params, hidden_D: Array) -> Array:
 
 def _shift(predicted_RW: Array) -> Array:
     """From the index that predicts a token to the index of the token."""
-    return jnp.pad(predicted_RW[:, :-1], ((0, 0), (1, 0)))
+    return jnp.pad(predicted_RW[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (predicted_RW.ndim - 2)))

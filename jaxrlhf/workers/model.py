@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -16,13 +17,13 @@ from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import Refusal, Training
+from jaxrlhf.config import MOST_NAMED, Refusal, Training
 from jaxrlhf.data.retokenized import Retokenizer
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.heads import CHUNK_TOKENS, gradient_energy, token_logp, values
+from jaxrlhf.models.heads import CHUNK_TOKENS, gradient_energy, likeliest_tokens, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
@@ -33,9 +34,9 @@ from jaxrlhf.sharding.replicas import replicas_of
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 
 Metrics = dict[str, float]
-Wanted = Literal["output", "entropy", "energy"]
-"""Reading of a forward pass: values or log-probabilities; log-probabilities and entropies; or squared norms of the
-gradients of log-probabilities by the logits."""
+Wanted = Literal["output", "entropy", "energy", "likeliest"]
+"""Reading of a forward pass: values or log-probabilities; log-probabilities and entropies; squared norms of the
+gradients of log-probabilities by the logits; or log-probabilities, also of the likeliest tokens that the policy has."""
 Progress = Callable[[str, int, int], None]
 """`(phase, done, total)`, called from the thread that does the work."""
 
@@ -210,7 +211,7 @@ class ModelWorker:
         return {"parameters": self.parameters}
 
     def _output(self, params: Params, rows: PackedBatch, temperature: Array, *, wanted: Wanted) -> TokenOutput | Array:
-        how = {} if wanted == "output" else {wanted: True}
+        how: dict[str, Any] = {} if wanted == "output" else {wanted: True}
         return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature, **how)
 
     def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
@@ -232,14 +233,18 @@ class ModelWorker:
         *,
         entropy: bool = False,
         energy: bool = False,
+        likeliest: bool = False,
+        named_RWK: Array | None = None,
     ) -> TokenOutput | Array:
         """Output of the head at the response tokens: values, or log-probabilities and, if asked, entropies.
 
         Args:
           energy: Squared norms of the gradients by the logits, in place of all that.
+          likeliest: The likeliest tokens too.
+          named_RWK: Ids to read beside each token; see `token_logp`.
         """
         if self.setup.head == "value":
-            assert not entropy and not energy, "values have no distribution"
+            assert not (entropy or energy or likeliest), "values have no distribution"
             return values(params, hidden_RWD)
         tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
         how: dict[str, Any] = {
@@ -248,7 +253,13 @@ class ModelWorker:
             "chunk_tokens": CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
             "execution": self._execution,
         }
-        return gradient_energy(*tokens, **how) if energy else token_logp(*tokens, entropy=entropy, **how)
+        if likeliest:
+            known, vocab = self.setup.retokenizer, self.config.vocab_size
+            among_V = np.ones(vocab, bool) if known is None else known.own_id_V(vocab) >= 0
+            return likeliest_tokens(*tokens, among_V=jnp.asarray(among_V), most=MOST_NAMED, **how)
+        if energy:
+            return gradient_energy(*tokens, **how)
+        return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
 
     def _on_mesh(self, tree: Any) -> Any:
         """This process's rows, as rows of arrays over the whole mesh."""

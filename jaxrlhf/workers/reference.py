@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.config import Refusal
@@ -31,29 +33,42 @@ class SpanLogp(NamedTuple):
     Attributes:
       logp_BT: float32 of the whole span, at each of its tokens; 0 where there is none.
       span_BT: int32, spans of each response from 0; `NO_SPAN` where there is none.
+      name_BTK: int32, other tokens of the policy that are likely in the place of a span of one token, -1 for none; K is
+        0 where none are asked for.
+      named_BTK: Their float32 log-probabilities.
     """
 
     logp_BT: Array
     span_BT: Array
+    name_BTK: Array
+    named_BTK: Array
 
 
 class Teacher(ModelWorker):
     """A policy that is not trained, with a tokenizer of its own."""
 
     @worker_method(THREE_D_PROTO)
-    def compute_spans(self, problems: Sequence[Problem], rollout: RolloutBatch) -> SpanLogp:
+    def compute_spans(self, problems: Sequence[Problem], rollout: RolloutBatch, *, named: int = 0) -> SpanLogp:
         """log pi of each span of the responses, at the rollout's temperature.
 
         Args:
           problems: Problem of each group of responses.
+          named: Likeliest tokens in the place of each span of one token, among those that the policy has too.
 
         Raises:
           Refusal: A prompt has more tokens here than there is room for.
         """
         mask_BT, longest = np.asarray(rollout.sequences.mask_BT), self.setup.longest_response
-        found = SpanLogp(np.zeros(mask_BT.shape, np.float32), np.full(mask_BT.shape, NO_SPAN, np.int32))
+        more = *mask_BT.shape, named
+        found = SpanLogp(
+            np.zeros(mask_BT.shape, np.float32),
+            np.full(mask_BT.shape, NO_SPAN, np.int32),
+            np.full(more, -1, np.int32),
+            np.zeros(more, np.float32),
+        )
+        read = partial(self.forward, temperature=self.setup.temperature, wanted="likeliest" if named else "output")
         if not self.here:
-            self.log_prob(_all_chosen(len(mask_BT), self.setup.width))
+            read(_all_chosen(len(mask_BT), self.setup.width))
             return found
         prompts, responses = self._retokenized(problems, rollout)
         token_BT = np.zeros((len(mask_BT), self.setup.width), np.int32)
@@ -63,11 +78,30 @@ class Teacher(ModelWorker):
             length_B[row], token_BT[row, : len(tokens)] = len(tokens), tokens
             chosen_BT[row, len(prompt) : len(tokens)] = True
         prompt_id_B = np.asarray(rollout.sequences.prompt_id_B)
-        logp_BT = np.asarray(self.log_prob(Sequences(token_BT, length_B, chosen_BT, prompt_id_B)))
+        output: TokenOutput = read(Sequences(token_BT, length_B, chosen_BT, prompt_id_B))
         for row, own in enumerate(responses):
-            span_S, sum_S = own.sums(logp_BT[row, chosen_BT[row]])
+            span_S, sum_S = own.sums(np.asarray(output.logp)[row, chosen_BT[row]])
             found.span_BT[row, mask_BT[row]], found.logp_BT[row, mask_BT[row]] = span_S, sum_S
+            if named:
+                partner_S = np.where(span_S == NO_SPAN, NO_SPAN, own.partner_S())
+                self._name(found, output, row, np.flatnonzero(mask_BT[row]), chosen_BT[row], partner_S)
+        token_BT1 = np.asarray(rollout.sequences.token_BT)[..., None]
+        found.name_BTK[found.name_BTK == token_BT1] = -1  # the span itself
         return found
+
+    def _name(
+        self, found: SpanLogp, output: TokenOutput, row: int, column_S: np.ndarray, chosen_T: Array, partner_S: Array
+    ) -> None:
+        """Fill in the likeliest tokens of a row, at the policy's tokens that have a partner."""
+        assert self.setup.retokenizer is not None and output.names is not None
+        own_id_V, most = self.setup.retokenizer.own_id_V(self.config.vocab_size), found.name_BTK.shape[-1]
+        alone_S = partner_S != NO_SPAN
+        place_S = np.flatnonzero(chosen_T)[partner_S[alone_S]]
+        for read, filled in ((output.names, found.name_BTK), (output.named, found.named_BTK)):
+            each_SK = np.asarray(read)[row, place_S, :most]
+            filled[row, column_S[alone_S], : each_SK.shape[1]] = each_SK
+        theirs = found.name_BTK[row]
+        found.name_BTK[row] = np.where(theirs < 0, -1, own_id_V[theirs])
 
     def _retokenized(self, problems: Sequence[Problem], rollout: RolloutBatch) -> tuple[list[list[int]], list[Aligned]]:
         """Prompt and response of each row in the tokens of this model."""

@@ -153,7 +153,9 @@ class TrainedWorker(ModelWorker):
                 def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
                     params = adapted(frozen, self._groups.without_frozen_gradients(trained))
                     hidden_RWD, routed = self._hidden(params, rows, router_inputs(rows))
-                    output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
+                    named = {"named_RWK": fields["named"].astype(jnp.int32)} if "named" in fields else {}
+                    entropy = "entropy_weight" in fields
+                    output = self._read(params, hidden_RWD, rows, temperature, entropy=entropy, **named)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     if routed is not None:
                         assert routed.loss_RW is not None, "it is counted"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.losses import PolicyLoss
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference, teacher
-from jaxrlhf.config.settings import Positive
+from jaxrlhf.config.settings import Positive, Share, within
 from jaxrlhf.config.sources import Pretrained
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
+
+MOST_NAMED = 64
+"""Tokens of a teacher that are compared in one place, at most."""
 
 
 @dataclass(frozen=True)
@@ -74,4 +78,37 @@ class SpanDistillation(Distillation):
             not getattr(config.model, "vision", False),
             "SpanDistillation tokenises texts for the teacher, and model.vision has it see; choose a model that reads "
             "text",
+        )
+
+
+@dataclass(frozen=True)
+class LogitDistillation(SpanDistillation):
+    """On-policy distillation by distributions, from a teacher with another tokenizer or with the student's.
+
+    Where a span is one token of each, the two are compared on the teacher's likeliest tokens, as far as the student has
+    tokens of the same text; a longer span is compared on its text. What neither names is one more event. The loss is
+    the divergence itself, so that a step teaches of tokens that were not sampled.
+
+    Attributes:
+      named: Likeliest tokens of the teacher that are compared; 0 compares what was sampled alone.
+      beta: Weight of the teacher in the mixture of the divergence: 0 is KL(teacher || student), which covers all that
+        the teacher says, 1 is KL(student || teacher), which keeps to its likeliest.
+
+    Source: GOLD (Patiño et al. 2025, huggingface.co/spaces/HuggingFaceH4/on-policy-distillation), spans and merged
+    probabilities; Agarwal et al. 2024 (arXiv:2306.13649), the divergence; Minixhofer et al. 2025 (arXiv:2503.20083),
+    a span's text against all others.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.distillation:learn_distributions"
+
+    named: Annotated[int, within(0, MOST_NAMED)] = 32
+    beta: Share[float] = 0.5
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        read = PolicyLoss(aggregation=self.policy.aggregation, entropy_coefficient=self.policy.entropy_coefficient)
+        require(
+            self.policy == read,
+            f"LogitDistillation follows a divergence, and of policy={self.policy} reads aggregation and "
+            "entropy_coefficient alone; give PolicyLoss with only those",
         )
