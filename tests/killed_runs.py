@@ -1,6 +1,6 @@
 """Runs algorithms that carry something from step to step: each whole, and each killed and gone on with.
 
-    python killed_runs.py FOLDER
+    python killed_runs.py FOLDER [NAME ...]
 
 FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs, FOLDER/NAME/ends.json says how the three runs ended. Each is
 a fork of this process, which has imported everything and started no device.
@@ -26,13 +26,11 @@ from jaxrlhf.config import (
     DAPO,
     GRPO,
     VAPO,
-    AdaptiveKL,
     Algorithm,
     ArithmeticPairs,
     Checkpointing,
     Config,
     Evaluation,
-    KLInLoss,
     Layout,
     Preference,
     RewardModel,
@@ -58,10 +56,8 @@ class Case:
 
 def cases() -> dict[str, Case]:
     """By name."""
-    adaptive = KLInLoss(adaptive=AdaptiveKL(target=0.01, horizon=200))
     vapo = VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0)
     return {
-        "a KL coefficient that adapts": Case(config_of(GRPO(responses_per_update=64, kl=adaptive))),
         # In step 4, the first that trains the policy; what is saved is of step 2.
         "VAPO": Case(config_of(vapo), gradients=1),
         "DAPO": Case(config_of(DAPO(responses_per_update=64))),
@@ -128,14 +124,15 @@ def forked(case: Case, workdir: Path, *, dies: bool) -> int:
 
 
 def main() -> None:
-    """All cases, one after another."""
-    folder = Path(sys.argv[1])
-    every = cases()
+    """Cases of these names, or all, one after another."""
+    folder, *names = sys.argv[1:]
     log.save_learning_curve = log.save_step_picture = lambda source, png, title: png  # seconds; others look at them
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
     gc.freeze()  # what is imported stays, and need not be looked at again
-    for name, case in every.items():
-        own = folder / name
+    for name, case in cases().items():
+        if name not in (names or [name]):
+            continue
+        own = Path(folder) / name
         own.mkdir()
         ends = [forked(case, own / "whole", dies=False)]
         ends += [forked(case, own / "cut", dies=dies) for dies in (True, False)]

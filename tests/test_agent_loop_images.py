@@ -288,7 +288,7 @@ def test_pictures_of_an_agent_program_are_trained_on_as_they_were_seen():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_histories_of_agent_programs_are_rewritten_with_their_pictures():
     settings = Agent(program="seeing_environments:asks", turn_tokens=5, history="as_templated")
     batch = run(settings, [problem(0)], copies=1, form=rewriting())
@@ -331,7 +331,7 @@ def shown_run(workdir, *, steps, **rollout):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_policy_trains_on_what_it_was_shown(tmp_path):
     assert jaxrlhf.run(shown_run(tmp_path, steps=2)).finished

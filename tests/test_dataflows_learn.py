@@ -1,5 +1,5 @@
 """Algorithms learn the smallest task there is, from each of three seeds; README's own does too, and further ones
-from one seed. The slow tier has the first seed."""
+from one seed. The slow tier has the first seed of those that differ most in what they are learnt from."""
 
 import json
 import random
@@ -43,7 +43,23 @@ from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.workers.score_model import ScoreModel
 
 README = "the file that README shows"
+SLOW = ("PPO", "GRPO", "DAPO", README, "DPO", "RewardModel")
+"""Learnt by in the slow tier: with a critic and without, with dynamic sampling, by a user's own, from pairs by a policy
+and by a judge. Others share their way and differ by a formula, which the fast tests compare with naive ones."""
+
 EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
+
+
+def every_seed_of(names):
+    """Of each algorithm three seeds, of which the slow tier has the first of `SLOW`."""
+    cases = [
+        pytest.param(name, seed.values[0], marks=seed.marks if name in SLOW else pytest.mark.seeds)
+        for name in names
+        for seed in SEEDS
+    ]
+    return pytest.mark.parametrize(("name", "seed"), cases)
+
+
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 
@@ -68,8 +84,7 @@ def run(config: Config, workdir: Path) -> list[dict]:
     return logged
 
 
-@EVERY_SEED
-@pytest.mark.parametrize("name", [*generating(), README])
+@every_seed_of([*generating(), README])
 def test_it_learns_from_scores(name, seed, folder, guessing, tmp_path):
     algorithm: PolicyGradient = (
         replace(jaxrlhf.load(readmes_algorithm(tmp_path)).algorithm, responses_per_update=64)
@@ -98,8 +113,7 @@ def assert_every_update_is_of_groups_that_differ(logged: list[dict], samples: li
     assert max(record["group/generated"] for record in logged) > 8
 
 
-@EVERY_SEED
-@pytest.mark.parametrize("name", from_pairs())
+@every_seed_of(from_pairs())
 def test_it_learns_from_pairs(name, seed, folder, guessing, tmp_path):
     algorithm = from_pairs()[name]
     first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path / "run")
@@ -116,7 +130,7 @@ def test_it_learns_from_pairs(name, seed, folder, guessing, tmp_path):
         assert evaluate_policy(answering, policy=policy, samples=1, show=0)["eval/accuracy"] >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", further())
 def test_further_ones_learn_from_one_seed(name, folder, guessing, tmp_path):
     algorithm = further()[name]
@@ -129,7 +143,7 @@ def test_further_ones_learn_from_one_seed(name, folder, guessing, tmp_path):
     assert last["eval/accuracy"] >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_it_learns_from_labelled_steps_and_scores_responses(folder, tmp_path):
     """A step is a digit, and right if that is even."""
     rng = random.Random(0)
@@ -180,8 +194,13 @@ def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
     assert last["kl/ref_sequence_mean"] <= 0.2 * first["kl/ref_sequence_mean"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("distillation", [SpanDistillation, LogitDistillation])
+@pytest.mark.parametrize(
+    "distillation",
+    [
+        pytest.param(SpanDistillation, marks=pytest.mark.seeds),
+        pytest.param(LogitDistillation, marks=pytest.mark.slow),
+    ],
+)
 def test_it_learns_from_a_teacher_with_another_tokenizer(distillation, folder, guessing, tmp_path):
     pairs_of_digits(tmp_path / "tokenizer")
     judge = exported(write_records(tmp_path), "answer", seed=3, tokenizer=str(tmp_path / "tokenizer"))

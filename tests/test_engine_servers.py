@@ -36,9 +36,14 @@ def here(monkeypatch):
     monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
-@pytest.mark.parametrize(("api", "lora"), [("vllm", None), ("sglang", Lora(rank=2))], ids=["vllm", "sglang, adapters"])
+@pytest.mark.parametrize(
+    ("api", "lora"),
+    [
+        pytest.param("vllm", None, marks=pytest.mark.seeds, id="vllm"),
+        pytest.param("sglang", Lora(rank=2), marks=pytest.mark.slow, id="sglang, adapters"),
+    ],
+)
 def test_a_run_generates_with_servers(api, lora, tmp_path):
     policy = write_policy(tmp_path / "policy")
     servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]

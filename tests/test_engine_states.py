@@ -97,17 +97,15 @@ def follow_the_model(config, given, completions):
         np.testing.assert_allclose(completion.logps, logp_TV.max(-1), atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (STATES, {"data": 1}),
-        (STATES, {"data": 2, "tensor": 2}),
-        (STATES, {"data": 2, "stage": 2}),
-        (SPACES, {"data": 2, "tensor": 2}),
-        (BORROWING, {"data": 2, "tensor": 2}),
+        pytest.param(STATES, {"data": 1}, marks=pytest.mark.seeds, id="one"),
+        pytest.param(STATES, {"data": 2, "tensor": 2}, marks=pytest.mark.seeds, id="tensor"),
+        pytest.param(STATES, {"data": 2, "stage": 2}, marks=pytest.mark.slow, id="stages"),
+        pytest.param(SPACES, {"data": 2, "tensor": 2}, marks=pytest.mark.slow, id="spaces"),
+        pytest.param(BORROWING, {"data": 2, "tensor": 2}, marks=pytest.mark.slow, id="borrowing"),
     ],
-    ids=["one", "tensor", "stages", "spaces", "borrowing"],
 )
 def test_slots_of_all_lengths_follow_the_model(config, sizes):
     made, given = engine(config, sizes), requests()

@@ -9,7 +9,7 @@ from tiny_runs import records
 import jaxrlhf
 from jaxrlhf.config import GRPO, KLInLoss, Lora
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def guessing(programs, undrawn, folder):
     return task.exported(folder, "guess", seed=0)
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize(
+    "quantize", [pytest.param(None, marks=pytest.mark.seeds), pytest.param("nf4", marks=pytest.mark.slow)]
+)
 def test_it_learns_by_adapters_from_scores(quantize, folder, guessing, tmp_path):
     actor = replace(task.training(2e-2), lora=Lora(rank=4, alpha=8.0, quantize=quantize))
     algorithm = GRPO(kl=KLInLoss(coefficient=1e-3))

@@ -10,7 +10,7 @@ from jaxrlhf.config import Config, FromScratch, Pretrained, load, override
 from jaxrlhf.trainer.policy import export_policy
 from jaxrlhf.trainer.run import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn", "optimized")]
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "undrawn", "optimized")]
 
 
 def stage(name: str, workdir: Path, **changes) -> Config:

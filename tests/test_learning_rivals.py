@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learning_run import SEEDS
 from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import PPO, RLOO, Config
 
-pytestmark = pytest.mark.usefixtures("programs", "undrawn", "optimized")
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "undrawn", "optimized")]
 
 
 def config_of(name: str, seed: int) -> Config:
@@ -42,7 +41,7 @@ def last(logged: list[dict], name: str, *, steps: int = 8) -> float:
     return float(np.mean([record[name] for record in logged[-steps:]]))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(3))
 def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(seed, tmp_path):
     safe, greedy = learnt("SafeRLHF", seed, tmp_path), learnt("PPO", seed, tmp_path)
     assert last(greedy, "score/format_3") >= 0.8, "PPO is to be tempted by what costs"
@@ -53,7 +52,6 @@ def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(seed, tmp_path):
     assert last(safe, "cost/unsafe_fraction") == pytest.approx(last(safe, "cost/mean"))
 
 
-@pytest.mark.seeds
 def test_prime_fails_half_as_often_as_rloo_after_as_many_steps(tmp_path):
     failed = {}
     for name in ("PRIME", "RLOO"):

@@ -67,7 +67,7 @@ def test_without_an_answer_of_the_tool_products_stay_unknown(imitates, tmp_path)
     assert metrics[-1]["eval/accuracy"] < 0.30
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_the_way_to_the_treasure_is_found_by_playing(tmp_path):
     """Sampled games reach it about as rarely as the demonstrations at first, and nearly always at the end."""
     metrics = run(load("game_treasure"), tmp_path, steps=7)

@@ -6,13 +6,12 @@
 from dataclasses import replace
 
 import pytest
-from learning_run import SEEDS
 from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import Checkpointing, Evaluation, Shapes, load
 
-pytestmark = pytest.mark.usefixtures("programs", "optimized", "undrawn")
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "optimized", "undrawn")]
 
 
 def run(workdir, *, seed, shuffled=False):
@@ -31,7 +30,7 @@ def run(workdir, *, seed, shuffled=False):
     return records(workdir / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(3))
 def test_pictures_are_read_as_they_were_asked_for(seed, tmp_path):
     """Before, most answers are of a hasty look, and wrong."""
     metrics = run(tmp_path, seed=seed)
@@ -39,7 +38,6 @@ def test_pictures_are_read_as_they_were_asked_for(seed, tmp_path):
     assert metrics[-1]["eval/accuracy"] >= 0.9
 
 
-@pytest.mark.seeds
 @pytest.mark.parametrize("seed", range(3))
 def test_with_pictures_of_other_questions_there_is_nothing_to_learn(seed, tmp_path):
     """A digit is guessed once in nine times, and half of the questions are for two."""

@@ -9,7 +9,7 @@ import torch
 import transformers
 from jax.sharding import AxisType, Mesh
 from safetensors import safe_open
-from tiny_checkpoints import KINDS, VOCAB, again, build, write
+from tiny_checkpoints import KINDS, VOCAB, again, build, tiered, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -25,10 +25,7 @@ PROMPTS = (tuple(range(1, 13)), (40, 3, 77, 5, 96, 11, 60))
 NEW_TOKENS = 12
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in FAMILIES],
-)
+@pytest.fixture(scope="module", params=tiered(FAMILIES, fast=FAST))
 def exported(request, tmp_path_factory):
     """A checkpoint of several files with a tokenizer; our parameters, no longer its own; their export."""
     source = write(tmp_path_factory.mktemp("source"), build(request.param), max_shard_size="20KB")

@@ -99,7 +99,7 @@ def program(config, gradients, **how):
     ("config", "sizes", "gradients"),
     [
         (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}, True),
-        pytest.param(OLMO, {"fsdp": 4, "tensor": 2}, False, marks=pytest.mark.slow),
+        pytest.param(OLMO, {"fsdp": 4, "tensor": 2}, False, marks=pytest.mark.seeds),
         (DEEPSEEK, {"fsdp": 4, "tensor": 2}, False),
     ],
     ids=["gemma-stages", "olmo", "deepseek"],

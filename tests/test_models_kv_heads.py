@@ -96,7 +96,7 @@ def run(config, lora, cache, **sizes):
 @pytest.mark.parametrize(
     ("name", "lora", "cache", "sizes"),
     [
-        pytest.param("two and biases", Lora(rank=2), "slots", {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param("two and biases", Lora(rank=2), "slots", {"data": 2, "tensor": 4}, marks=pytest.mark.seeds),
         pytest.param(
             *("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}), marks=pytest.mark.slow
         ),

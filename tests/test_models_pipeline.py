@@ -77,7 +77,7 @@ def assert_close(ours, theirs, tolerance):
     ("sizes", "remat"),
     [
         ({"data": 3, "stage": 2}, False),
-        pytest.param({"data": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.seeds),
         pytest.param({"fsdp": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ({"data": 2, "stage": 2, "micro_stage": 2}, True),
     ],

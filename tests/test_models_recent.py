@@ -9,7 +9,7 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from test_models_families import hidden_states, packed, program, tokens
-from tiny_checkpoints import KINDS, build, write
+from tiny_checkpoints import KINDS, RECENT, build, tiered, write
 from tiny_models import close, logits
 
 from jaxrlhf import models
@@ -20,10 +20,9 @@ from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.sharding.mesh import BATCH_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
-RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
 FIRST = list({(KINDS[kind][0], "num_experts" in KINDS[kind][1]): kind for kind in reversed(RECENT)}.values())
 """The first kind of each family, and of those that are both the first with experts."""
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in FIRST]
+SLOW = tiered(FIRST, fast=())
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +64,7 @@ def in_one_row(count, length):
     return each, position_1W.astype(np.int32), SharedPrefix((rows,))
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "gpt-oss" else pytest.param(kind, marks=pytest.mark.slow) for kind in FIRST]
-)
+@pytest.mark.parametrize("kind", tiered(FIRST, fast=["gpt-oss"]))
 def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
     """Hidden states and gradients, parameters of attention itself included."""
     _, _, config, params = checkpoint(kind)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from tiny_checkpoints import _DEEPSEEK, _GEMMA4, _LINEAR, VOCAB, build, tokens
+from tiny_checkpoints import _DEEPSEEK, _GEMMA4, _LINEAR, VOCAB, build, tiered, tokens
 from tiny_models import logits
 
 from jaxrlhf import models
@@ -49,7 +49,6 @@ WHOLE = {
         _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
     ),
 }
-SLOW = ("gemma3", "qwen3.5", "kimi-k2.5", "gemma4")
 
 
 def built(kind, *, tied):
@@ -79,9 +78,7 @@ def with_what_nobody_reads(file):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in WHOLE]
-)
+@pytest.mark.parametrize("kind", tiered(WHOLE, fast=["mistral3"], slow=["kimi-k2.5", "gemma4"]))
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_text_part_is_a_model_of_its_own(kind, tied, tmp_path):
     theirs, source = built(kind, tied=tied), tmp_path / "source"

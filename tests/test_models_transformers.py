@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import KINDS, VOCAB, again, build, params, tokens, write
+from tiny_checkpoints import KINDS, VOCAB, again, build, tiered, tokens, write
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch
@@ -20,7 +20,7 @@ FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.valu
 """The first kind of each."""
 
 
-@pytest.fixture(scope="module", params=params())
+@pytest.fixture(scope="module", params=tiered(KINDS))
 def pair(request, tmp_path_factory):
     """A transformers model, and ours read from its files."""
     theirs = build(request.param)
@@ -95,7 +95,7 @@ def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     np.testing.assert_allclose(their_logits(exported, token_RW), their_logits(theirs, token_RW), atol=1e-6)
 
 
-@pytest.mark.parametrize("pair", params(FAMILIES), indirect=True)
+@pytest.mark.parametrize("pair", tiered(FAMILIES), indirect=True)
 def test_greedy_decoding_through_the_cache(pair):
     theirs, config, params, _ = pair
     token_PS, length_P = tokens((2, 12)), np.array([12, 7], np.int32)

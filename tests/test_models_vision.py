@@ -10,7 +10,7 @@ import seeing
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import build, write
+from tiny_checkpoints import build, tiered, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal
@@ -18,7 +18,7 @@ from jaxrlhf.models.vision.rows import Room, RowLayout, offset_of, turns_of
 from jaxrlhf.models.vision.tower import image_features
 
 TOLERANCE = 1e-4
-KINDS = [kind if kind == "qwen2.5-vl" else pytest.param(kind, marks=pytest.mark.slow) for kind in seeing.KINDS]
+KINDS = tiered(seeing.KINDS, fast=["qwen2.5-vl"], slow=["qwen3-vl", "gemma3"])
 ROOM = Room(strips=3, patches=60)
 """One image fills a strip, the other leaves it part empty, and a row may have strips without any."""
 

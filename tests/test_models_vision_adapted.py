@@ -11,6 +11,7 @@ import seeing
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from test_models_vision import Loaded
+from tiny_checkpoints import tiered
 from tiny_models import DECODER, close
 
 from jaxrlhf import models
@@ -21,7 +22,7 @@ from jaxrlhf.models.parameters import path_name
 from jaxrlhf.sharding.mesh import BATCH_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
-KINDS = ["gemma3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2.5-vl", "qwen3-vl", "qwen3.5"))]
+KINDS = tiered(seeing.KINDS, fast=["gemma3"], slow=["qwen3-vl"])
 PARTS = [
     ("gemma3", Lora(rank=3, alpha=6.0, targets=("query", "output", "up"), part="both")),
     ("gemma3", Lora(rank=3, alpha=6.0, part="tower")),

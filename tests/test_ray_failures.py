@@ -19,8 +19,6 @@ from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 
-pytestmark = pytest.mark.slow
-
 CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=20.0)
 
 
@@ -56,7 +54,10 @@ def caught(kind, world, *args, **kwargs):
 
 @pytest.mark.parametrize(
     ("error_s", "answer_s", "death_s"),
-    [pytest.param(0.0, 1000.0, 3.5, id="the error is first"), pytest.param(1.0, 0.0, 0.8, id="it had answered")],
+    [
+        pytest.param(0.0, 1000.0, 3.5, marks=pytest.mark.slow, id="the error is first"),
+        pytest.param(1.0, 0.0, 0.8, marks=pytest.mark.seeds, id="it had answered"),
+    ],
 )
 def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, death_s):
     world = pool()
@@ -65,12 +66,14 @@ def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, d
     assert error.host == world.hosts[1]
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_there_is_not_declared_dead(pool):
     error, seconds = caught(JaxRuntimeError, pool(), "lose_peer", 0.0, 0.0, 1000.0)
     assert seconds < 5
     assert "Connection closed by peer" in str(error)
 
 
+@pytest.mark.seeds
 def test_a_crash_is_told_with_its_stack(pool):
     world = pool(hosts=1)
     error, seconds = caught(HostDied, world, "strike", 0, "crash")
@@ -79,6 +82,7 @@ def test_a_crash_is_told_with_its_stack(pool):
     assert "in crash" in str(error)
 
 
+@pytest.mark.slow
 def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
     world = pool(cluster=replace(CLUSTER, call_timeout_s=4.0))
     error, seconds = caught(HostHung, world, "strike", 1, "sleep_for_ever")
@@ -94,6 +98,7 @@ def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
     assert error.host == world.hosts[1]
 
 
+@pytest.mark.slow
 def test_an_exception_keeps_its_type_and_other_threads_hear_of_it(pool):
     world = pool()
     heard = []
@@ -120,7 +125,11 @@ def test_an_exception_keeps_its_type_and_other_threads_hear_of_it(pool):
 
 
 @pytest.mark.parametrize(
-    ("what", "text"), [("miss_unpicklably", "Unpicklable: holds a generator"), ("leave", "SystemExit: goodbye")]
+    ("what", "text"),
+    [
+        pytest.param("miss_unpicklably", "Unpicklable: holds a generator", marks=pytest.mark.slow),
+        pytest.param("leave", "SystemExit: goodbye", marks=pytest.mark.seeds),
+    ],
 )
 def test_an_exception_that_cannot_travel_is_told(pool, what, text):
     error, _ = caught(RuntimeError, pool(hosts=1), "strike", 0, what)
@@ -129,17 +138,25 @@ def test_an_exception_that_cannot_travel_is_told(pool, what, text):
     assert f"in {what}" in error.__notes__[0]
 
 
-@pytest.mark.parametrize(("what", "refusal"), [("reshape_wrongly", False), ("refuse", True)])
+@pytest.mark.parametrize(
+    ("what", "refusal"),
+    [
+        pytest.param("reshape_wrongly", False, marks=pytest.mark.seeds),
+        pytest.param("refuse", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_refusal_on_a_host_is_one_here(pool, what, refusal):
     error, _ = caught(ValueError, pool(hosts=1), "strike", 0, what)
     assert isinstance(error, Refusal) == refusal
 
 
+@pytest.mark.seeds
 def test_a_result_that_cannot_travel_is_an_exception(pool):
     error, _ = caught(TypeError, pool(factory=lambda rank, hosts: threading, hosts=1), "Lock")
     assert "pickle" in str(error)
 
 
+@pytest.mark.seeds
 def test_what_the_factory_raises_is_raised(pool):
     def factory(rank, hosts):
         raise ValueError(f"no weights for {rank} of {hosts}")
@@ -149,6 +166,7 @@ def test_what_the_factory_raises_is_raised(pool):
     assert "raised in models.start on host" in info.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_while_it_starts(pool):
     def factory(rank, hosts):
         print("about to go")
@@ -158,6 +176,7 @@ def test_a_host_that_dies_while_it_starts(pool):
         pool(factory=factory, hosts=1)
 
 
+@pytest.mark.seeds
 def test_a_host_that_does_not_start_in_time(pool):
     def factory(rank, hosts):
         time.sleep(1000)
@@ -167,6 +186,7 @@ def test_a_host_that_does_not_start_in_time(pool):
         pool(factory=factory, hosts=1, cluster=cluster)
 
 
+@pytest.mark.slow
 def test_a_pool_starts_again_beside_another(pool, tmp_path):
     other = pool("rewards", hosts=1)
     first = pool()
@@ -182,6 +202,7 @@ def test_a_pool_starts_again_beside_another(pool, tmp_path):
     assert str(second.hosts[0]) in log
 
 
+@pytest.mark.slow
 def test_a_result_is_lost_with_its_host(pool):
     world, other = pool(hosts=1), pool("rewards", hosts=1)
     [stored] = world.call("ramp", 1 << 20, label="actor.ramp")
@@ -195,6 +216,7 @@ def test_a_result_is_lost_with_its_host(pool):
         other.call("echo", stored, label="reward.echo", timeout_s=20.0)
 
 
+@pytest.mark.seeds
 def test_nobody_at_the_address():
     code = """
 from jaxrlhf.config import RayCluster
@@ -228,6 +250,7 @@ print(len(ray_world.marked(os.environ["RAY_TEST_MARK"])), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_no_process_is_left_whatever_ends_the_controller(tmp_path):
     # Of a cluster that is killed, agents look for the rest as long as this says; a minute, if nothing does.
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}

@@ -15,8 +15,6 @@ from jaxrlhf.single_controller.ray.cluster import connect, disconnect, platform
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostId, HostNotStarted
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 
-pytestmark = pytest.mark.slow
-
 NODES = 3
 
 
@@ -56,6 +54,7 @@ def results(pool, method):
     return [stored.load() for stored in pool.call(method, label=f"placed.{method}")]
 
 
+@pytest.mark.slow
 def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
     start = partial(HostProcesses, factory=Placed, cluster=cluster, log_directory=tmp_path)
     with start("one", hosts=1) as one, start("two", hosts=2) as two:
@@ -66,11 +65,13 @@ def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
         assert workers == sorted(workers)
 
 
+@pytest.mark.seeds
 def test_more_hosts_than_machines_share_them(cluster, tmp_path):
     with HostProcesses("many", Placed, hosts=NODES + 1, cluster=cluster, log_directory=tmp_path) as pool:
         assert len(set(results(pool, "node"))) == NODES
 
 
+@pytest.mark.slow
 def test_accelerators_are_asked_of_ray(cluster, tmp_path):
     gpus = RayCluster(address=cluster.address, devices_per_host=2)
     assert platform(gpus) == "cuda"
@@ -83,6 +84,7 @@ def test_accelerators_are_asked_of_ray(cluster, tmp_path):
     assert variables["JAX_PLATFORMS"] == "cpu"
 
 
+@pytest.mark.seeds
 def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypatch):
     pool = HostProcesses("far", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
     pids = [host.pid for host in pool.hosts]
@@ -99,6 +101,7 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
     assert not any(map(ray_world.exists, pids))
 
 
+@pytest.mark.seeds
 def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
     large = RayCluster(address=cluster.address, devices_per_host=8, platform="cuda", start_timeout_s=1.0)
     message = r"asks for 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 12, GPU 12, .* came up in 1 s"
@@ -106,6 +109,7 @@ def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
         HostProcesses("large", Placed, hosts=1, cluster=large, log_directory=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_lost_machine_ends_the_pool(machines, cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "END_S", 1.0)  # Ray gives up the room on it only when several heartbeats are missing
     pool = HostProcesses("doomed", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)

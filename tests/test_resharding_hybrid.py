@@ -104,13 +104,13 @@ def test_a_switch_costs_what_the_paper_says(sizes: Sizes) -> None:
     assert engine.bytes_back_per_device == 0
 
 
-# Nothing to do, tensors, stages, both of them, each alone of both, Figure 8; the slow tier has all.
+# Nothing to do, tensors, stages, both of them, each alone of both, Figure 8; the tier before a release has all.
 COMPILED_FAST = {(1, 1, 8, 1, 1), (1, 8, 1, 1, 2), (8, 1, 1, 2, 1), (2, 4, 1, 1, 2), (2, 4, 1, 2, 1), (1, 4, 2, 1, 2)}
 
 
 @pytest.mark.parametrize(
     ("p", "t", "d", "p_g", "t_g"),
-    [pytest.param(*sizes, marks=[] if sizes in COMPILED_FAST else pytest.mark.slow) for sizes in factorisations()],
+    [pytest.param(*sizes, marks=[] if sizes in COMPILED_FAST else pytest.mark.seeds) for sizes in factorisations()],
 )
 def test_a_compiled_switch_moves_what_the_paper_says(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
     engine, missing = engine_of(layout_of(p, t, d, p_g, t_g)), lacked(p, t, d, p_g, t_g)

@@ -110,7 +110,7 @@ FAST = {("refining", "float32", 1), ("stages", "float16", 3), ("not-refining", "
 # XLA for CPU gathers bfloat16 as float32.
 @pytest.mark.parametrize(
     ("name", "dtype", "leaves"),
-    [pytest.param(*kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in KINDS],
+    [pytest.param(*kind, marks=[] if kind in FAST else pytest.mark.seeds) for kind in KINDS],
 )
 def test_with_temporaries_a_switch_takes_the_larger_layout_and_a_bucket(
     name: str, dtype: str, leaves: int, monkeypatch: pytest.MonkeyPatch

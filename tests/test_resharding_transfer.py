@@ -39,8 +39,8 @@ TO = [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 1)]
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        # Every source and every target twice; the slow tier has all pairs.
-        pytest.param(source, target, marks=[] if (column - row) % 6 < 2 else pytest.mark.slow)
+        # Every source and every target twice; the tier before a release has all pairs.
+        pytest.param(source, target, marks=[] if (column - row) % 6 < 2 else pytest.mark.seeds)
         for row, source in enumerate(FROM)
         for column, target in enumerate(TO)
     ],

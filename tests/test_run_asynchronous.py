@@ -1,5 +1,6 @@
 """Runs at a staleness: the ages that were asked for, and the same numbers after kills."""
 
+import functools
 import json
 import os
 import signal
@@ -11,36 +12,48 @@ import killed_asynchronous
 import pytest
 from tiny_runs import numbers, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = pytest.mark.usefixtures("programs")
 
 AGES = {"1 on two pools": [0, 1, 1, 1, 1, 1], "4 on one pool": [0, 1, 2, 3, 4, 4]}
 PUT_OFF = {"1 put off": (0, 1), "2 put off, two pools": (1, 2)}
 """Least and most age of tokens, once the run is under way."""
 
+SLOW = ("1 on two pools", "1 put off")
+
+
+def cases(names):
+    """Each of the slow tier, which has whole batches and others, one pool and two, or before a release."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.seeds) for name in names]
+
 
 @pytest.fixture(scope="module")
-def folder(programs, tmp_path_factory) -> Path:
-    """All cases, run by one process and its forks."""
-    folder = tmp_path_factory.mktemp("asynchronous")
-    command = [sys.executable, str(Path(killed_asynchronous.__file__)), str(folder)]
-    devices = {"JAX_NUM_CPU_DEVICES": "2"}
-    done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return folder
+def folder(programs, tmp_path_factory):
+    """The folder of a case, which one process and its forks have run."""
+    every = tmp_path_factory.mktemp("asynchronous")
+
+    @functools.cache
+    def of(name) -> Path:
+        command = [sys.executable, str(Path(killed_asynchronous.__file__)), str(every), name]
+        devices = {"JAX_NUM_CPU_DEVICES": "2"}
+        done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr
+        return every / name
+
+    return of
 
 
-@pytest.mark.parametrize("name", [*AGES, *PUT_OFF])
+@pytest.mark.parametrize("name", cases([*AGES, *PUT_OFF]))
 def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
-    whole, cut = folder / name / "whole", folder / name / "cut"
-    assert json.loads((folder / name / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
+    whole, cut = folder(name) / "whole", folder(name) / "cut"
+    assert json.loads((folder(name) / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
     assert numbers(cut / "metrics.jsonl") == numbers(whole / "metrics.jsonl")
     for file in ("samples.jsonl", "evaluation.jsonl"):
         assert (cut / file).read_bytes() == (whole / file).read_bytes()
 
 
-@pytest.mark.parametrize("name", AGES)
+@pytest.mark.parametrize("name", cases(AGES))
 def test_responses_of_whole_batches_are_as_old_as_the_staleness(name, folder):
-    logged = numbers(folder / name / "whole" / "metrics.jsonl")
+    logged = numbers(folder(name) / "whole" / "metrics.jsonl")
     assert [record["staleness/age_mean"] for record in logged] == AGES[name]
     assert [record["staleness/age_max"] for record in logged] == AGES[name]
     assert [record[f"staleness/share_age_{age}"] for record, age in zip(logged, AGES[name], strict=True)] == [1.0] * 6
@@ -49,9 +62,9 @@ def test_responses_of_whole_batches_are_as_old_as_the_staleness(name, folder):
     assert all(record["correction/weight_mean"] != 1 for record in logged[1:])
 
 
-@pytest.mark.parametrize("name", PUT_OFF)
+@pytest.mark.parametrize("name", cases(PUT_OFF))
 def test_groups_that_are_put_off_have_tokens_of_several_policies_and_none_too_old(name, folder):
-    logged = numbers(folder / name / "whole" / "metrics.jsonl")
+    logged = numbers(folder(name) / "whole" / "metrics.jsonl")
     least, most = PUT_OFF[name]
     assert all(record["staleness/put_off_groups"] == 4 for record in logged)
     for number, record in enumerate(logged):
@@ -63,8 +76,10 @@ def test_groups_that_are_put_off_have_tokens_of_several_policies_and_none_too_ol
     assert all(record["sampler/kl"] > 1e-6 for record in logged[1 + least :])
 
 
+@pytest.mark.slow
 def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder):
-    events = json.loads((folder / "1 on two pools" / "whole" / "timeline.json").read_text())
+    whole = folder("1 on two pools") / "whole"
+    events = json.loads((whole / "timeline.json").read_text())
     spans = {
         verb: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == verb]
         for verb in ("generate_sequences", "compute_log_prob", "update_actor")
@@ -74,5 +89,5 @@ def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder
         span for span in spans["generate_sequences"] if any(a < span[1] and span[0] < b for a, b in learning)
     ]
     assert overlapping
-    shares = [record["time/generation_idle_share"] for record in records(folder / "1 on two pools/whole/metrics.jsonl")]
+    shares = [record["time/generation_idle_share"] for record in records(whole / "metrics.jsonl")]
     assert all(0 <= share <= 1 for share in shares)

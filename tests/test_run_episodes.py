@@ -70,14 +70,25 @@ def test_killed_among_episodes_and_gone_on_with(whole, tmp_path):
     assert samples(tmp_path) == samples(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor": training(data=8), "algorithm": replace(PPO(responses_per_update=8), critic=training(data=8))},
-        {"pools": (Pool("policy", 4, ("actor", "reference", "critic")), Pool("generation", 4, ("rollout", "reward")))},
+        pytest.param(
+            {"actor": training(data=8), "algorithm": replace(PPO(responses_per_update=8), critic=training(data=8))},
+            marks=pytest.mark.slow,
+            id="eight devices",
+        ),
+        pytest.param(
+            {
+                "pools": (
+                    Pool("policy", 4, ("actor", "reference", "critic")),
+                    Pool("generation", 4, ("rollout", "reward")),
+                )
+            },
+            marks=pytest.mark.seeds,
+            id="a pool that generates",
+        ),
     ],
-    ids=["eight devices", "a pool that generates"],
 )
 def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
     devices = None if "pools" in changes else 8
@@ -86,11 +97,16 @@ def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
     assert [sample["episode"]["messages"] for sample in mine] == [sample["episode"]["messages"] for sample in theirs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "pools"),
-    [(1, ()), (2, (Pool("policy", 4, ("actor",)), Pool("generation", 4, ("rollout", "reward"))))],
-    ids=["one pool", "a pool that generates"],
+    [
+        pytest.param(1, (), marks=pytest.mark.seeds, id="one pool"),
+        pytest.param(
+            *(2, (Pool("policy", 4, ("actor",)), Pool("generation", 4, ("rollout", "reward")))),
+            marks=pytest.mark.slow,
+            id="a pool that generates",
+        ),
+    ],
 )
 def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, tmp_path):
     """A step learns from those that arrived first, of at most so many policies; no prompt is lost or taken twice."""
@@ -112,18 +128,23 @@ def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, 
     assert [taken.count(prompt) for prompt in {*taken}] == [2] * 48
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
-        GRPO(responses_per_update=8),
-        DAPO(responses_per_update=8),
-        ReMax(responses_per_update=8),
-        TurnGRPO(responses_per_update=8),
-        GiGPO(responses_per_update=8),
-        PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
+        *(
+            pytest.param(kind(responses_per_update=8), marks=pytest.mark.seeds, id=kind.__name__)
+            for kind in (GRPO, ReMax, TurnGRPO)
+        ),
+        *(
+            pytest.param(kind(responses_per_update=8), marks=pytest.mark.slow, id=kind.__name__)
+            for kind in (DAPO, GiGPO)
+        ),
+        pytest.param(
+            PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
+            marks=pytest.mark.slow,
+            id="PPO",
+        ),
     ],
-    ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_every_algorithm_takes_episodes(algorithm, tmp_path):
     run(tmp_path, algorithm=algorithm, steps=2, checkpoint=Checkpointing(every_steps=0))

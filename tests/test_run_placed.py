@@ -6,7 +6,7 @@ import pytest
 from placed_runs import assert_same_numbers, pools_of, run
 from tiny_runs import numbers, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 STEPS = 3  # as in test_run_ray.py, whose programs are the same
 
@@ -21,11 +21,13 @@ def metrics(workdir, room):
     return {name: value for name, value in records(workdir / "metrics.jsonl")[-1].items() if name.startswith(room)}
 
 
+@pytest.mark.seeds  # the next test has them from the second step on
 def test_eight_devices(alone, tmp_path):
     run(tmp_path, devices=8, actor={"fsdp": 4, "tensor": 2, "generation_tensor": 1}, critic={"fsdp": 8}, steps=STEPS)
     assert_same_numbers(tmp_path, alone)
 
 
+@pytest.mark.slow
 def test_eight_devices_go_on_from_the_checkpoint_of_one_in_a_generation_layout_that_training_does_not_refine(
     alone, tmp_path
 ):
@@ -42,6 +44,7 @@ def test_eight_devices_go_on_from_the_checkpoint_of_one_in_a_generation_layout_t
     assert metrics(workdir, "relayout/")["relayout/received_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_pool_each_for_policy_value_and_generation(alone, tmp_path):
     actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 2}
     run(tmp_path, pools=pools_of(4, 2, 2), actor=actor, critic={"fsdp": 2}, steps=STEPS)
@@ -52,6 +55,7 @@ def test_a_pool_each_for_policy_value_and_generation(alone, tmp_path):
     assert saved >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
 
 
+@pytest.mark.slow
 def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_path):
     layout = {"stage": 2, "tensor": 2, "fsdp": 2, "generation_stage": 2, "generation_tensor": 1}
     offload = ("actor", "critic", "reference")

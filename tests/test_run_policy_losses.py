@@ -12,19 +12,29 @@ _TWO_UPDATES = {"responses_per_update": 8}
 _WEIGHTS = {"correction/weight_mean", "correction/effective_fraction", "correction/rejected_tokens"}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
 @pytest.mark.parametrize(
     "algorithm, own",
     [
-        (
+        pytest.param(
             GSPO(correction=IcePop(), rejection=(Rejection("k3", "sequence-mean"),), **_TWO_UPDATES),
             {"policy/clip_fraction", *_WEIGHTS},
+            marks=pytest.mark.slow,
+            id="gspo",
         ),
-        (CISPO(old_logp="bypass", kl=KLInLoss(coefficient=0.1), **_TWO_UPDATES), {"policy/clip_fraction"}),
-        (SAPO(correction=TruncatedImportance(level="sequence"), **_TWO_UPDATES), {"policy/gate", *_WEIGHTS}),
+        pytest.param(
+            CISPO(old_logp="bypass", kl=KLInLoss(coefficient=0.1), **_TWO_UPDATES),
+            {"policy/clip_fraction"},
+            marks=pytest.mark.seeds,
+            id="cispo",
+        ),
+        pytest.param(
+            SAPO(correction=TruncatedImportance(level="sequence"), **_TWO_UPDATES),
+            {"policy/gate", *_WEIGHTS},
+            marks=pytest.mark.seeds,
+            id="sapo",
+        ),
     ],
-    ids=["gspo", "cispo", "sapo"],
 )
 def test_two_steps_of_two_updates(algorithm, own, tmp_path):
     config = get_config()

@@ -25,7 +25,7 @@ from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.reward import response_texts
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 STEPS = 3
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
@@ -67,17 +67,20 @@ def assert_made_anew_after(last: int, workdir: Path, before: Path) -> None:
     assert mine[last:] != theirs[last:]
 
 
+@pytest.mark.slow
 def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
     run(tmp_path, steps=STEPS, cluster=CLUSTER, **WHOLE)
     assert_same_numbers(tmp_path, here)
     assert {path.name for path in (tmp_path / "hosts").glob("all-?.log")} == {"all-0.log", "all-1.log"}
 
 
+@pytest.mark.slow
 def test_hosts_go_on_from_the_checkpoint_of_a_single_process_on_a_pool_each(here, apart):
     assert_same_numbers(apart, here)
     assert_made_anew_after(1, apart, here)
 
 
+@pytest.mark.slow
 def test_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, apart, tmp_path):
     workdir = cut_after(2, apart, tmp_path / "moved")
     names = {item.name for item in (workdir / "checkpoints" / "step_2").iterdir()}
@@ -100,6 +103,7 @@ def launched(config):
         pools.close()
 
 
+@pytest.mark.slow
 def test_generation_on_another_host_receives_what_it_would_inside_a_process(apart, tmp_path):
     received = records(apart / "metrics.jsonl")[-1]["transfer/received_bytes"]
     with launched(placed(tmp_path, pools=APART, **HALVES)) as (_, roles):
@@ -132,6 +136,7 @@ def generate(roles, problems):
     return roles.actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=1)
 
 
+@pytest.mark.slow
 def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing):
     _, pools, roles, problems = parts
 
@@ -164,6 +169,7 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
     assert passing["put"] == size
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
     config, _, roles, problems = parts
     rollout = generate(roles, problems)
@@ -181,6 +187,7 @@ def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.seeds  # test_run_ray_vision.py has episodes with pictures
 def test_episodes_on_two_hosts_are_those_of_one_process(tmp_path):
     """Each host answers its share of the episodes, with environments in processes of its own."""
     config = replace(

@@ -1,4 +1,8 @@
-"""Whatever an algorithm carries from step to step: killed and gone on with, its run gives the same numbers."""
+"""Whatever an algorithm carries from step to step: killed and gone on with, its run gives the same numbers.
+
+The slow tier has dynamic sampling, and Safe RLHF, which carries most: a KL coefficient that adapts, a multiplier, two
+critics and the place in its examples.
+"""
 
 import json
 import math
@@ -12,7 +16,7 @@ import killed_runs
 import pytest
 from tiny_runs import numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 def prime_moves(logged: list[dict]) -> bool:
@@ -20,6 +24,7 @@ def prime_moves(logged: list[dict]) -> bool:
     assert logged[0]["process/log_ratio"] < 1e-5, "it starts as the reference"
     assert all(record["process/log_ratio"] > 1e-3 for record in logged[1:])
     assert losses[0] == pytest.approx(math.log(2), abs=0.05)
+    assert len({record["kl/coefficient"] for record in logged}) > 3
     assert all(record["process_reward/grad_norm"] > 0 for record in logged)
     assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in logged)
     return len(set(losses)) == len(losses)
@@ -30,12 +35,12 @@ def safe_rlhf_moves(logged: list[dict]) -> bool:
         values = [record[name] for record in logged]
         assert all(map(math.isfinite, values)) and len(set(values)) == len(values), name
     assert logged[-1]["ptx/loss"] < logged[0]["ptx/loss"]
+    assert len({record["kl/coefficient"] for record in logged}) > 3
     assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in logged)
     return len({record["cost/multiplier"] for record in logged}) == len(logged)
 
 
 MOVES = {
-    "a KL coefficient that adapts": lambda logged: len({record["kl/coefficient"] for record in logged}) > 3,
     "VAPO": lambda logged: (
         ["vapo/imitation_loss" in record for record in logged] == [False] * 3 + [True] * 3
         and all(0 < record["vapo/lambda_mean"] < 1 for record in logged)
@@ -49,22 +54,20 @@ MOVES = {
 """Traces of a case in its numbers, so that a run which had lost it would have others."""
 
 
-@pytest.fixture(scope="module")
-def folder(programs, tmp_path_factory) -> Path:
-    """All cases, run by one process and its forks."""
-    folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, str(Path(killed_runs.__file__)), str(folder)]
+SLOW = ("DAPO", "SafeRLHF")
+CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.seeds) for name in MOVES]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_was_killed_goes_on_with_the_same_numbers(name, tmp_path):
+    command = [sys.executable, str(Path(killed_runs.__file__)), str(tmp_path), name]
     devices = {"JAX_NUM_CPU_DEVICES": "2"}
     done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is done, going on from there") == len(MOVES), done.stdout
-    return folder
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_a_run_that_was_killed_goes_on_with_the_same_numbers(name, folder):
-    whole, cut = folder / name / "whole", folder / name / "cut"
-    assert json.loads((folder / name / "ends.json").read_text()) == [0, -signal.SIGKILL, 0]
+    assert done.stdout.count("is done, going on from there") == 1, done.stdout
+    folder = tmp_path / name
+    whole, cut = folder / "whole", folder / "cut"
+    assert json.loads((folder / "ends.json").read_text()) == [0, -signal.SIGKILL, 0]
     logged = numbers(whole / "metrics.jsonl")
     assert MOVES[name](logged)
     assert numbers(cut / "metrics.jsonl") == logged

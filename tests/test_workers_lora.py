@@ -117,12 +117,11 @@ def plain() -> list[np.ndarray]:
     return gradients(build(config_of(), "actor", "critic")[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(fsdp=2, stage=2, tensor=2),
-        Layout(fsdp=4, tensor=2),
+        pytest.param(Layout(fsdp=2, stage=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(Layout(fsdp=4, tensor=2), marks=pytest.mark.seeds),
     ],
     ids=str,
 )

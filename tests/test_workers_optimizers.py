@@ -288,8 +288,14 @@ def test_the_average_of_the_weights_is_saved_with_the_optimizer_and_exported_fro
         Training(optimizer=Optimizer(average_decay=0.9), lora=Lora())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [MUON, ADAFACTOR, SMALL], ids=["muon", "adafactor", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(MUON, marks=pytest.mark.slow, id="muon"),
+        pytest.param(ADAFACTOR, marks=pytest.mark.seeds, id="adafactor"),
+        pytest.param(SMALL, marks=pytest.mark.slow, id="bfloat16"),
+    ],
+)
 def test_one_device_and_eight_learn_alike_and_resume_bitwise(settings, tmp_path):
     alone, eight = actor_of(settings, devices=1), actor_of(settings, devices=8)
     before = jax.tree.map(np.asarray, alone.trained.tree)

@@ -36,7 +36,7 @@ def built() -> tuple[dict, int]:
     return actor_and_reference(quantized_config())
 
 
-@pytest.mark.parametrize(("kind", "bits"), [pytest.param("int8", 8, marks=pytest.mark.slow), ("nf4", 4)])
+@pytest.mark.parametrize(("kind", "bits"), [pytest.param("int8", 8, marks=pytest.mark.seeds), ("nf4", 4)])
 def test_a_device_holds_its_part_of_the_bits(kind, bits):
     _, workers = build(quantized_config(kind, devices=8, fsdp=2, stage=2, tensor=2), "actor")
     found = matrices(workers["actor"].parameters.tree)
@@ -61,8 +61,13 @@ def test_the_reference_is_the_quantised_actor_before_it_learnt_and_holds_no_byte
     assert np.array_equal(actor.compute_log_prob(sequences), base)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("converted", [False, True], ids=["safetensors", "arrays"])
+@pytest.mark.parametrize(
+    "converted",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="safetensors"),
+        pytest.param(True, marks=pytest.mark.seeds, id="arrays"),
+    ],
+)
 def test_a_matrix_is_quantised_before_the_next_is_loaded(converted, tmp_path, monkeypatch):
     path = write_policy(tmp_path)
     if converted:
@@ -102,8 +107,9 @@ def test_gradients_on_eight_devices_are_those_of_one():
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("int8", marks=pytest.mark.seeds), pytest.param("nf4", marks=pytest.mark.slow)]
+)
 def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on(kind):
     config = quantized_config(kind, devices=8, fsdp=2, stage=2, tensor=2, generation_tensor=2)
     builder, workers = build(config, "actor")

@@ -89,12 +89,12 @@ def between_replicas(found: list[Collective], worker) -> list[Collective]:
 @pytest.mark.parametrize(
     ("model", "layout", "devices"),
     [
-        pytest.param(DENSE, Layout(fsdp=2), 4, marks=pytest.mark.slow),
+        pytest.param(DENSE, Layout(fsdp=2), 4, marks=pytest.mark.seeds),
         (MIXTURE, Layout(expert=2), 4),
         pytest.param(DENSE, Layout(stage=2, tensor=2), 8, marks=pytest.mark.slow),
-        pytest.param(DENSE, Layout(), 2, marks=pytest.mark.slow),
+        pytest.param(DENSE, Layout(), 2, marks=pytest.mark.seeds),
         pytest.param(MIXTURE, Layout(fsdp=2, expert=2), 8, marks=pytest.mark.slow),
-        pytest.param(MIXTURE, Layout(tensor=2), 4, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, Layout(tensor=2), 4, marks=pytest.mark.seeds),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_gradients_are_summed_over_replicas_once_in_an_update(
     assert told == held
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_where_weights_are_split_both_ways_the_numbers_are_the_same(of_one_device) -> None:
     worker = actor(DENSE, Layout(fsdp=2, tensor=2), devices=8)
     assert worker.mesh.shape["data"] == REPLICAS

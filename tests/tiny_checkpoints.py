@@ -333,16 +333,19 @@ KINDS = {
 }
 """Every family, with its flags one way and another."""
 
-FAST = ("smollm3", "granite", "gpt-oss")
-"""Recent kinds whose mechanisms no older one has and that compile fast; the others are tested in the slow tier."""
+RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
+FAST = (*(kind for kind in KINDS if kind not in RECENT), "smollm3", "granite", "gpt-oss")
+"""Older kinds, and recent ones whose mechanisms no older one has and that compile fast."""
+
+SLOW = ("mistral4", "gpt-oss", "qwen3-next", "granite4", "deepseek-v3.2", "gemma4", "gemma4-moe", "gemma3n")
+"""Recent kinds that show all other mechanisms: scaled queries, sinks, the delta rule, a state space, an indexer,
+embeddings for each layer, borrowed keys, experts beside a dense part, several residual streams."""
 
 
-def params(kinds=KINDS):
-    """Kinds for `pytest.mark.parametrize`; recent ones are slow."""
-    recent = list(KINDS)[list(KINDS).index("olmo3") :]
-    return [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in recent and kind not in FAST else kind for kind in kinds
-    ]
+def tiered(kinds, fast=FAST, slow=SLOW):
+    """Kinds for `pytest.mark.parametrize`: those of the fast tests, of the slow ones, and others before a release."""
+    marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(fast, ())
+    return [pytest.param(kind, marks=marks.get(kind, pytest.mark.seeds)) for kind in kinds]
 
 
 _CAUSAL = {
