@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 import jaxrlhf
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = pytest.mark.usefixtures("programs")
 
 OURS = ("NPROC", "JAX_PLATFORMS", "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 """Environment that conftest sets; a newcomer has one CPU device and optimised programs."""
@@ -54,6 +54,7 @@ def readmes_job(programs: None, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder / "runs/ppo_arithmetic", done.stdout
 
 
+@pytest.mark.slow
 def test_readmes_main_job_learns(readmes_job: tuple[Path, str]) -> None:
     workdir, printed = readmes_job
     start, end = accuracies(workdir / "metrics.jsonl")
@@ -71,23 +72,35 @@ def cold_start_of(name: str) -> tuple[object, ...]:
     return config.model, config.data, config.cold_start, config.actor, config.compute_dtype, config.seed, longest
 
 
-def test_the_notebook_learns(readmes_job: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"steps": 1, "evaluation.every_steps": 1}, marks=pytest.mark.slow, id="one step"),
+        pytest.param({}, marks=pytest.mark.seeds, id="whole"),
+    ],
+)
+def test_the_notebook_runs_and_as_a_whole_learns(
+    changes: dict[str, int], readmes_job: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Its cold start is the one that README's job has just made, and takes a minute: it goes on from there.
     assert cold_start_of("grpo_arithmetic") == cold_start_of("ppo_arithmetic")
     shutil.copytree(readmes_job[0] / "cold_start", tmp_path / "runs/quickstart/cold_start")
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
+    [cell] = [cell for cell in notebook.cells if "jaxrlhf.override(" in cell.source]
+    cell.source += f"\nconfig = jaxrlhf.override(config, {changes!r})"
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     start, end = accuracies(tmp_path / "runs/quickstart/metrics.jsonl")
     assert start <= 0.5
-    assert end >= 0.9
+    assert end >= 0.9 or changes
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert (tmp_path / "runs/quickstart/policy/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_notebook_of_agents_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(ROOT / "notebooks/agents.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
