@@ -29,14 +29,15 @@ def cases() -> dict[str, Case]:
         "4 on one pool": Case(replace(ppo, rollout=replace(ppo.rollout, staleness=4)), gradients=4),
         "1 put off": Case(replace(ppo, rollout=over(ppo.rollout, 1)), gradients=4),
         "2 put off, two pools": Case(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2)), gradients=3),
+        "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), gradients=4),
     }
 
 
-def over(rollout: Rollout, staleness: int) -> Rollout:
+def over(rollout: Rollout, staleness: int, **changes: str) -> Rollout:
     """Half as many groups again under way, whose responses end with any of some letters, so that lengths vary."""
     ends = replace(rollout.sampling, stop_tokens=("e", "a", "1"))
     how = {"staleness": staleness, "over_provision": 1.5, "max_response_tokens": 16, "decode_tokens_per_dispatch": 2}
-    return replace(rollout, sampling=ends, **how)
+    return replace(rollout, sampling=ends, **how, **changes)
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.engine.block_manager import BlockManager
-from jaxrlhf.engine.kv_cache import PageCache
+from jaxrlhf.engine.cache.block_manager import BlockManager
+from jaxrlhf.engine.cache.kv_cache import PageCache
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -39,7 +39,7 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
     axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
-        patch.setattr("jaxrlhf.engine.kv_cache._SIXTEENTHS", (4, 6, 16))
+        patch.setattr("jaxrlhf.engine.cache.kv_cache._SIXTEENTHS", (4, 6, 16))
         patch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 3)
         engine = Engine(
             MODEL,

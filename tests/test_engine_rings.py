@@ -12,7 +12,7 @@ from tiny_models import gaussian
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.engine.contents import Contents, Known, Ring, _Content
+from jaxrlhf.engine.cache.contents import Contents, Known, Ring, _Content
 from jaxrlhf.models.config import FullHeads, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -47,7 +47,7 @@ def small():
     """Rings that are soon full, few sizes of programs, and chunks of long prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.RING_STEP", STEP)
-        patch.setattr("jaxrlhf.engine.contents.RING_STEP", STEP)
+        patch.setattr("jaxrlhf.engine.cache.contents.RING_STEP", STEP)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 4)
         patch.setattr("jaxrlhf.engine.buckets.MOST_CAPACITIES", 2)
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 32)

@@ -11,8 +11,8 @@ from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
-from jaxrlhf.engine import Engine, Request
-from jaxrlhf.engine.contents import Contents, Known
+from jaxrlhf.engine import Engine, InterruptibleEngine, Request
+from jaxrlhf.engine.cache.contents import Contents, Known
 from jaxrlhf.engine.programs import Prompts
 from jaxrlhf.models.config import LatentAttention, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -56,8 +56,8 @@ def build(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 48)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 64)
-        patch.setattr("jaxrlhf.engine.kv_cache._SIXTEENTHS", (16,))
-        engine = Engine(
+        patch.setattr("jaxrlhf.engine.cache.kv_cache._SIXTEENTHS", (16,))
+        engine = InterruptibleEngine(
             model,
             mesh,
             slots=slots,

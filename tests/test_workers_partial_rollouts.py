@@ -176,7 +176,7 @@ def test_no_program_is_compiled_once_responses_go_on():
     assert engine.compilations == compiled
 
 
-@pytest.mark.parametrize("failing", ["step", "add"])
+@pytest.mark.parametrize("failing", ["step", "enqueue"])
 def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(failing, loaded, monkeypatch):
     engine, before = loaded(1.0, 0), begun()
     copy = jax.tree.map(np.array, before)

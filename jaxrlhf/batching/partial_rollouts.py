@@ -4,7 +4,7 @@ Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -45,12 +45,15 @@ class PartialRollout:
       seed_B: int64 seed that a response is drawn with from its first token to its last.
       ended_B: bool, the last token was drawn.
       begun_P: int64 step in which each group was begun.
+      held_B: Keys and values that each response goes on from, `HeldCache`, or None where it has no slot; None where
+        all are computed again.
     """
 
     rollout: RolloutBatch
     seed_B: np.ndarray
     ended_B: np.ndarray
     begun_P: np.ndarray
+    held_B: np.ndarray | None = None
 
     @property
     def copies(self) -> int:
@@ -71,9 +74,14 @@ class PartialRollout:
         """The groups at these indices."""
         places = np.asarray(groups, np.int64)
         rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
-        parts = self.rollout, self.seed_B, self.ended_B
-        rollout, seed_B, ended_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
-        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
+        parts = self.rollout, self.seed_B, self.ended_B, self.held_B
+        rollout, seed_B, ended_B, held_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
+        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places], held_B)
+
+    def holding(self, holds: bool) -> "PartialRollout":
+        """These groups with keys and values to go on from, as far as they have them, or with none."""
+        held_B = self.held_B if self.held_B is not None else np.full(len(self.ended_B), None)
+        return replace(self, held_B=held_B if holds else None)
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
         """These groups, then the other's."""

@@ -183,6 +183,7 @@ class Config(Settings):
                 max_prompt_tokens=cold.max_prompt_tokens or self.rollout.max_prompt_tokens,
                 staleness=0,
                 over_provision=1.0,
+                on_new_weights="recompute",
                 order="deterministic",
             ),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),

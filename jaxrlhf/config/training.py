@@ -314,6 +314,9 @@ class Rollout(Settings):
       over_provision: Groups of responses under way over those of a step, from 1 to 2. Above 1 a step takes the first
         groups that are complete, and the others go on under the next weights, each put off as often as the staleness
         allows (APRIL: Zhou et al. 2025, arXiv:2509.18521).
+      on_new_weights: Keys and values of responses that are put off. They are computed again by the next weights, or
+        kept as they are: nothing is computed twice, and tokens attend to what older weights made of those before. Each
+        token's recorded log-probability is that of the mixture which drew it, for `algorithm.correction` to weigh.
       order: Clock by which groups are complete first: counts of drawn tokens, so that a run has the same numbers when
         it is repeated or resumed; or arrival, for episodes, whose tools take seconds that nobody can repeat.
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
@@ -334,6 +337,7 @@ class Rollout(Settings):
     cache: Literal["auto", "slots", "pages"] = "auto"
     staleness: NotNegative[int] = 0
     over_provision: Annotated[float, within(1.0, 2.0)] = 1.0
+    on_new_weights: Literal["recompute", "keep"] = "recompute"
     order: Literal["deterministic", "arrival"] = "deterministic"
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None

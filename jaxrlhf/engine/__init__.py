@@ -1,5 +1,6 @@
 """Generation: an engine that answers requests with the weights of one version at a time."""
 
 from jaxrlhf.engine.engine import Engine
+from jaxrlhf.engine.interruptible import InterruptibleEngine
 from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.engine.service import EngineService

@@ -1,13 +1,14 @@
 """Refusals of an engine: sizes that fit neither model nor mesh, and requests that it cannot answer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrlhf.batch import Params
-from jaxrlhf.config import Refusal
-from jaxrlhf.engine.sequence import Request
+from jaxrlhf.config import Refusal, Sampling
+from jaxrlhf.engine.sequence import Request, SequenceState
 from jaxrlhf.models import AnyModel, Execution
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.vision.rows import check_placeholders
@@ -66,6 +67,46 @@ def check_routing(config: AnyModel, *, records_routing: bool) -> None:
         raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """Requests that an engine answers, and what ends those that do not say.
+
+    Attributes:
+      capacity: Most tokens of prompt and response together.
+      vocab: Ids of the vocabulary.
+      most_tokens, most_stops: Most tokens of any response, and of those that may end it.
+      stop_tokens, stop_texts: End of a response whose request names none.
+      decodes: Stop texts can be found.
+      vision: Tower of the model; None takes no images.
+    """
+
+    capacity: int
+    vocab: int
+    most_tokens: int
+    most_stops: int
+    stop_tokens: tuple[int, ...]
+    stop_texts: tuple[str, ...]
+    decodes: bool
+    vision: Vision | None
+
+    def begun(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
+        """State of a request before it is queued.
+
+        Args:
+          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on nothing else.
+
+        Raises:
+          Refusal: A request that cannot be answered, or a seed out of range.
+        """
+        limit = self.most_tokens if request.max_tokens is None else request.max_tokens
+        stops = self.stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
+        texts = self.stop_texts if request.stop_texts is None else tuple(request.stop_texts)
+        sizes = {"capacity": self.capacity, "vocab": self.vocab, "most_stops": self.most_stops}
+        check_request(request, seed=seed, limit=limit, most_tokens=self.most_tokens, vision=self.vision, **sizes)
+        check_stop_texts(texts, decodes=self.decodes)
+        return SequenceState(request, sampling, seed, limit, stops, texts)
+
+
 def check_request(
     request: Request,
     *,
@@ -77,14 +118,10 @@ def check_request(
     most_stops: int,
     vision: Vision | None = None,
 ) -> None:
-    """Raise `Refusal` if the engine cannot answer a request.
+    """Raise `Refusal` if an engine with these `RequestLimits` cannot answer a request.
 
     Args:
       limit: Most tokens of the response.
-      capacity: Most tokens of prompt and response together.
-      vocab: Ids of the vocabulary.
-      most_tokens, most_stops: Most tokens of any response, and of those that may end it.
-      vision: Tower of the model; None takes no images.
     """
     prompt = request.prompt_tokens
     own = bool(request.has_replies or request.drawn)

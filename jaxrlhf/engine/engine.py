@@ -23,9 +23,9 @@ from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import checks, programs
 from jaxrlhf.engine.buckets import slot_counts, with_rings
+from jaxrlhf.engine.cache.contents import contents_of
+from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.contents import contents_of
-from jaxrlhf.engine.kv_cache import cache_of
 from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
@@ -57,8 +57,7 @@ class Engine:
     Attributes:
       slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
       context_tokens, response_tokens: Most tokens of prompt and response together, and of a response.
-      insertions: Rows of an insertion.
-      prefill: Runs prompts, and counts them.
+      insertions, prefill: Rows of an insertion, and runs of prompts with their counts.
       compiled, cache, book, weights: Programs, keys and values, state of the slots, and the version loaded, if one is.
 
     Raises:
@@ -110,9 +109,9 @@ class Engine:
         )
         checks.check_stop_texts(stop_texts, decodes=decode is not None)
         self.context_tokens, self.response_tokens = capacity, max_response_tokens
-        self._stop_tokens, self._stop_texts, self._decode = tuple(stop_tokens), tuple(stop_texts), decode
-        limits = {"most_tokens": max_response_tokens, "most_stops": self._shape.most_stop_tokens}
-        self._limits: Any = {"capacity": capacity, "vocab": config.vocab_size, "vision": config.vision, **limits}
+        most, self._decode = self._shape.most_stop_tokens, decode
+        limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
+        self._limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._slot_counts = slot_counts(self.slots // replicas)
         self.mesh, self.execution = mesh, execution
@@ -199,16 +198,13 @@ class Engine:
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; for the largest cache if devices are not here."""
         for length in self.prefill.only_busy(prompt_lengths):
-            prefilled = self._prefill([(0,) * length])
+            prefilled = self.prefill.run([(0,) * length], self._loaded(), self.cache, self._contents)
             for size in self.cache.sizes_for(length)[0 if self.compiled.here else -1 :]:
                 self.cache.grow(size)
                 self._insert(prefilled, [])
                 self._dispatch()  # ends at once, as no slot is active
                 self.book.forget()
             self.free()
-
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
-        return self.prefill.run(prompts, self._loaded(), self.cache, self._contents)
 
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
         """Start up to `insertions` responses in free slots, and draw their first tokens."""
@@ -223,16 +219,23 @@ class Engine:
                 self._contents.start(slot, sequence)
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
-        sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
-        insertion = insertion_of(placements, **sizes)
+        insertion = self._insertion(placements)
         ends: Any = prefilled.prompts
         ends = ends._replace(prefix=None, choice_PSLk=None)  # so that one program serves all widths
+        arguments = programs.insert, weights.params, self._slots_there(), ends, insertion
+        self._slots = self.compiled.run(("insert", len(ends.length_P)), *arguments, out=self._layout.slots, donate=1)
+        self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
+
+    def _insertion(self, placements: Sequence[Placement]) -> programs.Insertion:
+        sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
+        return insertion_of(placements, **sizes)
+
+    def _slots_there(self) -> programs.Slots:
+        """State of all slots; none is active at first."""
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
-        arguments = programs.insert, weights.params, self._slots, ends, insertion
-        self._slots = self.compiled.run(("insert", len(ends.length_P)), *arguments, out=self._layout.slots, donate=1)
-        self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
+        return self._slots
 
     def _dispatch(self) -> None:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
@@ -252,7 +255,7 @@ class Engine:
         self.book.dispatched(window)
 
     def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """Put a request in the queue; `step` answers it, and `cancel` drops it. Arguments and errors of `begun`."""
+        """Put a request in the queue; `step` answers it, and `cancel` drops it. See `RequestLimits.begun`."""
         sequence = self.begun(request, sampling, seed=seed)
         self.enqueue(sequence)
         return sequence
@@ -262,20 +265,8 @@ class Engine:
         self._scheduler.add(sequence)
 
     def begun(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """State of a request before it is queued.
-
-        Args:
-          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on nothing else.
-
-        Raises:
-          Refusal: A request that cannot be answered, or a seed out of range.
-        """
-        limit = self.response_tokens if request.max_tokens is None else request.max_tokens
-        stops = self._stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
-        texts = self._stop_texts if request.stop_texts is None else tuple(request.stop_texts)
-        checks.check_request(request, seed=seed, limit=limit, **self._limits)
-        checks.check_stop_texts(texts, decodes=self._decode is not None)
-        return SequenceState(request, sampling, seed, limit, stops, texts)
+        """State of a request before it is queued; see `RequestLimits.begun`."""
+        return self._limits.begun(request, sampling, seed=seed)
 
     def step(self) -> list[Completion]:
         """Give free slots to requests that wait, draw tokens in all slots, and return the responses that ended.
@@ -291,7 +282,7 @@ class Engine:
             while scheduler.placeable:
                 if scheduler.prefill_due:
                     prompts = scheduler.take_prompts(self.prefill.most, partial(self.prefill.kind, self._contents))
-                    self._prefilled = self._prefill(prompts)
+                    self._prefilled = self.prefill.run(prompts, self._loaded(), self.cache, self._contents)
                 assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
                 self._insert(self._prefilled, scheduler.place(self.insertions, used=self._contents.used))
             if not scheduler.prefilled:
@@ -303,16 +294,26 @@ class Engine:
         # While requests wait, slots that become free would wait for them a window longer.
         if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
             self._dispatch()
+        ended = self._read()
+        if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):
+            self._rearrange(fewer)
+        return [sequence.complete(version) for sequence in ended]
+
+    def _read(self) -> list[SequenceState]:
+        """Wait for the oldest window, and end the responses that ended in it."""
         ended = []
         for drawn in self.book.read():
-            sequence = scheduler.placed(drawn.slot)
+            sequence = self._scheduler.placed(drawn.slot)
             sequence.draw(drawn, self._decode)
             if not drawn.active or sequence.stop_text is not None:
                 ended.append(sequence)
         self._end(ended)
-        if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):
-            self._rearrange(fewer)
-        return [sequence.complete(version) for sequence in ended]
+        return ended
+
+    def finish_windows(self) -> list[Completion]:
+        """Read tokens that were dispatched ahead, dispatch no others, and return the responses that ended."""
+        ended = [sequence for _ in range(self.book.unread) for sequence in self._read()]
+        return [sequence.complete(self._loaded().version) for sequence in ended]
 
     def release(self, request_id: int) -> None:
         """Keep what was computed for a request no longer."""

@@ -9,9 +9,9 @@ import numpy as np
 from jaxrlhf.batch import images_of, tokens_of
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.cache.contents import Contents
+from jaxrlhf.engine.cache.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
-from jaxrlhf.engine.contents import Contents
-from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.engine.weights import Weights
@@ -60,6 +60,7 @@ class Prefill:
 
     Attributes:
       buckets: Lengths that prompts are padded to.
+      past_widths: Lengths that prompts are padded to of which something is known.
       prompts, prompt_tokens: Prompts that were run so far, and their tokens.
       reused_tokens: Tokens of them that were not run, as the cache had them.
       images: Images that the tower was run over.
@@ -79,7 +80,7 @@ class Prefill:
         self._compiled, self._layout, self.rows, self._replicas = compiled, layout, rows, replicas
         self.buckets = length_buckets(longest_prompt)
         self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
-        self._past = halving_buckets(capacity, shortest=SHORTEST_PAST)
+        self.past_widths = halving_buckets(capacity, shortest=SHORTEST_PAST)
         self.prompts = self.prompt_tokens = self.reused_tokens = self.images = 0
         self._pixels = pixels
 
@@ -99,7 +100,7 @@ class Prefill:
         prompt = sequence.request.prompt
         if known := contents.longest(prompt).tokens:
             alike = known.bit_length() if contents.ring is None else known  # all go on from the shortest
-            return Kind(alike, fit(len(prompt), self._past))
+            return Kind(alike, fit(len(prompt), self.past_widths))
         return Kind(0, fit(max(len(prompt), self.buckets[-1]), (*self.buckets, *self._longer)))
 
     def most(self, kind: Kind) -> int:
@@ -118,7 +119,7 @@ class Prefill:
         for each in known:
             contents.go_on(each)
         first = min(tokens for tokens, _ in known)
-        width = fit(longest, self._past if first else (*self.buckets, *self._longer))
+        width = fit(longest, self.past_widths if first else (*self.buckets, *self._longer))
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
         # Few prompts that go on, as of those whose tools have just answered, have a program of their own.
         few = self._whole_replicas(max(1, self.rows // 8))

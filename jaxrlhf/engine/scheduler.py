@@ -108,6 +108,14 @@ class Scheduler:
             placements.append(Placement(row, slot, sequence))
         return placements
 
+    def seat(self, sequence: SequenceState, row: int) -> Placement:
+        """Put a sequence into a free slot that waited nowhere, given its row of what is placed with it."""
+        sequence.slot = slot = self._free.popleft()
+        self._under_way.add(sequence)
+        self._placed[slot] = sequence
+        sequence.placed_at = monotonic()
+        return Placement(row, slot, sequence)
+
     def placed(self, slot: int) -> SequenceState:
         """The sequence in a slot."""
         sequence = self._placed[slot]

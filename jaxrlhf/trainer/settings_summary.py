@@ -106,7 +106,9 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
         most = staleness - config.steps_ahead
         which = "those that arrive first; " if rollout.order == "arrival" else ""
         put_off = f"{which}a group is put off {most} time{'s' * (most > 1)} at most"
-        rows = [("step", "groups under way", under_way, put_off)]
+        kept = rollout.on_new_weights == "keep"
+        cached = "" if rollout.order == "arrival" else f"; keys and values {'kept' if kept else 'computed again'}"
+        rows = [("step", "groups under way", under_way, put_off + cached)]
     return [
         ("step", "staleness", f"{staleness}", how),
         *rows,

@@ -120,7 +120,7 @@ class Actor(TrainedWorker):
     def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
         """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
         with self.generating() as sampler:
-            sampler.engine.compile_ahead(prompt_lengths)
+            sampler.compile_ahead(prompt_lengths)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_sequences(
@@ -151,7 +151,7 @@ class Actor(TrainedWorker):
     ) -> PartialRollout:
         """Draw further tokens of groups under way, under the current policy, until enough of them are complete.
 
-        Keys and values of tokens that earlier policies drew are computed again by this one.
+        Keys and values of tokens that earlier policies drew are computed again by this one, or kept as they were.
 
         Args:
           problems: Problem of each group.

@@ -19,7 +19,7 @@ from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, Ro
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import decoder
-from jaxrlhf.engine import Engine
+from jaxrlhf.engine import InterruptibleEngine
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -138,8 +138,9 @@ class Builder(PoolRoles):
         self.policy.check_generation(mesh)
         submesh = local_submesh(mesh)
         engine = self.rollout_engine(submesh, submesh.size / mesh.size)
-        loop, most_kept = self._agent_loop(), self.config.rollout.sampling.most_kept
-        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed, loop, most_kept)
+        loop, rollout = self._agent_loop(), self.config.rollout
+        how = self.width, self.progress, self._feed, loop, rollout.sampling.most_kept, rollout.on_new_weights == "keep"
+        return Sampler(self.model, engine, mesh, submesh, *how)
 
     def _agent_loop(self) -> AgentLoop | None:
         """The loop of episodes, whose environments are loaded now, so that one that does not load is refused."""
@@ -166,10 +167,10 @@ class Builder(PoolRoles):
             return self._server_engine(rollout.server)
         return self._engine(self.model, submesh, share, slots=rollout.slots or rollout.responses_per_step)
 
-    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> Engine:
+    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> InterruptibleEngine:
         """The engine of a model that keeps what the policy keeps, or twice as much."""
         config, rollout = self.config, self.config.rollout
-        return Engine(
+        return InterruptibleEngine(
             model,
             submesh,
             slots=math.ceil(slots * share),
@@ -206,7 +207,7 @@ class Builder(PoolRoles):
             return None
         mixture, part = GeometricMixture.of(self.model, share), own.submesh.size / own.mesh.size
         engine = self._engine(mixture, own.submesh, part, slots=self.config.rollout.prompts_per_step)
-        settings = {**vars(own), "config": mixture, "engine": engine, "most_kept": 0}
+        settings = {**vars(own), "config": mixture, "engine": engine, "most_kept": 0, "holds": False}
         return MixtureSampler(**settings, reference=copied(start, self.hybrid.generation_shapes["parameters"]))
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
@@ -243,9 +244,8 @@ class Builder(PoolRoles):
                 mesh = factored_mesh(part.layout, devices, role="reward")
                 model = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload, attention=attention)
                 models[part.key] = model.reading(part)
-        self._scorer = Scorer(
-            self.config.rewards, sources=self.config.source_rewards, models=models, output=self._reward_output
-        )
+        rewards, sources = self.config.rewards, self.config.source_rewards
+        self._scorer = Scorer(rewards, sources=sources, models=models, output=self._reward_output)
         return self._scorer
 
     def workers(self, phase: Phase) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jaxrlhf.batch import EpisodeBatch, Params, Problem, RolloutBatch, images_of
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
-from jaxrlhf.engine import Completion, Engine, Request
+from jaxrlhf.engine import Completion, Engine, InterruptibleEngine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
@@ -49,6 +49,10 @@ class Sampler:
       feed: Told of each response as it ends, while others are still generated.
       agent_loop: Goes through episodes; None without an environment.
       most_kept: Tokens at most that draws of a training rollout are among, which the engine records; 0 is any.
+      holds: Responses go on from the keys and values that they had.
+
+    Raises:
+      Refusal: The model keeps more of a response than keys and values.
     """
 
     config: AnyModel
@@ -60,6 +64,17 @@ class Sampler:
     feed: CompletionFeed
     agent_loop: AgentLoop | None = None
     most_kept: int = 0
+    holds: bool = False
+
+    def __post_init__(self) -> None:
+        if self.holds and isinstance(self.engine, InterruptibleEngine):
+            self.engine.check_holds()
+
+    def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
+        """Compile every program that generating from prompts of these lengths takes."""
+        self.engine.compile_ahead(prompt_lengths)
+        if self.holds and isinstance(self.engine, InterruptibleEngine):
+            self.engine.compile_held()
 
     def load(self, weights: Any, version: int, *, spent: Any) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh.
@@ -110,13 +125,14 @@ class Sampler:
     ) -> PartialRollout:
         """Draw further tokens of groups under way, the oldest first, until enough of them are complete."""
         end = until.share(len(problems))
-        if not isinstance(self.engine, Engine):
+        if not isinstance(self.engine, InterruptibleEngine):
             raise Refusal(
                 f"rollout.over_provision has responses go on under later weights, and {type(self.engine).__name__} "
                 "answers a request whole; drop it, or generate with this project's own engine"
             )
         assert self.engine.weights is not None, "they are loaded before anything is generated"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
+        held_B = np.full(len(under_way.ended_B), None) if under_way.held_B is None else under_way.held_B
         rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
         begun_P, ended_B = under_way.begun_P, under_way.ended_B.copy()
         open_rows = [row for row in range(len(ended_B)) if not ended_B[row]]
@@ -130,15 +146,30 @@ class Sampler:
         def enough() -> bool:
             return end.over(replace(under_way, ended_B=ended_B).complete_P, begun_P)
 
+        def ended(completions: Sequence[Completion]) -> None:
+            for completion in completions:
+                row = row_of[completion.request_id]
+                ended_B[row], rollout.truncated_B[row] = True, completion.truncated
+
         try:
             states = {
-                row: engine.add(request, sampling, seed=int(under_way.seed_B[row])) for row, request in requests.items()
+                row: engine.begun(request, sampling, seed=int(under_way.seed_B[row]))
+                for row, request in requests.items()
             }
+            going = [row for row in states if held_B[row] is not None]
+            engine.go_on([states[row] for row in going], [held_B[row] for row in going])
+            for row, state in states.items():
+                if held_B[row] is None:
+                    engine.enqueue(state)
             while not enough():
-                for completion in engine.step():
-                    row = row_of[completion.request_id]
-                    ended_B[row], rollout.truncated_B[row] = True, completion.truncated
+                ended(engine.step())
                 self.progress("generate", int(ended_B.sum()), len(ended_B))
+            if self.holds:
+                ended(engine.finish_windows())
+                left = [row for row in states if not ended_B[row]]
+                held_B = np.full(len(ended_B), None)
+                for row, held in zip(left, engine.held([states[row] for row in left]), strict=True):
+                    held_B[row] = held
         finally:
             engine.free()
         for row, state in states.items():
@@ -146,7 +177,7 @@ class Sampler:
             if state.kept:
                 kept_BTK: Any = rollout.sequences.kept_BTK
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
-        return replace(under_way, rollout=rollout, ended_B=ended_B)
+        return replace(under_way, rollout=rollout, ended_B=ended_B, held_B=held_B if self.holds else None)
 
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
@@ -248,7 +279,7 @@ class RolloutWorker:
     @worker_method(ONE_TO_ALL, part="generate")
     def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
         """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
-        self._at_version(versions).engine.compile_ahead(prompt_lengths)
+        self._at_version(versions).compile_ahead(prompt_lengths)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_sequences(

@@ -222,6 +222,12 @@ def check_schedule(config: Config) -> None:
         + ("a step takes all" if over == 1 else "responses without an environment are counted by their tokens")
         + "; leave it at 'deterministic'",
     )
+    require(
+        rollout.on_new_weights == "recompute" or (over > 1 and config.environment is None),
+        "rollout.on_new_weights='keep' is for responses that go on under the next weights, and "
+        + (f"with over_provision={over} none do" if over == 1 else "episodes begin each reply with the newest")
+        + "; leave it at 'recompute'",
+    )
     if over == 1:
         return
     least = 1 + int(config.generates_apart)
@@ -250,6 +256,6 @@ def check_schedule(config: Config) -> None:
     )
     require(
         not rollout.replay_routing,
-        f"rollout.over_provision={over} computes a response again under the next weights, and its experts are other "
-        "ones then, so there is no routing to replay; drop one",
+        f"rollout.over_provision={over} has a response go on under the next weights, and the experts that it went "
+        "through before are recorded nowhere, so there is no routing to replay; drop one",
     )

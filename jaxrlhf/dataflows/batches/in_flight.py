@@ -161,10 +161,11 @@ class ResponsesInFlight(InFlight):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.under_way: PartialRollout | None = None
+        self._holds = config.rollout.on_new_weights == "keep"
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
-        begun = not_begun(chosen, seed=seed, step=step, **sizes)
+        begun = not_begun(chosen, seed=seed, step=step, **sizes).holding(self._holds)
         self.under_way = (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
 
     def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
@@ -179,8 +180,12 @@ class ResponsesInFlight(InFlight):
     def _taken(self) -> RolloutBatch:
         assert self.under_way is not None, "a round is over"
         left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
-        recomputed = np.sum(left.rollout.sequences.mask_BT[~left.ended_B])
-        self._add({"staleness/recomputed_tokens": float(recomputed)})
+        drawn_B, held_B = left.rollout.sequences.mask_BT.sum(axis=1), left.held_B
+        kept_B = (
+            np.zeros(len(drawn_B), bool) if held_B is None else np.array([held is not None for held in held_B], bool)
+        )
+        again_B = ~left.ended_B & ~kept_B
+        self._add({"staleness/recomputed_tokens": float(drawn_B[again_B].sum())})
         rollout = self.under_way.take(self._free).rollout
         chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
         return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
@@ -195,7 +200,7 @@ class ResponsesInFlight(InFlight):
             before = under_way.copies, sequences.token_BT.shape[1], kept
             self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
         super().restore(saved)
-        self.under_way = saved["under_way"]
+        self.under_way = None if under_way is None else under_way.holding(self._holds)
 
 
 class EpisodesInFlight(InFlight):

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrlhf.batch import Array
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.engine.buckets import cache_capacities, fit
+from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.models import LayerCache, Prefix

@@ -1,0 +1,105 @@
+"""Interruptible generation: responses that stop in their slots and go on later, under weights that came meanwhile.
+
+Source: AReaL (arXiv:2505.24298), which computes keys and values again, and PipelineRL (arXiv:2509.19128), which keeps
+them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.engine.cache.held import HeldCache, HeldRows, Newest, can_hold, go_on, prefilled_of, taken, together
+from jaxrlhf.engine.engine import Engine
+from jaxrlhf.engine.scheduler import Placement
+from jaxrlhf.engine.sequence import Completion, SequenceState
+
+
+class InterruptibleEngine(Engine):
+    """An engine whose responses may be interrupted, and go on from the keys and values that they had."""
+
+    def check_holds(self) -> None:
+        """Raise `Refusal` if keys and values are not all that the model keeps of a response."""
+        if not can_hold(self._shape.config):
+            raise Refusal(
+                "rollout.on_new_weights='keep' has responses go on from their keys and values, and this model keeps "
+                "states of linear attention, or a cache of its own; leave it at 'recompute'"
+            )
+
+    def finish_windows(self) -> list[Completion]:
+        """Read tokens that were dispatched ahead, dispatch no others, and return the responses that ended."""
+        ended = [sequence for _ in range(self.book.unread) for sequence in self._read()]
+        return [sequence.complete(self._loaded().version) for sequence in ended]
+
+    def held(self, sequences: Sequence[SequenceState]) -> list[HeldCache | None]:
+        """Keys and values of responses under way, copied to the host for `go_on`; None of those without a slot.
+
+        No window may be unread: it would write to the cache.
+        """
+        assert not self.book.unread, "finish_windows() comes first"
+        placed = [place for place, sequence in enumerate(sequences) if self._scheduler.is_placed(sequence)]
+        if not placed:
+            return [None] * len(sequences)
+        if everything := self.book.with_all():
+            self._rearrange(everything)
+        own = [sequences[place] for place in placed]
+        slot_B = [slot for sequence in own if (slot := sequence.slot) is not None]
+        lengths = [len(sequence.request.prompt_tokens) + len(sequence.tokens) - 1 for sequence in own]
+        found = dict(zip(placed, taken(self.cache, self._slots_there(), slot_B, lengths, self.prefill), strict=True))
+        return [found.get(place) for place in range(len(sequences))]
+
+    def go_on(self, sequences: Sequence[SequenceState], held: Sequence[HeldCache]) -> None:
+        """Have responses go on from what was held of them, whatever weights that is of, before others take slots.
+
+        The prompts of their requests are all that they had, of which the newest token is run next.
+
+        Raises:
+          Refusal: There are fewer slots than responses.
+        """
+        assert len(self.book.slot_B) == self.slots and not self.book.unread, "a round begins with them"
+        if len(sequences) > self.slots - self.book.active:
+            raise Refusal(
+                f"{len(sequences)} responses under way hold keys and values, and the engine has {self.slots} slots; "
+                "resume with rollout.slots, pools and hosts as they were, or with rollout.on_new_weights='recompute'"
+            )
+        for group in together([one.length for one in held], self.prefill):
+            own = [held[place] for place in group.places]
+            placements = [self._scheduler.seat(sequences[place], row) for row, place in enumerate(group.places)]
+            for (_, slot, sequence), one in zip(placements, own, strict=True):
+                self.book.go_on(slot, one.length, limit=sequence.limit - sequence.request.drawn)
+                self._contents.start(slot, sequence)
+            self._put(placements, own, group)
+
+    def compile_held(self) -> None:
+        """Compile what takes responses out of slots and puts them back, of every length that may be under way."""
+        if not self.compiled.here:
+            return
+        for width in self.prefill.past_widths:
+            shortest = min(width, self.context_tokens - 1)
+            [group] = together([shortest], self.prefill)
+            for size in self.cache.sizes_for(width // 2):
+                self.cache.grow(size)
+                [held] = taken(self.cache, self._slots_there(), [0], [shortest], self.prefill)
+                if size in self.cache.sizes_for(width):  # else it grows first
+                    self._put([], [held], group)
+            self.free()
+
+    def _put(self, placements: Sequence[Placement], held: Sequence[HeldCache], group: HeldRows) -> None:
+        """Write the state and the cache of slots that go on."""
+        insertion = self._insertion(placements)
+        newest = _newest(placements, held, rows=self.insertions)
+        state = self._slots_there()
+        self._slots = self.compiled.run(("go on",), go_on, state, newest, insertion, out=self._layout.slots, donate=0)
+        slots = [slot for _, slot, _ in placements] or [self.slots] * len(held)
+        version, put = self._loaded().version, self.compiled.put
+        prefilled = prefilled_of(held, slots, group, self._layout, put=put, version=version)
+        self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
+
+
+def _newest(placements: Sequence[Placement], held: Sequence[HeldCache], *, rows: int) -> Newest:
+    """Newest tokens of responses, in as many rows as an insertion has."""
+    newest = Newest(*(np.zeros(rows, np.int32) for _ in Newest._fields))
+    for index, ((_, _, sequence), one) in enumerate(zip(placements, held, strict=False)):
+        newest.token_I[index] = sequence.request.prompt_tokens[-1]
+        newest.cached_I[index], newest.offset_I[index] = one.length, one.offset
+    return newest
