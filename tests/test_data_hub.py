@@ -1,14 +1,17 @@
 """Data sets of the hub, by name: which files a split is, what is downloaded, and what is said when nothing comes."""
 
+import itertools
 import json
 import threading
 
+import pyarrow
 import pytest
 import tiny_hub
+from pyarrow import parquet
 from test_data_sources import write
 from test_models_hub import gone, listen
 
-from jaxrlhf.config import HubData, HubPairs, PromptFile, Refusal
+from jaxrlhf.config import HubData, HubPairs, HubSteps, PromptFile, Refusal
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
@@ -188,3 +191,40 @@ def test_pairs_of_the_hub_are_held_out_by_split_or_share_and_downloaded_as_they_
     assert pairs_of(HubPairs("us/pairs"), "evaluation") == [] and len(pairs_of(HubPairs("us/pairs"))) == 120
     with pytest.raises(Refusal, match="give one of them"):
         HubPairs("us/pairs", evaluation="test", evaluation_fraction=0.1)
+
+
+STEPS_CARD = """---
+dataset_info:
+  features:
+  - name: prompt
+    dtype: string
+  - name: completions
+    sequence: string
+  - name: labels
+    sequence: bool
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*
+  - split: test
+    path: data/test-*
+---
+"""
+"""Card as of trl-lib/math_shepherd and trl-lib/prm800k, whose files are Parquet of these columns."""
+
+
+def test_labelled_steps_of_the_hub(hub, tmp_path):
+    said = ["Step 1: 2 + 3 = 5.", "Step 2: 5 + 4 = 8. The answer is: 8"]
+    table = {"prompt": ["2 + 3 + 4?"], "completions": [said], "labels": [[True, False]]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "steps.parquet")
+    file = (tmp_path / "steps.parquet").read_bytes()
+    files = dict.fromkeys(("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"), file)
+    hub.repositories["datasets/us/steps"] = {"main": {"README.md": STEPS_CARD.encode(), **files}}
+    tokenizer = embedded_tokenizer()
+    for split in ("train", "evaluation"):
+        [one] = load_problems(HubSteps("us/steps"), tokenizer, split=split, max_prompt_tokens=99).problems
+        ends = [0, *one.step_ends]
+        texts = [tokenizer.decode(one.solution_tokens[a:b]) for a, b in itertools.pairwise(ends)]
+        assert (one.question, texts) == ("2 + 3 + 4?", [f"{text}\n" for text in said])
+        assert one.step_labels == (True, False)

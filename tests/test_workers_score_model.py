@@ -13,6 +13,7 @@ from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer, load_tokenizer
 from jaxrlhf.engine import Completion
+from jaxrlhf.models import load_params, read_config
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.workers.reward import Reward
@@ -74,6 +75,35 @@ def test_scores_equal_transformers(checkpoint, devices, layout, tokens):
     assert np.isnan(score_B[[5, 6]]).all()  # empty, and longer than the model's positions
     assert model.score([]).shape == (0,)
     assert model._forward._cache_size() == len(widths)
+
+
+def test_a_token_classifier_with_two_labels_scores_steps(checkpoint, tmp_path, refused):
+    """A checkpoint as TRL's `PRMTrainer` saves it; its chance is that of label 1."""
+    path, _, _ = checkpoint
+    judge = transformers.Qwen2ForTokenClassification.from_pretrained(path, num_labels=2, ignore_mismatched_sizes=True)
+    with torch.no_grad():
+        judge.score.weight.normal_(generator=torch.Generator().manual_seed(1))
+        judge.score.bias.copy_(torch.tensor([0.7, -0.6]))
+    judge.eval().save_pretrained(tmp_path)
+    tokenizer = build_embedded_tokenizer(tmp_path)
+    ids, ends = tokenizer.encode("Tom has 3."), []
+    for step in ("3+1=4", "#### 6"):
+        ids += tokenizer.encode(step + "\n", add_special_tokens=False)
+        ends.append(len(ids) - 1)
+    with torch.no_grad():
+        chances = torch.softmax(judge(torch.tensor([ids])).logits, -1)[0, ends, 1].numpy()
+    model = ScoreModel(str(tmp_path), mesh=factored_mesh(Layout(), jax.devices()[:1]), dtype=jnp.dtype("float32"))
+    read = model.reading(config.ProcessModelReward(str(tmp_path), steps="product"))
+    np.testing.assert_allclose(read([("Tom has 3.", "3+1=4\n#### 6", True)]), chances.prod(), atol=1e-5)
+    with refused():
+        model.reading(config.ModelReward(str(tmp_path)))
+    shape = read_config(tmp_path)
+    with refused():  # a critic would lose the bias
+        load_params(tmp_path, shape, "value")
+    judge.config.num_labels = 3
+    judge.config.save_pretrained(tmp_path)
+    with refused():
+        ScoreModel(str(tmp_path), mesh=factored_mesh(Layout(), jax.devices()[:1]), dtype=jnp.dtype("float32"))
 
 
 def test_scores_of_steps_equal_transformers_at_the_ends_of_steps(checkpoint):

@@ -112,6 +112,7 @@ from jaxrlhf.config.sources import (
     Gsm8k,
     HubData,
     HubPairs,
+    HubSteps,
     Model,
     Nnx,
     PairFile,

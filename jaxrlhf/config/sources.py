@@ -341,15 +341,11 @@ def _check_held_out(data: PairFile | HubPairs) -> None:
     )
 
 
-@dataclass(frozen=True)
-class StepFile(Settings):
-    """Solutions whose steps are labelled, from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
-
-    The fields are those of TRL's `PRMTrainer`, into which PRM800K and Math-Shepherd are converted.
+@dataclass(frozen=True, kw_only=True)
+class StepFields(Settings):
+    """Fields of records with solutions whose steps are labelled, named as TRL's `PRMTrainer` has them.
 
     Attributes:
-      train: File of training records.
-      evaluation: File of held-out records; None trains without evaluation.
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       steps_key: Field with the steps, a list of texts.
       labels_key: Field with their labels, a list of booleans: whether each step is right.
@@ -357,8 +353,6 @@ class StepFile(Settings):
       control_tokens: Reading of a control token that a text of the file spells out, see `PairFile`.
     """
 
-    train: str
-    evaluation: str | None = None
     prompt_key: str = "prompt"
     steps_key: str = "completions"
     labels_key: str = "labels"
@@ -369,11 +363,28 @@ class StepFile(Settings):
         super().__post_init__()
         require(
             bool(self.separator),
-            "StepFile.separator is empty, and where a step ends could not be told from its text; give one, such as a "
-            "line break",
+            f"{type(self).__name__}.separator is empty, and where a step ends could not be told from its text; give "
+            "one, such as a line break",
         )
 
 
-DataSet = (
-    Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | HubPairs | PairFile | PromptFile | Shapes | StepFile
-)
+@dataclass(frozen=True)
+class StepFile(StepFields):
+    """Labelled steps from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None trains without evaluation.
+    """
+
+    train: str
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True)
+class HubSteps(StepFields, HubFiles):
+    """Labelled steps of a data set of the hub, such as `trl-lib/math_shepherd` or `trl-lib/prm800k`."""
+
+
+_PromptSet = Arithmetic | Generated | Gsm8k | HubData | PromptFile | Shapes
+DataSet = _PromptSet | ArithmeticPairs | HubPairs | HubSteps | PairFile | StepFile

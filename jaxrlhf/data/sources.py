@@ -19,6 +19,7 @@ from jaxrlhf.config import (
     Gsm8k,
     HubData,
     HubPairs,
+    HubSteps,
     Mixture,
     PairFile,
     PromptFile,
@@ -34,7 +35,7 @@ from jaxrlhf.data.hub import hub_rows, split_files
 from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values, source_of
 from jaxrlhf.data.labelled.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
-from jaxrlhf.data.labelled.steps import read_step_file
+from jaxrlhf.data.labelled.steps import read_steps
 from jaxrlhf.data.records import Row, read_rows
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
@@ -185,10 +186,10 @@ def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceR
             return _read_prompt_file(data, split)
         case Shapes():
             return _read_shapes(data, split)
-        case StepFile():
+        case StepFile() | HubSteps():
             return (
                 SourceRecord(one.place, one.prompt, None, None, one.record, steps=one)
-                for one in read_step_file(data, split)
+                for one in read_steps(data, split)
             )
         case ArithmeticPairs():
             pairs = arithmetic_pairs(data, split)

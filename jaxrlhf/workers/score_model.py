@@ -12,9 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.algos import solution_score
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
-from jaxrlhf.config import ModelReward, ProcessModelReward
+from jaxrlhf.config import ModelReward, ProcessModelReward, Refusal
 from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score, token_scores
+from jaxrlhf.models import (
+    choose_execution,
+    hidden_states,
+    label_bias,
+    labels_steps,
+    read_config,
+    resolve,
+    score,
+    token_scores,
+)
 from jaxrlhf.sharding.described import are_here, described
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable
@@ -31,8 +40,9 @@ class ScoreModel:
     Sequences are batched by length, in widths that double, so that a run compiles a handful of programs.
 
     Args:
-      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label. Of devices that are not here
-        only its shape is read.
+      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label, or for steps
+        `...ForTokenClassification` with two, the second for what is right. Of devices that are not here only its shape
+        is read.
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
       dtype: Dtype of parameters and activations; the head computes in float32.
       offload: Parameters wait in host memory between calls.
@@ -53,11 +63,12 @@ class ScoreModel:
         attention: Literal["auto", "xla"] = "auto",
         tokens_per_batch: int = 16_384,
     ) -> None:
-        self._config = read_config(path)
+        self._path, self._config, self._labels, self._bias = path, read_config(path), labels_steps(path), 0.0
         weights = RoleWeights("reward model", self._config, "score", dtype, None)
         if are_here(list(mesh.devices.flat)):
             self._tokenizer = load_tokenizer(str(resolve(path)))
             params = load_pretrained(path, self._config, "score", weights.layout(mesh), dtype=dtype)
+            self._bias = label_bias(path)
         else:
             params = weights.frozen_params(mesh)
         self.parameters = Offloadable(params, offload=offload)
@@ -81,8 +92,19 @@ class ScoreModel:
         self._forward, self._forward_tokens = jax.jit(self._scores), jax.jit(self._token_scores)
 
     def reading(self, part: ModelReward) -> Callable[[Sequence[tuple[str, str, bool]]], np.ndarray]:
-        """Function that scores texts as a part of the rewards says: whole responses, or their steps."""
-        return partial(self.score_steps, part) if isinstance(part, ProcessModelReward) else self.score
+        """Function that scores texts as a part of the rewards says: whole responses, or their steps.
+
+        Raises:
+          Refusal: A model that labels tokens is to score whole responses.
+        """
+        if isinstance(part, ProcessModelReward):
+            return partial(self.score_steps, part)
+        if self._labels:
+            raise Refusal(
+                f"{self._path} labels tokens as right or wrong, and ModelReward scores whole responses; give "
+                "ProcessModelReward, or a checkpoint with one score"
+            )
+        return self.score
 
     def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
         """The score of each (prompt, response, finished).
@@ -166,7 +188,7 @@ class ScoreModel:
         return score(params, hidden_RWD, jnp.arange(len(token_RW)), jnp.maximum(length_R - 1, 0))
 
     def _token_scores(self, params: Params, token_RW: Array, length_R: Array) -> Any:
-        return token_scores(params, self._hidden(params, token_RW, length_R))
+        return token_scores(params, self._hidden(params, token_RW, length_R)) + self._bias
 
     def _hidden(self, params: Params, token_RW: Array, length_R: Array) -> Any:
         rows, width = token_RW.shape

@@ -11,7 +11,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import Rewards
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Positive
-from jaxrlhf.config.sources import StepFile
+from jaxrlhf.config.sources import HubSteps, StepFile
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class ProcessRewardModel(Algorithm):
 
     def check(self, config: Config) -> None:
         require(
-            isinstance(config.data, StepFile),
-            f"ProcessRewardModel learns from labelled steps, and data is {type(config.data).__name__}; give StepFile",
+            isinstance(config.data, StepFile | HubSteps),
+            f"ProcessRewardModel learns from labelled steps, and data is {type(config.data).__name__}; give "
+            "StepFile or HubSteps",
         )
         require(
             config.rewards == Rewards(),

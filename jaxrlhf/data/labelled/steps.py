@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrlhf.batch import Problem
-from jaxrlhf.config import Refusal, StepFile
+from jaxrlhf.config import HubSteps, Refusal, StepFile
 from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.hub import hub_rows
 from jaxrlhf.data.labelled.pairs import Messages, prompt_of
 from jaxrlhf.data.records import Row, Stored, read_rows
 
@@ -45,22 +46,25 @@ class StepRecord(NamedTuple):
     record: Stored
 
 
-def read_step_file(data: StepFile, split: Split) -> Iterator[StepRecord]:
-    """The labelled solutions of a file; none of a split without a file.
+def read_steps(data: StepFile | HubSteps, split: Split) -> Iterator[StepRecord]:
+    """The labelled solutions of a split; none of one without records.
 
     Raises:
       Refusal: An unreadable file, or a record that has other than texts with a label each.
     """
+    for row in hub_rows(data, split) if isinstance(data, HubSteps) else _file_rows(data, split):
+        steps, labels = _listed(row, data.steps_key, str, "texts"), _listed(row, data.labels_key, bool, "booleans")
+        if len(steps) != len(labels):
+            raise Refusal(
+                f"{row.place}: {data.steps_key!r} has {len(steps)} steps and {data.labels_key!r} {len(labels)} labels; "
+                "give each step one"
+            )
+        yield StepRecord(row.place, prompt_of(row, data.prompt_key), steps, labels, data.separator, row.stored)
+
+
+def _file_rows(data: StepFile, split: Split) -> Iterator[Row]:
     path = data.train if split == "train" else data.evaluation
-    if path is not None:
-        for row in read_rows(Path(path).expanduser()):
-            steps, labels = _listed(row, data.steps_key, str, "texts"), _listed(row, data.labels_key, bool, "booleans")
-            if len(steps) != len(labels):
-                raise Refusal(
-                    f"{row.place}: {data.steps_key!r} has {len(steps)} steps and {data.labels_key!r} {len(labels)} "
-                    "labels; give each step one"
-                )
-            yield StepRecord(row.place, prompt_of(row, data.prompt_key), steps, labels, data.separator, row.stored)
+    return iter(()) if path is None else read_rows(Path(path).expanduser())
 
 
 def _listed(row: Row, key: str, kind: type, called: str) -> tuple[Any, ...]:

@@ -71,10 +71,28 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
     for family in FAMILIES.values():
         if given == [family.causal]:
             return family, "lm"
-        if given == [family.classifier]:
+        if given == [family.classifier] or given == [family.step_classifier]:
             return family, "score"
     known = ", ".join(name for family in FAMILIES.values() for name in (family.causal, family.classifier))
     raise Refusal(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
+
+
+def labels_steps(path: str | Path) -> bool:
+    """Return whether the checkpoint's head labels tokens, as right or wrong.
+
+    Raises:
+      Refusal: It has other than two labels.
+    """
+    fields = read_fields(path)
+    if fields.get("architectures") not in [[family.step_classifier] for family in FAMILIES.values()]:
+        return False
+    labels = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which transformers does not write
+    if len(labels) != 2:
+        raise Refusal(
+            f"{path}/config.json has {len(labels)} labels of tokens, and a process reward model has two, of which the "
+            "second says that a step is right; give another checkpoint"
+        )
+    return True
 
 
 def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import read_family
+from jaxrlhf.models.huggingface.config import labels_steps, read_family
 from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, StoredTensor, stored_tensors
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
@@ -47,7 +47,8 @@ def load_params(
     """Parameters of a checkpoint, each shard read straight onto its device.
 
     A `value` head starts from the score head of a sequence-classification checkpoint, and
-    from zeros on a language model.
+    from zeros on a language model. The score head of a token classifier with two labels is the second's row less the
+    first's, so that its sigmoid is the second's probability, but for `label_bias`.
 
     Args:
       path: Checkpoint directory or hub id.
@@ -67,7 +68,7 @@ def load_params(
         shardings = jax.tree.map(lambda _: device, declared)
 
     with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
-        stored = _check(files, config, head)
+        stored, labelled = _check(files, config, head), head != "lm" and labels_steps(path)
         if dtype is None:
             dtype = _dtypes(files, declared, stored)
         dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
@@ -77,6 +78,10 @@ def load_params(
         def load(path: tuple, param: Param, sharding: Sharding, dtype: Any, num_bytes: int) -> jax.Array:
             nonlocal done
             source = stored.get(path_name(path))
+            if source is None and labelled and path_name(path) == "head":
+                row_2D = files["score.weight"][:].astype(np.float32)
+                row_D = (row_2D[1] - row_2D[0]).astype(dtype)
+                return jax.make_array_from_callback(param.shape, sharding, lambda part: row_D[part])
             if source is None:
                 zeros = np.zeros(sharding.shard_shape(param.shape), dtype)
                 return jax.make_array_from_callback(param.shape, sharding, lambda _: zeros)
@@ -107,6 +112,17 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
     """
     with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
         _check(files, config, head)
+
+
+def label_bias(path: str | Path) -> float:
+    """The second label's bias less the first's, of a token classifier with two; 0 of other checkpoints."""
+    if not labels_steps(path):
+        return 0.0
+    with TensorFiles(resolve(path, weights=True), vision=False) as files:
+        if "score.bias" not in files.file_of:
+            return 0.0
+        wrong, right = files["score.bias"][:].astype(np.float32)
+    return float(right - wrong)
 
 
 def _piece(
@@ -228,8 +244,14 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
     stored = stored_tensors(config, head)
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)
-    if head == "value" and saved == "lm":
+    labelled = head != "lm" and labels_steps(files.directory)
+    if labelled or (head == "value" and saved == "lm"):
         del stored["head"]
+    if head == "value" and labelled:
+        raise Refusal(
+            f"{files.directory} labels tokens, with a bias that a value head has not; it scores steps as a "
+            "ProcessModelReward, and training starts from a language model or from what ProcessRewardModel exported"
+        )
     _check_tensors(files, config, declare(config, head), stored)
     return stored
 
@@ -250,6 +272,9 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
             stacked = source.stacked(param.shape)
             shape = source.tensor_shape(param.unpadded[len(stacked) :])
             expected |= {source.named(at): shape for at in np.ndindex(stacked)}
+    if "head" in declared and "head" not in stored and labels_steps(files.directory):
+        width = config.hidden_size
+        expected |= {"score.weight": (2, width), **({"score.bias": (2,)} if "score.bias" in files.file_of else {})}
     for name, shape in expected.items():
         if name not in files.file_of:
             raise Refusal(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")

@@ -189,7 +189,7 @@ def _called(settings: Settings) -> str:
         return kind
     hub_id = _hub_id(path)
     if hub_id is not None:
-        where = "datasets/" if settings["class"] in ("HubData", "HubPairs", "Gsm8k") else ""
+        where = "datasets/" if settings["class"] in ("HubData", "HubPairs", "HubSteps", "Gsm8k") else ""
         return f"[{hub_id}](https://huggingface.co/{where}{hub_id})"
     return f"{kind} `{Path(path).name}`"
 

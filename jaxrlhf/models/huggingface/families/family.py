@@ -263,6 +263,11 @@ class Family:
         """Architecture with a score head."""
         return f"{self.score_architecture or self.architecture}ForSequenceClassification"
 
+    @property
+    def step_classifier(self) -> str:
+        """Architecture with labels for tokens, of which a process reward model has two: wrong and right."""
+        return self.classifier.replace("Sequence", "Token")
+
     def leaves_out(self, name: str, config: ModelConfig) -> bool:
         """Return whether a tensor is of a layer that predicts several tokens, or nothing computes with it."""
         unread = self.unread(config)
