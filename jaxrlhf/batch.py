@@ -100,6 +100,7 @@ class Problem:
       answer: Reference answer for the rewards; None if the data has none.
       solution_tokens: Worked solution with EOS, for supervised training; empty if none.
       solution_mask: Tokens of the solution to imitate, where that has turns of others too; empty is all.
+      further_solutions: Other worked solutions, each with EOS.
       record: The source record, handed to reward functions.
       images: Images of the prompt in its order.
       messages: Chat messages of the prompt, from which an environment goes on.
@@ -112,6 +113,7 @@ class Problem:
     answer: str | None = None
     solution_tokens: tuple[int, ...] = ()
     solution_mask: tuple[bool, ...] = ()
+    further_solutions: tuple[tuple[int, ...], ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     messages: Sequence[Mapping[str, Any]] = ()

@@ -150,6 +150,67 @@ def test_a_step_has_the_objective_of_the_paper(algorithm):
     assert result.metrics.get("correction/weight_mean", 1) == 1
 
 
+def test_several_solutions_are_in_a_group_as_many_as_are_asked_for(refused):
+    """Of a group of 3 one is sampled; a third solution is left out, and one with a single solution refused."""
+    made = [
+        Problem(0, "", (100,), solution_tokens=(7, 8, 3), further_solutions=((9, 3), (5, 5, 5, 3))),
+        Problem(1, "", (101,), solution_tokens=(4, 3), further_solutions=((6, 6, 3),)),
+    ]
+    sampled_mask = np.isin(np.arange(WIDTH), [1, 2]) & np.ones((2, 1), bool)
+
+    def generate(problems, copies):
+        assert copies == 1
+        return replace(rollout_of(sampled_mask, [0, 1]), sampler_logp_BT=np.zeros((2, WIDTH), np.float32))
+
+    scores = iter([(0.0, 1.0), (1.0, 0.5, 0.0, 1.0)])
+    settings = config(LUFFY(responses_per_update=6, solutions=2))
+    roles = Actor(generate, lambda rollout: next(scores))
+    work = StepInput(settings, made, 0, settings.algorithm.initial_state())
+    every = SimpleNamespace(actor=roles, reward=roles, reference=roles)
+    luffy.learn(every, work, luffy.collect(every, work))
+    [batch] = roles.minibatches
+    token, mask = np.asarray(batch.sequences.token_BT), np.asarray(batch.sequences.mask_BT)
+    advantage, off = batch.fields["advantage"], batch.fields["off_policy"]
+    found = {
+        tuple(row[mine].tolist()): value[mine][0]
+        for row, mine, value, solution in zip(token, mask, advantage, off, strict=True)
+        if solution.any()
+    }
+    groups = {(0.0, 1.0, 0.5): ((7, 8, 3), (9, 3)), (1.0, 0.0, 1.0): ((4, 3), (6, 6, 3))}
+    for group, solutions in groups.items():
+        for number, one in enumerate(solutions, start=1):
+            wanted = (group[number] - statistics.fmean(group)) / statistics.stdev(group)
+            assert found.pop(one) == pytest.approx(wanted, rel=1e-4)
+    assert not found
+    with refused():
+        luffy.solutions_of(made, settings, each=3)
+    with refused():
+        config(LUFFY(responses_per_update=6, solutions=3))
+
+
+def test_a_list_of_texts_is_several_solutions(tmp_path):
+    records = [
+        {"prompt": "1", "answer": "1", "solution": ["11", "222"]},
+        {"prompt": "2", "answer": "1", "solution": ["1", "2222"]},  # whose second is too long
+        {"prompt": "3", "answer": "1", "solution": "3"},
+    ]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = embedded_tokenizer()
+    settings = config(
+        data=PromptFile(str(file), solution_key="solution"), rollout=replace(ROLLOUT, max_prompt_tokens=16)
+    )
+    table = load_data(settings, tokenizer).train.problems
+    assert [one.prompt_id for one in table] == [0, 2]
+    said = [[tokenizer.decode(ids) for ids in (one.solution_tokens, *one.further_solutions)] for one in table]
+    assert said == [["11<|eos|>", "222<|eos|>"], ["3<|eos|>"]]
+    records[0]["solution"][1] = "22"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    again = load_data(replace(settings, data=PromptFile(str(other), solution_key="solution")), tokenizer)
+    assert again.train.problems.fingerprint != table.fingerprint
+
+
 def test_an_unscorable_solution_is_in_no_baseline_and_trains_nothing():
     result, made = step(config(), solution_scores=(math.nan, 0.5))
     [batch] = made.minibatches

@@ -233,7 +233,8 @@ def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
             for message in prompt:
                 _check_message(message, f"{row.place}: a message in 'prompt'")
         answer = None if row.record.get("answer") is None else row.text("answer")
-        yield SourceRecord(row.place, prompt, answer, solution, row.stored)
+        solution, further = _several(solution)
+        yield SourceRecord(row.place, prompt, answer, solution, row.stored, further=further)
 
 
 def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[SourceRecord]:
@@ -266,13 +267,8 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
             _check_message(message, f"{row.place}: a message in {data.prompt_key!r}")
     elif not isinstance(prompt, str) or not prompt:
         raise Refusal(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
-    example = SourceRecord(
-        place=row.place,
-        prompt=prompt,
-        answer=_answer(row, data),
-        solution=_solution(row, data),
-        record=row.stored,
-    )
+    solution, further = _solutions(row, data)
+    example = SourceRecord(row.place, prompt, _answer(row, data), solution, row.stored, further=further)
     if data.image_key is None:
         return example
     values, path = image_values(row.value(data.image_key, "image_key")), Path(row.source.rpartition("#")[0])
@@ -300,12 +296,21 @@ def _answer(row: Row, data: PromptFields) -> str | None:
     return row.text(key, "answer_key (None where there are no answers)", "; where there are none, set answer_key=None")
 
 
-def _solution(row: Row, data: PromptFields) -> str | None:
-    """The worked solution: a text, or what the assistant says last."""
+def _solutions(row: Row, data: PromptFields) -> tuple[str | None, tuple[str, ...]]:
+    """The worked solution, a text or what the assistant says last, and others where it is a list of texts."""
     if data.solution_key is None:
-        return None
-    value = row.value(data.solution_key, "solution_key")
-    return last_said(value, row.place, data.solution_key) if isinstance(value, list) else row.text(data.solution_key)
+        return None, ()
+    first, further = _several(row.value(data.solution_key, "solution_key"))
+    if isinstance(first, list):
+        return last_said(first, row.place, data.solution_key), ()
+    return (first, further) if further else (row.text(data.solution_key), ())
+
+
+def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:
+    """The first of a list of texts, and the others; anything else is one."""
+    if isinstance(solution, list) and solution and all(isinstance(one, str) for one in solution):
+        return solution[0], tuple(solution[1:])
+    return solution, ()
 
 
 def _check_message(message: object, where: str) -> None:

@@ -1,6 +1,6 @@
 """Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -46,6 +46,7 @@ class SourceRecord(NamedTuple):
       pair: The pair whose chosen answer is `solution`; None if the record is none.
       images: References to images, of which each has a `MARK` in the prompt.
       steps: The labelled steps of its solution, which is then None; None if they are not.
+      further: Other worked solutions.
     """
 
     place: str
@@ -56,6 +57,7 @@ class SourceRecord(NamedTuple):
     pair: PairRecord | None = None
     images: tuple[str, ...] = ()
     steps: StepRecord | None = None
+    further: tuple[str, ...] = ()
 
     @property
     def answer_texts(self) -> list[str]:
@@ -64,6 +66,7 @@ class SourceRecord(NamedTuple):
             *(_texts(self.solution) if self.solution else []),
             *([self.pair.rejected] if self.pair else []),
             *(self.steps.steps if self.steps else ()),
+            *self.further,
         ]
 
 
@@ -168,12 +171,14 @@ class Tokenized:
         solution_ids = self._encode(written, most_answer)
         rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
         steps = self._encoded_steps(examples)
+        further: Iterator[Any] = iter(self._encode([text for one in examples for text in one.further], most_answer))
         for n, example in enumerate(examples):
             if not prompt_ids[n]:
                 raise Refusal(
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
-            answers = solution_ids[n], rejected_ids[n], steps[n]
+            others = [next(further) or [] for _ in example.further]
+            answers = solution_ids[n], rejected_ids[n], steps[n], others
             self._add(example, for_people[n], prompt_ids[n] or [], *answers, images[n])
 
     def _add(
@@ -184,6 +189,7 @@ class Tokenized:
         solution_ids: list[int] | None,
         rejected_ids: list[int] | None,
         steps: list[list[int]],
+        others: list[list[int]],
         images: tuple[Image, ...],
     ) -> None:
         number, eos = self.lengths.records, self._tokenizer.eos_token_id
@@ -193,7 +199,8 @@ class Tokenized:
             solution, mask = self._demonstrated(example)
         if example.steps is not None:
             solution = tuple(chain.from_iterable(steps))
-        lengths = RecordLengths(len(prompt_ids), max(len(solution), len(rejected)))
+        further = [[*ids, eos] for ids in others]
+        lengths = RecordLengths(len(prompt_ids), max(map(len, (solution, rejected, *further))))
         self.lengths.add(lengths)
         if not self.limits.allow(lengths):
             return
@@ -201,7 +208,7 @@ class Tokenized:
             images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
         messages = _chat(example.prompt)
         parts = number, prompt, prompt_ids, example.answer, solution, example.record
-        self.table.append(*parts, images=images, solution_mask=mask, messages=messages)
+        self.table.append(*parts, images=images, solution_mask=mask, messages=messages, further=further)
         if example.pair is not None:
             self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
         if example.steps is not None:

@@ -1,4 +1,4 @@
-"""LUFFY: GRPO on groups of sampled responses and one worked solution of the data.
+"""LUFFY: GRPO on groups of sampled responses and worked solutions of the data.
 
 Source: Yan et al. 2025 (Learning to reason under off-policy guidance, arXiv:2504.14945).
 """
@@ -25,7 +25,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 @dataclass(frozen=True)
 class WithSolutions(ScoredRollout):
-    """Scored responses, and the scored solution of each problem.
+    """Scored responses, and the scored solutions of each problem.
 
     Attributes:
       solutions: Worked solutions as responses that no policy of the run drew, and their scores.
@@ -35,14 +35,14 @@ class WithSolutions(ScoredRollout):
 
 
 def collect(roles: Roles, work: StepInput[LUFFY]) -> WithSolutions:
-    """Sampled responses, one fewer than a group has, and the solution of each problem.
+    """Sampled responses, and the solutions of each problem, which complete its group.
 
     Raises:
-      Refusal: A problem has no solution.
+      Refusal: A problem has too few solutions.
     """
-    copies = work.config.rollout.responses_per_prompt - 1
+    copies = work.config.rollout.responses_per_prompt - work.settings.solutions
     sampled = respond(roles, work, work.problems, responses_per_prompt=copies)
-    solutions = solutions_of(sampled.problems, work.config)
+    solutions = solutions_of(sampled.problems, work.config, each=work.settings.solutions)
     scores = roles.reward.compute_reward(sampled.problems, solutions)
     return WithSolutions(**vars(sampled), solutions=ScoredRollout(sampled.problems, solutions, scores))
 
@@ -57,15 +57,25 @@ def learn(roles: Roles, work: StepInput[LUFFY], batch: ScoredRollout) -> StepRes
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
-def solutions_of(problems: Sequence[Problem], config: Config) -> RolloutBatch:
-    """Solutions as responses, of version -1, whose tokens their author was sure of: log-probabilities of 0."""
-    missing = [problem for problem in problems if not problem.solution_tokens]
+def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> RolloutBatch:
+    """The first `each` solutions of each problem as responses, prompt-major.
+
+    They are of version -1, and their author was sure of their tokens: log-probabilities of 0.
+    """
+    own = [[*filter(None, (problem.solution_tokens, *problem.further_solutions))] for problem in problems]
+    missing = [problem for problem, solutions in zip(problems, own, strict=True) if len(solutions) < each]
     if missing:
         source = f" of source {missing[0].source!r}" if missing[0].source else ""
+        wanted, fewer = ("a worked solution", "none") if each == 1 else (f"{each} worked solutions", "fewer")
         raise Refusal(
-            f"LUFFY learns from a worked solution to each prompt, and {len(missing)} of {len(problems)} prompts of the "
-            f"step have none, first record {missing[0].prompt_id}{source}; name data.solution_key, or leave those out"
+            f"LUFFY learns from {wanted} to each prompt, and {len(missing)} of {len(problems)} prompts of the step "
+            f"have {fewer}, first record {missing[0].prompt_id}{source}; name data.solution_key, or leave those out"
         )
+    problems = [
+        replace(problem, solution_tokens=one)
+        for problem, solutions in zip(problems, own, strict=True)
+        for one in solutions[:each]
+    ]
     width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     sequences = supervised_batch(problems, width=width).sequences
     zeros = np.zeros(sequences.mask_BT.shape, np.float32)

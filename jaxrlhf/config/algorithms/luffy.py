@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LUFFY(GRPO):
-    """GRPO with a solution of the data in each group, under off-policy guidance (Yan et al. 2025, arXiv:2504.14945).
+    """GRPO with solutions of the data in each group, under off-policy guidance (Yan et al. 2025, arXiv:2504.14945).
 
-    Of the `rollout.responses_per_prompt` of a group the last is the record's worked solution, and the others are
+    Of the `rollout.responses_per_prompt` of a group the last are the record's worked solutions, and the others are
     sampled. Rewards score all of them, and advantages are relative to all. Tokens of solutions have a loss without a
     clip, which teaches most where the policy finds them unlikely; `policy`, `kl` and the entropy bonus are of sampled
     ones.
 
     Attributes:
+      solutions: Worked solutions in a group, the first of those that a record has.
       shaping: gamma of the shaping p / (p + gamma) of a solution token's probability p.
     """
 
@@ -32,6 +33,7 @@ class LUFFY(GRPO):
     takes_several_sequences: ClassVar[bool] = False
     reads_solutions: ClassVar[bool] = True
 
+    solutions: Positive[int] = 1
     shaping: Positive[float] = 0.1
 
     def __post_init__(self) -> None:
@@ -50,11 +52,16 @@ class LUFFY(GRPO):
     def check(self, config: Config) -> None:
         super().check(config)
         require(
+            config.rollout.responses_per_prompt > self.solutions,
+            f"LUFFY has solutions={self.solutions} of the {config.rollout.responses_per_prompt} responses of a group, "
+            "which leaves none to sample; raise rollout.responses_per_prompt",
+        )
+        require(
             config.environment is None,
             "LUFFY puts a worked solution beside responses to a prompt, and environment has episodes; drop one",
         )
         require(
             config.rollout.over_provision == 1,
-            f"LUFFY samples one response fewer than a group has, and over_provision={config.rollout.over_provision} "
+            f"LUFFY samples fewer responses than a group has, and over_provision={config.rollout.over_provision} "
             "has groups of all go on from step to step; leave it at 1",
         )

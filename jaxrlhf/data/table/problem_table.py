@@ -26,6 +26,7 @@ _COLUMNS = (
     "records",
     "pairs",
     "steps",
+    "further",
 )
 _FACTS = "table.json"
 _JSON, _PICKLED = b"J", b"P"
@@ -92,6 +93,7 @@ class ProblemTable(Sequence[Problem]):
         images: tuple[Image, ...] = (),
         solution_mask: Iterable[bool] = (),
         messages: Sequence[Mapping[str, Any]] = (),
+        further: Sequence[Sequence[int]] = (),
     ) -> None:
         """Add a problem; the arguments are the fields of `Problem`, the record as it is kept."""
         columns = self._columns
@@ -102,6 +104,7 @@ class ProblemTable(Sequence[Problem]):
         self._solutions.append(solution_tokens)
         columns["masks"].append(bytes(solution_mask))
         columns["messages"].append(json.dumps(messages).encode() if messages else b"")
+        columns["further"].append(json.dumps(further).encode() if further else b"")
         columns["records"].append(_JSON + record if isinstance(record, bytes) else _PICKLED + pickle.dumps(record))
         if images:
             self._images[len(self) - 1] = images
@@ -155,6 +158,8 @@ class ProblemTable(Sequence[Problem]):
         digest.update(b"]")
         if len(self._columns["steps"]):
             self._columns["steps"].feed(digest.update, unit=1)
+        if any(self._columns["further"][n] for n in range(len(self))):
+            self._columns["further"].feed(digest.update, unit=1)
         if any(name for _, name in self._sources):
             digest.update(repr(self._sources).encode())
         if self._images:
@@ -200,6 +205,7 @@ class ProblemTable(Sequence[Problem]):
             "answer": self._answer(n),
             "solution_tokens": self._solutions[n],
             "solution_mask": tuple(map(bool, self._columns["masks"][n])),
+            "further_solutions": tuple(map(tuple, json.loads(self._columns["further"][n] or "[]"))),
             "record": restored(self._record(n)),
             "images": self._images.get(n, ()),
             "messages": json.loads(messages) if messages else (),
