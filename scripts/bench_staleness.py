@@ -1,12 +1,14 @@
 """Measures steps with groups that are put off beside the synchronous one, on one pool.
 
-    python scripts/bench_staleness.py [--steps 10] [--workload longtail]
+    python scripts/bench_staleness.py [--steps 10] [--workload longtail] [--kept]
 
-Each row is `bench_step.py` in a process of its own. Writes `docs/staleness.json` and the table in docs/async.md.
+Each row is `bench_step.py` in a process of its own. Writes `docs/staleness.json` and the table in docs/async.md; with
+`--kept` rows whose keys and values are computed again or kept, in `docs/staleness_kept.json` and a table of their own.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +21,6 @@ from pages import written
 
 SCRIPTS = Path(__file__).parent
 DOCS = SCRIPTS.parent / "docs"
-PAGE = DOCS / "staleness.json"
 
 ROWS: dict[str, list[str]] = {
     "0": [],
@@ -28,6 +29,13 @@ ROWS: dict[str, list[str]] = {
     "1, over-provision 1.5, bypass": ["--staleness", "1", "--over-provision", "1.5", "--old-logp", "bypass"],
 }
 """Flags of `bench_step.py`, by schedule."""
+
+KEPT: dict[str, list[str]] = {
+    "0": [],
+    "1, over-provision 1.5": ROWS["1, over-provision 1.5"],
+    "1, over-provision 1.5, kept": [*ROWS["1, over-provision 1.5"], "--on-new-weights", "keep"],
+}
+"""Flags of rows that say what it gains to keep keys and values."""
 
 
 def measured(flags: list[str], *, workload: str, steps: int) -> dict[str, Any]:
@@ -57,16 +65,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", choices=bench.WORKLOADS, default="longtail")
     parser.add_argument("--steps", type=int, default=10, help="the first two are not counted")
+    parser.add_argument("--kept", action="store_true", help="compare keys and values kept and computed again")
     flags = parser.parse_args()
     runs: dict[str, Any] = {}
-    for name, own in ROWS.items():
+    rows, page, place = (KEPT, "staleness_kept.json", "kept") if flags.kept else (ROWS, "staleness.json", "speed")
+    load = os.getloadavg()[0]
+    for name, own in rows.items():
         runs[name] = measured(own, workload=flags.workload, steps=flags.steps)
         print(name, runs[name]["step_s"], flush=True)
     about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
-    PAGE.write_text(json.dumps({"rows": runs, "about": about}, indent=1) + "\n")
-    text = f"{table(runs)}\n\n{about['processor']}, at commit `{about['commit']}`, {about['date']}."
+    about["load"] = f"{load:.0f} to {os.getloadavg()[0]:.0f}"
+    (DOCS / page).write_text(json.dumps({"rows": runs, "about": about}, indent=1) + "\n")
+    text = (
+        f"{table(runs)}\n\n{about['processor']}, at commit `{about['commit']}`, {about['date']}, load {about['load']}."
+    )
     document = DOCS / "async.md"
-    document.write_text(written(document.read_text(), {"speed": text}))
+    document.write_text(written(document.read_text(), {place: text}))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def config_of(
     apart: bool = False,
     hosts: bool = False,
     old_logp: Literal["auto", "bypass"] = "auto",
+    on_new_weights: Literal["recompute", "keep"] = "recompute",
 ) -> Config:
     """The workload as a configuration of one update a step."""
     training = Training(
@@ -94,6 +95,7 @@ def config_of(
             sampling=Sampling(ignore_eos=not bench.PRESETS[workload.preset].ends),
             staleness=staleness,
             over_provision=over_provision,
+            on_new_weights=on_new_weights,
         ),
         pools=APART if apart else (),
         devices=2 if hosts and not apart else None,
@@ -118,7 +120,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         records.append(metrics)
 
     lengths = [len(row) for row in tokens]
-    if config.rollout.over_provision > 1:
+    if config.rollout.over_provision > 1 and config.rollout.on_new_weights == "recompute":
         lengths += range(workload.prompt_tokens + 1, workload.prompt_tokens + workload.new_tokens)
     schedule = OffPolicy if config.rollout.staleness else Synchronous
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="generate on a device of its own")
     parser.add_argument("--hosts", action="store_true", help="two hosts of Ray with a device each; NPROC=1 is a core")
     parser.add_argument("--old-logp", choices=("auto", "bypass"), default="auto", help="as PolicyGradient.old_logp")
+    parser.add_argument("--on-new-weights", choices=("recompute", "keep"), default="recompute", help="as in Rollout")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     # Hosts read the tokenizer themselves, and refuse one that cannot write what it read.
@@ -187,6 +190,7 @@ def main() -> None:
         apart=flags.apart,
         hosts=flags.hosts,
         old_logp=flags.old_logp,
+        on_new_weights=flags.on_new_weights,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))
