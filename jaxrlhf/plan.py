@@ -99,7 +99,8 @@ def _plan(written: Config, flags: Namespace) -> None:
     # On one pool whole batches that wait gain nothing, so that a configuration that has them there needs no table.
     if flags.staleness is not None or (ahead and (more > 1 or config.generates_apart)):
         drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
-        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more)
+        keeps = rollout.on_new_weights == "keep"
+        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more, keeps=keeps)
     notes = (*question.notes, *([bound] if bound else []))
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:

@@ -89,6 +89,16 @@ def test_a_straggler_goes_on_in_the_next_round():
     assert 0 < settled.age_mean < 0.5
     assert settled.recomputed > 0
     assert settled.step_s < whole.step_s
+    # Its prompt of 2 and the 3 tokens it has are run again in every fifth round or so, unless they are kept.
+    kept = simulate(Schedule(1, 1.5, keeps=True), times(slots=3), Turns(*rows), groups=2, copies=1, steps=200)
+    costly = times(slots=3, learn_s=0.0, prefill_s=(0.0, 1.0, 0.0))
+    again, not_again = (
+        simulate(Schedule(1, 1.5, keeps=keeps), costly, Turns(*rows), groups=2, copies=1, steps=200)
+        for keeps in (False, True)
+    )
+    tokens = sum(one[0] for one in rows) / len(rows) * 2
+    assert (kept.recomputed, kept.age_mean, kept.age_max) == (0, settled.age_mean, settled.age_max)
+    assert again.step_s - not_again.step_s == pytest.approx(again.recomputed * tokens, rel=0.02)
 
 
 def test_no_group_is_older_than_the_staleness():

@@ -37,6 +37,7 @@ def predictions(
     *,
     staleness: int,
     over_provision: float = 1.0,
+    keeps: bool = False,
     steps: int = 20,
 ) -> list[ScheduledPlan]:
     """The synchronous schedule on the best plan, then the given one on every placement tried, fastest first.
@@ -44,6 +45,9 @@ def predictions(
     Generation and learning share devices only where groups can be put off: in turns nothing else is gained. Pools that
     the problem gives are the only ones; else generation has from the fewest to the most devices of those that a pool
     may have, and the roles that learn share the others.
+
+    Args:
+      keeps: As `Schedule.keeps`.
 
     Raises:
       Refusal: The problem generates nothing, or no placement fits on which the schedule gains anything.
@@ -64,7 +68,7 @@ def predictions(
 
     def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
         apart = _apart(plan) is not None and not problem.hardware.takes_turns
-        schedule = Schedule(staleness, over_provision, apart)
+        schedule = Schedule(staleness, over_provision, apart, keeps)
         work = problem.workload
         copies = work.responses // work.prompts
         times = times_of(problem, plan, over_provision=over_provision)

@@ -22,11 +22,13 @@ class Schedule:
 
     Attributes:
       apart: Generation has devices of its own, and goes on beside learning.
+      keeps: Responses that are put off keep their keys and values, which else are computed again.
     """
 
     staleness: int = 0
     over_provision: float = 1.0
     apart: bool = False
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         require(self.staleness >= 0, f"the staleness must be 0 or more, got {self.staleness}")
@@ -205,7 +207,7 @@ class _Generation:
         chosen = np.lexsort((done_P, -self._put_off_P, done_P > last))[: self._groups]
 
         drawn_PG = np.clip(last - start_B.reshape(left_PG.shape), 0, left_PG)
-        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0)
+        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0) & (not self._schedule.keeps)
         again = self._times.prompt_tokens + self._drawn_PG[goes_on_PG]
         prompts = np.full(len(left_PG) - begun, self._times.prompt_tokens)
         seconds = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))

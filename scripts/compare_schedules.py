@@ -1,0 +1,179 @@
+"""Compares what the planner simulates of schedules with the runs that `bench_staleness.py` measured.
+
+    python scripts/compare_schedules.py
+
+Lengths are those of the workload `longtail`, whose responses end with probability 1/64 at each token. Seconds are the
+cost model's for the CPU that `bench_plan.py` calibrated, times two factors by which those of the synchronous run are
+right: one for generating, one for learning. All of the other rows is predicted. Ages and tokens computed again are
+counts, which need no factor. Writes `docs/staleness_predicted.json` and the table in docs/async.md; takes seconds.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import bench_staleness
+import bench_step
+import bench_workload as bench
+import numpy as np
+from pages import written
+
+from jaxrlhf.config import Config
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.schedules.predict import times_of
+from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
+from jaxrlhf.planner.search.mapping import search
+
+DOCS = Path(__file__).parents[1] / "docs"
+STEPS, SEEDS = 8, 20
+"""Steps that are measured, and simulated runs of as many, whose spread is told."""
+
+
+@dataclass(frozen=True)
+class GeometricLengths:
+    """Lengths of responses that end with one probability at each token."""
+
+    end_probability: float
+    longest: int
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens, with the cut."""
+        return (1 - (1 - self.end_probability) ** self.longest) / self.end_probability
+
+    def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
+        """int64 `[P, G]`, tokens of each response of each group."""
+        return np.minimum(rng.geometric(self.end_probability, (groups, copies)), self.longest).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row, predicted and measured; seconds of a step and of its parts, and shares of the tokens learnt from.
+
+    Attributes:
+      spread_s: Least and most seconds of a step over simulated runs as long as the measured one.
+    """
+
+    step_s: float
+    spread_s: tuple[float, float]
+    generate_s: float
+    learn_s: float
+    age_mean: float
+    recomputed: float
+
+
+def config_of(workload: bench.Workload, flags: Sequence[str], models: Path) -> Config:
+    """Configuration of a row of `bench_staleness.py`, by its flags of `bench_step.py`."""
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    model = bench.checkpoint(workload.preset, models).resolve()
+    return bench_step.config_of(
+        workload,
+        model,
+        steps=STEPS,
+        tokens_per_microbatch=2304,
+        remat="auto",
+        staleness=int(pairs.get("--staleness", 0)),
+        over_provision=float(pairs.get("--over-provision", 1)),
+        old_logp="bypass" if pairs.get("--old-logp") == "bypass" else "auto",
+        on_new_weights="keep" if pairs.get("--on-new-weights") == "keep" else "recompute",
+    )
+
+
+def parts_of(config: Config, hardware: Hardware, lengths: GeometricLengths) -> tuple[Schedule, StepTimes]:
+    """A configuration's schedule, and seconds of its parts by the cost model."""
+    workload, rollout = config.rollout, config.rollout
+    prompt = (bench.SHORTEST_PROMPT + workload.max_prompt_tokens) / 2
+    problem = problem_of(config, hardware, lengths=Lengths(prompt, lengths.mean))
+    times = times_of(problem, search(problem, keep=1).plans[0])
+    schedule = Schedule(rollout.staleness, rollout.over_provision, keeps=rollout.on_new_weights == "keep")
+    return schedule, replace(times, slots=rollout.responses_per_step)  # as the engine has them
+
+
+def predicted(
+    schedule: Schedule, times: StepTimes, lengths: GeometricLengths, rollout: Any, factors: tuple[float, float]
+) -> Compared:
+    """Prediction of a row, given what a second of generating and of learning is on this machine."""
+    (generating, learning), (fixed, linear, square) = factors, times.prefill_s
+    times = replace(
+        times,
+        decode_s_N=generating * times.decode_s_N,
+        cache_s=generating * times.cache_s,
+        prefill_s=(generating * fixed, generating * linear, generating * square),
+        round_s=generating * times.round_s,
+        learn_s=learning * times.learn_s,
+    )
+    sizes = {"groups": rollout.prompts_per_step, "copies": rollout.responses_per_prompt}
+    runs = [simulate(schedule, times, lengths, steps=STEPS, seed=seed, **sizes) for seed in range(SEEDS)]
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(run, name) for run in runs]))
+
+    seconds = [run.step_s for run in runs]
+    step_s, spread_s = float(np.mean(seconds)), (min(seconds), max(seconds))
+    return Compared(step_s, spread_s, step_s - times.learn_s, times.learn_s, mean("age_mean"), mean("recomputed"))
+
+
+def measured(run: Mapping[str, Any]) -> Compared:
+    """Figures of a run; the spread is of its steps after the second."""
+    learn_s = run["prepare_s"] + run["update_s"]
+    again = run.get("staleness/recomputed_tokens", 0.0) / run["generated_tokens"]
+    steps = sorted(run["steps"][2:])
+    age = run.get("staleness/age_mean", 0.0)
+    return Compared(run["step_s"], (steps[0], steps[-1]), run["generate_s"], learn_s, age, again)
+
+
+def compared(models: Path) -> dict[str, dict[str, Any]]:
+    """Every row of `bench_staleness.py`, the synchronous one first."""
+    workload = bench.WORKLOADS["longtail"]
+    saved = json.loads((DOCS / "predictions.json").read_text())["about"]["hardware"]
+    hardware = Hardware(**saved | {"devices_per_machine": 1})
+    lengths = GeometricLengths(bench.END_PROBABILITY, workload.new_tokens)
+    runs = json.loads((DOCS / "staleness.json").read_text())["rows"]
+    factors, found = (1.0, 1.0), {}
+    for name, flags in bench_staleness.ROWS.items():
+        config = config_of(workload, flags, models)
+        seen = measured(runs[name])
+        arguments = *parts_of(config, hardware, lengths), lengths, config.rollout
+        if name == "0":
+            plain = predicted(*arguments, factors)
+            factors = seen.generate_s / plain.generate_s, (seen.step_s - seen.generate_s) / plain.learn_s
+        said = predicted(*arguments, factors)
+        found[name] = {"predicted": asdict(said), "measured": asdict(seen)}
+    return found
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Predicted and measured, side by side, and gains over the synchronous row."""
+    headings = ["staleness", "step s", "times", "generate s", "learn s", "mean age", "computed again"]
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    first = {side: rows["0"][side]["step_s"] for side in ("predicted", "measured")}
+    for name, row in rows.items():
+        said, seen = row["predicted"], row["measured"]
+        cells = [name, f"{said['step_s']:.1f}, {seen['step_s']:.1f}"]
+        cells.append(f"{first['predicted'] / said['step_s']:.2f}, {first['measured'] / seen['step_s']:.2f}")
+        cells += [f"{said[part]:.1f}, {seen[part]:.1f}" for part in ("generate_s", "learn_s")]
+        cells.append(f"{said['age_mean']:.2f}, {seen['age_mean']:.2f}")
+        cells.append(f"{said['recomputed']:.0%}, {seen['recomputed']:.0%}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
+    flags = parser.parse_args()
+    rows = compared(flags.models)
+    (DOCS / "staleness_predicted.json").write_text(json.dumps(rows, indent=1) + "\n")
+    text = table(rows)
+    document = DOCS / "async.md"
+    document.write_text(written(document.read_text(), {"predicted": text}))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
