@@ -53,7 +53,7 @@ def main() -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else, draw if asked to")
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
-    command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
+    command.add_argument("--cluster", choices=["ray", "None"], help="plan for hosts joined by Ray, as `train` does")
     command.add_argument(
         "--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0; default: as given"
     )

@@ -26,9 +26,9 @@ def main() -> None:
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
     command.add_argument(
         "--cluster",
-        choices=["ray"],
+        choices=["ray", "None"],
         help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
-        "--devices and --cluster.devices-per-host say how many hosts",
+        "--devices and --cluster.devices-per-host say how many hosts; None is this process alone",
     )
     command.add_argument(
         "--export", dest="directory", metavar="DIRECTORY", help="write what was trained there, for Hugging Face"

@@ -22,6 +22,7 @@ from jaxrlhf.config import (
     RayCluster,
     Refusal,
     load,
+    on_cluster,
     override,
     run_command,
     shipped,
@@ -106,6 +107,14 @@ def test_a_command_adds_flags_of_its_own():
     command.add_argument("--dry-run", action="store_true")
     config, flags = command.parse_config(["--steps", "3", "--dry-run", "--config", "ppo_gsm8k", "--seed", "4"])
     assert (config.steps, config.seed, flags.dry_run) == (3, 4, True)
+
+
+def test_hosts_joined_by_ray_can_be_asked_for_and_left_out():
+    for given, wanted in {"ray": RayCluster(), "None": None}.items():
+        command = CommandLine()
+        command.add_argument("--cluster")
+        words = ["--config", "ppo_gsm8k", "--cluster", given]
+        assert command.parse_config(words, implied=on_cluster)[0].cluster == wanted
 
 
 def test_help_lists_the_settings_of_the_configuration(capsys):

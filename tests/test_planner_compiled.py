@@ -139,6 +139,8 @@ def test_the_report_says_what_is_fullest_and_what_travels():
     assert "56 all-gather over fsdp 3.00 GiB" in shown
     assert "fullest: actor.gradient, 60.0 of the 72.0 GiB that a plan may fill; all 2 programs compiled in 2 s" in shown
     assert compiled_to_json(programs, machines)["fits"]
+    smaller = compiled_to_json(programs, replace(machines, memory_bytes=50 * 2**30))
+    assert not smaller["fits"] and smaller["does_not_fit"] == ["actor.gradient"]
 
 
 def test_the_best_seconds_are_of_what_takes_longest():

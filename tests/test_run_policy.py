@@ -20,7 +20,7 @@ from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import Checkpoints, convert
-from jaxrlhf.config import Lora, Pretrained
+from jaxrlhf.config import Lora, Pretrained, PromptFile
 from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
 from jaxrlhf.trainer.evaluation import pass_at_k
@@ -59,6 +59,13 @@ def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, monkeypatch, capsys)
     assert not run(config, dry_run=True).finished
     assert "qwen2, 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "workdir").exists()
+
+
+def test_a_run_without_held_out_records_says_so(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 8)
+    data = PromptFile(str(tmp_path / "train.jsonl"))
+    run(replace(get_config(), data=data, cold_start=None, workdir=str(tmp_path / "workdir")), dry_run=True)
+    assert "nothing is evaluated: PromptFile has no held-out records" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ import pathlib, sys
 model, _, out, _, kind = sys.argv[1:]
 if not pathlib.Path(model, "config.json").is_file() or "bad" in model:
     sys.exit("INFO: reading\\nValueError: Model Bad is not supported")
+if "unknown" in model:
+    sys.exit("NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")
 pathlib.Path(out).write_text(f"{kind} of {sorted(p.name for p in pathlib.Path(model).iterdir())[0]}")
 """
 
@@ -58,6 +60,9 @@ def test_the_converter_is_given_the_export(converted, converter, tmp_path, monke
     said = capsys.readouterr().err
     assert "ValueError: Model Bad is not supported. The export itself is whole" in said and said.count("\n") == 1
     assert (tmp_path / "bad" / "config.json").is_file() and not (tmp_path / "no.gguf").exists()
+    with pytest.raises(SystemExit):
+        export(monkeypatch, converted, tmp_path / "unknown", "--gguf", tmp_path / "no.gguf", *more)
+    assert "this one is none of those that llama.cpp reads. The export itself is whole" in capsys.readouterr().err
 
 
 def test_a_converter_on_path_is_found(tmp_path, monkeypatch):
@@ -95,6 +100,8 @@ def test_adapters_alone_are_no_gguf_file(tmp_path):
     config = override(load(tiny_runs.__file__), changes)
     Export(tmp_path / "out", merge=True, **how).check(config)
     (tmp_path / "run" / "checkpoints" / "step_2" / "actor_adapters").mkdir(parents=True)
+    with pytest.raises(Refusal, match="not the one that FromScratch has"):  # before anything is trained
+        Export(tmp_path / "out", merge=False, **how).check(load(tiny_runs.__file__))
     alone = Export(tmp_path / "out", merge=False, **how)
     for refuses in (lambda: alone.check(config), lambda: alone.write(tmp_path / "run")):
         with pytest.raises(Refusal, match="takes whole weights, and the run trains adapters; add --merge"):

@@ -167,7 +167,7 @@ _HELP = {
 
 
 def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) -> dict[str, Any]:
-    """Programs as `--json` prints them, and whether all of them fit."""
+    """Programs as `--json` prints them, whether all of them fit, and the names of those that do not."""
     usable = hardware.memory_bytes * hardware.usable_memory
     rows = [
         {
@@ -179,7 +179,8 @@ def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) ->
         for program in programs
     ]
     peak = max(program.peak_bytes for program in programs)
-    return {"programs": rows, "peak_bytes": peak, "usable_bytes": usable, "fits": peak <= usable}
+    large = [program.name for program in programs if program.peak_bytes > usable]
+    return {"programs": rows, "peak_bytes": peak, "usable_bytes": usable, "fits": not large, "does_not_fit": large}
 
 
 def _gib(number: float) -> str:

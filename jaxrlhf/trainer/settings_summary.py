@@ -29,7 +29,7 @@ def settings_rows(
         compilation_cache.settings_row(),
         *_split_rows("training", data.train, len(data.train.problems)),
         *_selection_rows(data),
-        *_split_rows("held out", data.evaluation, len(data.held_out)),
+        *_held_out_rows(config, data),
         *[("data", f"set {one.settings.name}", f"{len(one.problems)} problems", "evaluated") for one in data.sets],
         *([] if data.examples is None else _split_rows("examples", data.examples, len(data.examples.problems))),
         *_step_rows(config),
@@ -52,6 +52,14 @@ def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:
         what = f"{len(split.spelled)} records spell one; data.control_tokens says what becomes of it"
         rows += [("data", f"{name}, control tokens", what, split.spelled[0])]
     return rows
+
+
+def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
+    """Rows on what is evaluated, also where that is nothing."""
+    if data.evaluation.total or data.sets:
+        return _split_rows("held out", data.evaluation, len(data.held_out))
+    kind = type(config.data).__name__
+    return [("data", "held out", "none", f"nothing is evaluated: {kind} has no held-out records, name some there")]
 
 
 def _selection_rows(data: RunData) -> list[SummaryRow]:

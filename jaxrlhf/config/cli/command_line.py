@@ -29,8 +29,8 @@ INTERRUPTED = 130
 
 
 def on_cluster(flags: Namespace) -> list[str]:
-    """The setting that `--cluster ray` stands for: hosts joined by Ray, as the file describes them or by default."""
-    return ["--cluster=RayCluster"] if flags.cluster == "ray" else []
+    """The setting that `--cluster` stands for: hosts joined by Ray, as the file has them or by default; or none."""
+    return {"ray": ["--cluster=RayCluster"], "None": ["--cluster=None"]}.get(flags.cluster, [])
 
 
 def run_command(main: Callable[[], None]) -> None:

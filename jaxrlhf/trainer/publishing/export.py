@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import Config, Refusal
+from jaxrlhf.config import Config, FromScratch, Refusal
 from jaxrlhf.trainer.publishing.gguf import TYPES, check_new_file, convert_export, find_converter
 
 _WHOLE = "--gguf takes whole weights, and the run trains adapters; add --merge, or drop --gguf"
@@ -85,6 +85,11 @@ class Export:
         check_exportable(config, merge=self.merge, average=self.average)
         if self.gguf is not None and not self.merge and any(one.lora for one in config.trained.values()):
             raise Refusal(_WHOLE)
+        if self.gguf is not None and isinstance(config.model, FromScratch):
+            raise Refusal(
+                "--gguf has llama.cpp's converter read the tokenizer, and it knows those of checkpoints, not the one "
+                "that FromScratch has; drop --gguf, or start from a checkpoint with --model Pretrained"
+            )
 
     def write(self, run: str | Path, step: int | None = None) -> None:
         """Write the export of a run, or of a converted checkpoint, upload it if asked to, and say so.

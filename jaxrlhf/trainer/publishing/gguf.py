@@ -19,6 +19,10 @@ TYPES = ("auto", "f32", "bf16", "f16", "q8_0")
 """Types of weights that the converter writes; `auto` is the 16-bit type nearest to the exported weights'."""
 
 
+_UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
+"""Words of the converter on a tokenizer that it does not know."""
+
+
 def find_converter(given: str | None) -> list[str]:
     """Words that start the converter.
 
@@ -70,6 +74,8 @@ def convert_export(directory: Path, file: Path, *, converter: list[str], kind: s
         return
     said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     reason = (said or [f"exit code {done.returncode}"])[-1].strip()
+    if _UNKNOWN_TOKENIZER in done.stderr + done.stdout:
+        reason = "it knows tokenizers by their output, and this one is none of those that llama.cpp reads"
     file.unlink(missing_ok=True)
     raise Refusal(
         f"the converter made no GGUF file of {directory}: {reason[:300]}. The export itself is whole; all that the "
