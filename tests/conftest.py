@@ -48,12 +48,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_learning_tools", "test_learning", "test_dataflows_learn", "test_run_ray", "test_run_ray_failures"),
-    *("test_run_asynchronous", "test_run_resume_algorithms", "test_learning_preference", "test_run_placed"),
-    *("test_run_lora", "test_run_resume", "test_docs_first_week", "test_learning_rivals", "test_run_auto"),
+    *("test_learning", "test_learning_tools", "test_run_ray", "test_dataflows_learn", "test_models_recent"),
+    *("test_run_asynchronous", "test_run_ray_failures", "test_run_resume", "test_run_lora", "test_ray_failures"),
+    *("test_run_resume_algorithms", "test_docs_first_week", "test_run_placed", "test_run_episodes"),
     *("test_workers_gradient", "test_models_transformers", "test_models_own", "test_models_families"),
-    *("test_workers_lora", "test_checkpoint_pretrained", "test_run_policy", "test_run_gsm8k"),
-    *("test_models_experts", "test_run_policy_losses"),
+    *("test_models_context", "test_engine_states", "test_run_vision", "test_run_gsm8k", "test_workers_lora"),
+    *("test_checkpoint_pretrained", "test_run_policy", "test_models_experts"),
 )
 """Files that take long in either tier, the longest first."""
 

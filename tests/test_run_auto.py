@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path, capsys, slow_devices):
     assert exported["eval/accuracy"] == metrics["eval/accuracy"]
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_planned_run_gives_the_numbers_of_one_device(tmp_path, slow_devices):
     run(placed(tmp_path / "alone"))

@@ -185,8 +185,13 @@ runpy.run_module("jaxrlhf.train", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["missing model", "no EOS", "torn weights", "corrupt jsonl", "too few problems"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("missing model", "too few problems")),
+        *(pytest.param(case, marks=pytest.mark.seeds) for case in ("no EOS", "torn weights", "corrupt jsonl")),
+    ],
+)
 def test_refusal_comes_before_anything_is_compiled(case, files, tmp_path):
     command = [sys.executable, "-c", WITHOUT_TORCH, *words(case, files, tmp_path / "workdir")]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)

@@ -19,7 +19,6 @@ from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, KLInLoss, Lo
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("programs", "undrawn"),
     pytest.mark.filterwarnings(
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # of transformers, which peft reads
@@ -64,6 +63,7 @@ def exported(undisturbed, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_died_goes_on_with_the_same_numbers(undisturbed, model, tmp_path):
     def die(number, metrics):
         if number == 3:
@@ -80,6 +80,7 @@ def test_a_run_that_died_goes_on_with_the_same_numbers(undisturbed, model, tmp_p
     assert drift[-1] > 1e-6
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_alone(undisturbed, model):
     step = undisturbed / "checkpoints" / "step_4"
     assert {path.name for path in step.iterdir() if path.is_dir()} >= {"actor_adapters", "actor_optimizer"}
@@ -95,6 +96,7 @@ def logits(model, token_RW) -> np.ndarray:
         return model(torch.tensor(token_RW)).logits.numpy()
 
 
+@pytest.mark.slow
 def test_adapters_and_whole_weights_are_exported_and_compute_the_same(undisturbed, exported, model, tmp_path):
     export_policy(undisturbed, tmp_path / "whole", merge=True)
     token_RW = np.random.default_rng(0).integers(1, 400, (3, 24))
@@ -107,6 +109,7 @@ def test_adapters_and_whole_weights_are_exported_and_compute_the_same(undisturbe
     assert transformers.AutoTokenizer.from_pretrained(exported).get_vocab()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_adapters_that_it_is_given(undisturbed, exported, model, tmp_path):
     config = adapting(tmp_path / "more", model)
     config = replace(config, steps=1, actor=replace(config.actor, lora=replace(LORA, start=str(exported))))
@@ -117,6 +120,7 @@ def test_a_run_goes_on_from_adapters_that_it_is_given(undisturbed, exported, mod
     assert first["kl/ref"] == pytest.approx(0, abs=1e-9), "the reference has the adapters that the run started from"
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_with_its_adapters(undisturbed, model):
     metrics = evaluate_policy(adapting(undisturbed, model), policy=None, samples=1, show=0)
     last = numbers(undisturbed / "metrics.jsonl")[-1]
@@ -126,6 +130,7 @@ def test_a_run_is_evaluated_with_its_adapters(undisturbed, model):
     assert "eval/accuracy" in metrics
 
 
+@pytest.mark.slow
 def test_adapters_beside_quantised_weights_with_generation_on_a_pool_apart_and_exported(model, tmp_path):
     def config_of(name: str, **layout: int) -> Config:
         config = adapting(tmp_path / name, model, **layout)
@@ -163,6 +168,7 @@ def test_adapters_beside_quantised_weights_with_generation_on_a_pool_apart_and_e
         assert 0.01 < np.abs(rounded - weight).max() / np.abs(weight).max() < 0.16
 
 
+@pytest.mark.seeds
 def test_adapters_beside_weights_of_a_cold_start(tmp_path):
     config = get_config()
     config = replace(

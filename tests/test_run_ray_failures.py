@@ -220,7 +220,7 @@ def test_responses_under_way_on_a_host_that_died_are_begun_again_by_the_newest_p
     assert all(record["staleness/put_off_groups"] == 4 for record in logged)  # as many as before
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_backend, "make_host", odd_hosts.sleeping)
     start = time.monotonic()

@@ -15,7 +15,7 @@ from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.trainer.phase import load_problems
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
 
@@ -42,6 +42,7 @@ def connection(programs):
 LAYOUT = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
 
 
+@pytest.mark.seeds
 def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
     here = run(tmp_path / "here", **settings())
     passing = ray_world.traffic(monkeypatch.setattr)
@@ -56,6 +57,7 @@ def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeyp
     assert 0 < passing["get"] + passing["put"] < 2 * 8 * pixels / 4, "of two steps of eight pictures each"
 
 
+@pytest.mark.slow
 def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
     shows = Environment(
         factory="seeing_environments:ShowsHeavy", max_turns=2, turn_tokens=5, cut_turns="close", observation_tokens=48

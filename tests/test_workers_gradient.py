@@ -36,6 +36,8 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.pool_roles import stop_tokens
 
+pytestmark = pytest.mark.usefixtures("programs")  # workers are built again and again of the same ones
+
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
@@ -253,8 +255,8 @@ def alone(untrained) -> list[np.ndarray]:
     "settings",
     [
         config(tokens=288, remat="full"),
-        config(layout=Layout(fsdp=2, context=4), tokens=576, devices=8),
-        pytest.param(config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8), marks=pytest.mark.slow),
+        pytest.param(config(layout=Layout(fsdp=2, context=4), tokens=576, devices=8), marks=pytest.mark.slow),
+        pytest.param(config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8), marks=pytest.mark.seeds),
     ],
     ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
 )
@@ -342,7 +344,11 @@ def grpo_step(one_device, algorithm: GRPO):
     return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
 
 
-@pytest.mark.parametrize("kl", [None, KLInLoss(coefficient=0.1), KLInReward(coefficient=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "kl",
+    [pytest.param(None, marks=pytest.mark.slow), KLInLoss(coefficient=0.1), KLInReward(coefficient=0.1)],
+    ids=str,
+)
 def test_an_update_without_the_old_pass_is_the_update_with_it(one_device, kl) -> None:
     # A policy that its reference is not, so that the KL terms say something.
     whole = GRPO(responses_per_update=16, kl=kl, old_logp="trainer")
