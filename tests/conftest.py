@@ -112,6 +112,7 @@ def pytest_collection_finish() -> None:
 def no_leftovers() -> None:
     """Arrays in the tracebacks of errors that were caught would go at any time, and change what is counted."""
     gc.collect()
+    gc.freeze()  # to look at what is left once more takes most of a second, before each of two hundred tests
 
 
 @pytest.fixture(scope="session")
