@@ -47,7 +47,7 @@ def predictions(
     may have, and the roles that learn share the others.
 
     Args:
-      keeps: As `Schedule.keeps`.
+      keeps: Keys and values stay over a change of weights (`Schedule.keeps`).
 
     Raises:
       Refusal: The problem generates nothing, or no placement fits on which the schedule gains anything.
