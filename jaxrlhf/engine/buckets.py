@@ -85,6 +85,11 @@ def slot_counts(most: int) -> tuple[int, ...]:
     return halving_buckets(most, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
 
 
+def whole(lengths: Sequence[int], *, multiple: int) -> tuple[int, ...]:
+    """Ascending lengths rounded up to a multiple, each once."""
+    return tuple(sorted({-(-length // multiple) * multiple for length in lengths}))
+
+
 def fit(length: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds `length`."""
     return buckets[bisect_left(buckets, length)]

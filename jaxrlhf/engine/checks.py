@@ -10,7 +10,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine.sequence import Request, SequenceState
 from jaxrlhf.models import AnyModel, Execution
-from jaxrlhf.models.config import Vision
+from jaxrlhf.models.config import ModelConfig, Vision
 from jaxrlhf.models.vision.rows import check_placeholders
 
 STOP_TOKENS = 8
@@ -51,6 +51,29 @@ def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_a
                 f"{count} {what} do not split {ways} ways over mesh axis {axis!r}; "
                 f"use a generation {size} size that divides {count}"
             )
+
+
+def check_shared(config: AnyModel, execution: Execution, *, shortest_chunk: int) -> None:
+    """Raise `Refusal` if devices cannot share the positions of a slot.
+
+    Args:
+      shortest_chunk: Tokens of the shortest chunk of a prompt, of which every device takes as many.
+    """
+    ways = execution.cache_ways
+    if ways == 1:
+        return
+    if not isinstance(config, ModelConfig):
+        raise Refusal(f"generation_context={ways} splits a cache that a model with functions of its own has; use 1")
+    if execution.stages > 1:
+        raise Refusal(
+            f"generation_context={ways} with {execution.stages} generation stages: layers that stages divide keep "
+            f"sequences whole; use generation_stage=1, with generation_tensor beside it"
+        )
+    if shortest_chunk % ways:
+        sizes = [count for count in range(2, shortest_chunk + 1) if shortest_chunk % count == 0]
+        raise Refusal(
+            f"generation_context={ways} does not divide chunks of {shortest_chunk} tokens; use one of {sizes}"
+        )
 
 
 def check_laid_out(params: Params, mesh: Mesh) -> None:

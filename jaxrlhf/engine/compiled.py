@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.programs import Shape
-from jaxrlhf.models import LayerCache, Pipeline
+from jaxrlhf.models import LayerCache, Pipeline, Prefix
+from jaxrlhf.models.attention.kv_cache import is_ring
 from jaxrlhf.models.attention.pages import PagedCache
 from jaxrlhf.sharding.described import are_here, described
 
@@ -90,7 +91,12 @@ class EngineShardings:
     """
 
     def __init__(
-        self, mesh: Mesh, slot_axes: tuple[str, ...], kv_head_axis: str | None, pipeline: Pipeline | None
+        self,
+        mesh: Mesh,
+        slot_axes: tuple[str, ...],
+        kv_head_axis: str | None,
+        pipeline: Pipeline | None,
+        cache_axes: tuple[str, ...] = (),
     ) -> None:
         stages = pipeline.axes if pipeline else ()
 
@@ -100,27 +106,36 @@ class EngineShardings:
 
         self.whole = sharding()
         self.rows = sharding(slot_axes)
-        prefix = sharding(stages or None, None, None, kv_head_axis)
+        keys = sharding(stages or None, None, cache_axes or None, kv_head_axis)
+        prefix: Any = Prefix(keys, keys, sharding(stages or None, None, None, kv_head_axis), keys)
         self.prompts = programs.Prompts(self.whole, prefix, self.whole, self.whole, self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
-        self.cache = sharding((*stages, *slot_axes), kv_head_axis)
+        slots = (*stages, *slot_axes), kv_head_axis
+        self.cache = sharding(*slots)
+        self._of_keys, self._of_values = sharding(*slots, None, cache_axes), sharding(*slots, cache_axes)
+        self._alike = not cache_axes
         self.pages = PagedCache(sharding(slot_axes, None, kv_head_axis), sharding(slot_axes))
         self._by_position = mesh.devices.flat[0].platform in BY_POSITION
         self._head_ways = mesh.shape[kv_head_axis] if kv_head_axis else 1
 
     def of_slots(self, cache: Any) -> Any:
         """Shardings of a cache in slots, or of one of its layers, and the order in memory where it is not the usual."""
-        if not self._by_position:
+        if self._alike and not self._by_position:
             return self.cache
         return jax.tree.map(self._of_layer, cache, is_leaf=lambda stored: isinstance(stored, LayerCache))
 
     def _of_layer(self, stored: Any) -> Any:
         if not isinstance(stored, LayerCache):
             return self.cache
+        layout: Any = (self.cache, self.cache) if is_ring(stored) else (self._of_keys, self._of_values)
+        if not self._by_position:
+            return type(stored)(*layout)
         # The last two dimensions are what registers tile: one head would fill an eighth of them.
         one_head = stored.key_BKHS.shape[1] <= self._head_ways
         key, value = ((0, 1, 3, 2), (0, 1, 2, 3)) if one_head else ((0, 3, 1, 2), (0, 2, 1, 3))
-        formats: Any = [Format(Layout(major_to_minor=order), self.cache) for order in (key, value)]
+        formats: Any = [
+            Format(Layout(major_to_minor=order), sharding) for order, sharding in zip((key, value), layout, strict=True)
+        ]
         return type(stored)(*formats)
 
 

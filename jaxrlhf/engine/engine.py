@@ -1,7 +1,7 @@
 """Continuous batching over slots: prefill prompts, insert them, decode all slots together.
 
-One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over
-`kv_head_axis`, layers over the stages of its `Execution`. Programs are compiled ahead of time and kept by the
+One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over `kv_head_axis`, layers over
+the stages of its `Execution`, and positions over its `cache_axes`. Programs are compiled ahead of time and kept by the
 lengths they serve, so a call that would recompile anything else is an error instead of a pause.
 
     engine.add(request, sampling, seed=0)  # at any time, also while others are under way
@@ -26,7 +26,7 @@ from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import contents_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
+from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
@@ -92,6 +92,7 @@ class Engine:
         if isinstance(config, ModelConfig) and config.latent is not None:
             kv_head_axis = None  # a rotated key and a latent serve all heads
         checks.check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
+        checks.check_shared(config, execution, shortest_chunk=CHUNK_TOKENS // CHUNK_PARTS[0])
         checks.check_routing(config, records_routing=records_routing)
         execution = with_rings(config, execution, longest=capacity, tokens_per_dispatch=decode_tokens_per_dispatch)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
@@ -113,9 +114,8 @@ class Engine:
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
         self._limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
-        self._slot_counts = slot_counts(self.slots // replicas)
-        self.mesh, self.execution = mesh, execution
-        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
+        self.mesh, self.execution, self._slot_counts = mesh, execution, slot_counts(self.slots // replicas)
+        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
         self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}

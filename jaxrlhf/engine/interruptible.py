@@ -25,6 +25,11 @@ class InterruptibleEngine(Engine):
                 "rollout.on_new_weights='keep' has responses go on from their keys and values, and this model keeps "
                 "states of linear attention, or a cache of its own; leave it at 'recompute'"
             )
+        if (ways := self.execution.cache_ways) > 1:
+            raise Refusal(
+                "rollout.on_new_weights='keep' takes caches out of slots, and these are in parts on the devices of "
+                f"generation_context={ways}; leave it at 'recompute'"
+            )
 
     def finish_windows(self) -> list[Completion]:
         """Read tokens that were dispatched ahead, dispatch no others, and return the responses that ended."""

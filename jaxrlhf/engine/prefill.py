@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrlhf.batch import images_of, tokens_of
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets, whole
 from jaxrlhf.engine.cache.contents import Contents
 from jaxrlhf.engine.cache.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
@@ -24,6 +24,9 @@ PREFILL_TOKENS = 2048
 CHUNK_TOKENS = 512
 """Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
 
+
+CHUNK_PARTS = (16, 4, 1)
+"""Parts of it that fewer tokens run in."""
 
 PAST_PREFILLS = 4
 """Tokens of prompts that go on together, padding included, over `PREFILL_TOKENS`: few of them are run."""
@@ -78,9 +81,11 @@ class Prefill:
         pixels: Pixels = no_pixels,
     ) -> None:
         self._compiled, self._layout, self.rows, self._replicas = compiled, layout, rows, replicas
-        self.buckets = length_buckets(longest_prompt)
-        self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
-        self.past_widths = halving_buckets(capacity, shortest=SHORTEST_PAST)
+        multiple = compiled.shape.execution.cache_ways
+        self.buckets = whole(length_buckets(longest_prompt), multiple=multiple)
+        longer = whole(length_buckets(capacity), multiple=multiple)
+        self._longer = tuple(size for size in longer if size > self.buckets[-1])
+        self.past_widths = whole(halving_buckets(capacity, shortest=SHORTEST_PAST), multiple=multiple)
         self.prompts = self.prompt_tokens = self.reused_tokens = self.images = 0
         self._pixels = pixels
 
@@ -169,6 +174,6 @@ class Prefill:
 
 def _chunk_of(tokens: int, *, rows: int) -> int:
     """Tokens of a chunk of prompts with so many to run: one of three sizes, which runs at most four times, or often."""
-    sizes = [CHUNK_TOKENS // part for part in (16, 4, 1) if part <= CHUNK_TOKENS]
+    sizes = [CHUNK_TOKENS // part for part in CHUNK_PARTS if part <= CHUNK_TOKENS]
     sizes = [size for size in sizes if size * rows <= PREFILL_TOKENS] or sizes[:1]
     return next((size for size in sizes if tokens <= 4 * size), sizes[-1])

@@ -8,6 +8,7 @@ little exists twice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
+from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, is_ring, keeps_of
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
@@ -247,7 +249,7 @@ def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, sha
         return leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])
 
     def of_kind(cache: Sequence[models.LayerCache]) -> models.Prefix:
-        kept = [of_rows(stored).first(width) for stored in cache]
+        kept = [of_rows(stored).first(width, ways=shape.execution.cache_ways) for stored in cache]
         keys, values = map(of_layers, zip(*kept, strict=True))
         return models.Prefix(keys, values)
 
@@ -276,12 +278,8 @@ def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: S
         stored = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), stored)
     if isinstance(stored, LayerState) or is_ring(stored):
         return stored
-    key_BKHS, value_BKSH = stored
-    more = capacity - stored.capacity
-    if more > 0:
-        key_BKHS = jnp.pad(key_BKHS, ((0, 0), (0, 0), (0, 0), (0, more)))
-        value_BKSH = jnp.pad(value_BKSH, ((0, 0), (0, 0), (0, more), (0, 0)))
-    return stored._replace(key_BKHS=key_BKHS[..., :capacity], value_BKSH=value_BKSH[:, :, :capacity])
+    resize_to: Any = partial(resized, positions=capacity, ways=shape.execution.cache_ways)
+    return type(stored)(resize_to(stored.key_BKHS, axis=3), resize_to(stored.value_BKSH, axis=2))
 
 
 def place_in_pages(

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.chunks import Chunk, written
+from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.rings import NOWHERE
@@ -229,7 +230,7 @@ def _prefill_whole(
 
     rows = turn, segment_PS, sight
     hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
-    prefix, choice_LPSk = _prefix_of(outputs), outputs.get("choice")
+    prefix, choice_LPSk = _prefix_of(outputs).dealt(execution.cache_ways), outputs.get("choice")
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
     return PrefillOutput(hidden_PD, prefix, choice_PSLk)
@@ -268,7 +269,7 @@ def _prefill_chunks(
         extras = {name: (at, inputs.get(name)) for name, at in cache_places(config, execution.stages).items()}
         flow = Flow(hidden_PCD, nothing_lent(config, hidden_PCD, execution))
         (hidden_PCD, _), outputs = run_layers(config, step, flow, layers, extras)
-        prefix = written(prefix, _prefix_of(outputs), start, working=working)
+        prefix = written(prefix, _prefix_of(outputs), start, working=working, execution=execution)
         if "choice" in outputs:
             choice_PCLk = jnp.moveaxis(outputs["choice"], 0, 2).astype(jnp.int16)
             choice_PSLk = jax.lax.dynamic_update_slice_in_dim(choice_PSLk, choice_PCLk, start, axis=1)
@@ -302,7 +303,7 @@ def _prefill_chunks(
     chunks = -(-(length_P.max() - begun) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     if width != given_width:  # of models with linear attention
-        keys, values = prefix.key_LPSKH[:, :, :given_width], prefix.value_LPSKH[:, :, :given_width]
+        keys, values = (resized(leaf, given_width, execution.cache_ways, axis=2) for leaf in prefix[:2])
         prefix = prefix._replace(key_LPSKH=keys, value_LPSKH=values)
         choice_PSLk = None if choice_PSLk is None else choice_PSLk[:, :given_width]
     return PrefillOutput(last_PD, prefix, choice_PSLk)

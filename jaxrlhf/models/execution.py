@@ -39,6 +39,7 @@ class Execution:
         are whole along them.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
+      cache_axes: Mesh axes that split the positions of a cache in slots, which are taken in turn (`interleaved`).
       kv_ways: Parts that key-value heads split into, over `head_axes`: heads are repeated after their projection
         until they do, and caches hold the copies.
       ring_entries: R, entries that a slot has in layers with a window, where its cache is a ring of them; None gives
@@ -58,6 +59,7 @@ class Execution:
     width_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
+    cache_axes: tuple[str, ...] = ()
     kv_ways: int = 1
     ring_entries: int | None = None
     pipeline: Pipeline | None = None
@@ -70,6 +72,15 @@ class Execution:
     def kv_copies(self, kv_heads: int) -> int:
         """Times that each of so many key-value heads is repeated."""
         return math.lcm(kv_heads, self.kv_ways) // kv_heads
+
+    @property
+    def cache_ways(self) -> int:
+        """Devices that share the positions of a slot."""
+        return self.size(self.cache_axes)
+
+    def over_heads(self, heads: int) -> tuple[str, ...]:
+        """Mesh axes that split so many heads of a cache: none of a latent's one, which serves all."""
+        return self.head_axes if heads % self.size(self.head_axes) == 0 else ()
 
     @property
     def slice_axes(self) -> tuple[str, ...]:

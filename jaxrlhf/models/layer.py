@@ -12,7 +12,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.attention import attend
-from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
+from jaxrlhf.models.attention.chunks import Chunk, attend_chunk, attend_shared_chunk
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
@@ -61,10 +61,14 @@ def layer_rows(
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
+    def expand(matrix_CNU: Any, key_RW1X: Array, latent_RW1C: Array) -> tuple[Array, Array]:
+        assert config.latent is not None, "other models keep keys and values of all heads"
+        return expanded(matrix_CNU, config, config.latent, key_RW1X, latent_RW1C)
+
     def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
-        return expanded(weights, config, config.latent, key_RWKH, value_RWKH)
+        return expand(weights["key_value"], key_RWKH, value_RWKH)
 
     def mix(input_RWD: Array) -> tuple[Array, Prefix | None]:
         query_RWNH, gate_RWNH, made = _heads(layer, config, input_RWD, turn, execution)
@@ -81,6 +85,9 @@ def layer_rows(
         scores, inside = exchange.score_mod(score_mod), exchange.inside
         if isinstance(seen, SharedPrefix):
             mixed_RWNH = attend_shared_prefix(*arrays, seen, scores, execution=inside)
+        elif isinstance(seen, Chunk) and execution.cache_ways > 1:
+            expansion = None if config.latent is None else (weights["key_value"], expand)
+            mixed_RWNH = attend_shared_chunk(*arrays, seen, scores, expansion=expansion, execution=execution)
         elif isinstance(seen, Chunk):
             chunk, tokens = seen, input_RWD.shape[1]
             mixed_RWNH = attend_chunk(
@@ -165,7 +172,8 @@ def layer_slots(
         query_BNH = query_B1NH[:, 0]
         if config.latent is not None:
             assert isinstance(written, LayerCache), "latents do not lie in pages"
-            mixed_BNH = attend_latents(weights, config, config.latent, query_BNH, written, position_B, score_mod)
+            arrays = query_BNH, written, position_B, score_mod
+            mixed_BNH = attend_latents(weights, config, config.latent, *arrays, execution=execution)
         else:
             mixed_BNH = written.attend(query_BNH, position_B, score_mod, execution=execution)
         return _gated(mixed_BNH[:, None], gate_B1NH), written

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.buckets import cache_capacities, fit
+from jaxrlhf.engine.buckets import cache_capacities, fit, whole
 from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
@@ -41,7 +41,8 @@ class SlotCache:
         layers = jax.eval_shape(partial(programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape))
         self._kinds = len(set(map(type, layers)))
         # Rings do not grow.
-        self.sizes = cache_capacities(longest) if capacity_of(layers) is not None else (longest,)
+        sizes = cache_capacities(longest) if capacity_of(layers) is not None else (longest,)
+        self.sizes = whole(sizes, multiple=compiled.shape.execution.cache_ways)
         self.free()
 
     @property

@@ -19,6 +19,7 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
 from jaxrlhf.models.attention.rings import seen_in_ring
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, part_of, seen_of_device, sinks_part
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
@@ -64,9 +65,13 @@ def attend_cache(
 
     Keys lie with positions last and values with head width last, so both products stream through contiguous memory.
 
+    Where devices share the positions of a slot each attends to its own, and one gather brings their parts together.
+
     Args:
-      ring: Position p is in entry p mod S, and only the newest S are there.
+      ring: Position p is in entry p mod S, and only the newest S are there; every device has all of them.
     """
+    if execution.cache_ways > 1 and not ring:
+        return _attend_shared(query_BNH, key_BKHS, value_BKSH, position_B, score_mod, execution)
     kernel = DECODE[execution.decode_kernel]
     kernel = partial(kernel, ring=True) if ring else kernel
     if execution.decode_kernel != "xla":
@@ -74,6 +79,32 @@ def attend_cache(
         head = PartitionSpec(execution.row_axes, execution.head_axes)
         kernel = execution.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
     return kernel(query_BNH, key_BKHS, value_BKSH, position_B, score_mod)
+
+
+def _attend_shared(
+    query_BNH: Array,
+    key_BKHS: Array,
+    value_BKSH: Array,
+    position_B: Array,
+    scores: ScoreMod,
+    execution: Execution,
+) -> Array:
+    """`attend_cache` where devices share the positions of a slot."""
+    axes, capacity = execution.cache_axes, key_BKHS.shape[3]
+    kernel = PARTS[execution.decode_kernel]
+
+    def run(query_BNH, key_BKHS, value_BKSH, position_B, slides, sink_N):
+        score_mod = replace(scores, slides=slides, sink_N=sink_N)
+        own = seen_of_device(position_B, capacity, score_mod, execution)
+        parts = of_devices(kernel(query_BNH, key_BKHS, value_BKSH, *own, score_mod), axes)
+        return joined([parts, *sinks_part(score_mod, key_BKHS.shape[1])], like=query_BNH)
+
+    slot, head = PartitionSpec(execution.row_axes), PartitionSpec(execution.row_axes, execution.head_axes)
+    keys = PartitionSpec(execution.row_axes, execution.head_axes, None, axes)
+    values = PartitionSpec(execution.row_axes, execution.head_axes, axes)
+    specs = head, keys, values, slot, PartitionSpec(), PartitionSpec(execution.head_axes)
+    run = execution.on_devices(run, specs, head)
+    return run(query_BNH, key_BKHS, value_BKSH, position_B, scores.slides, scores.sink_N)
 
 
 def attend_pages(
@@ -144,6 +175,16 @@ def _decode_xla(
     return mixed_BKGH.reshape(query_BNH.shape)
 
 
+def _parts_xla(
+    query_BNH: Array, key_BKHS: Array, value_BKSH: Array, first_B: Array, end_B: Array, score_mod: ScoreMod
+) -> Parts:
+    """Softmax of one query per slot over its entries from `first_B` to before `end_B`."""
+    slots, kv_heads, head_dim, _ = key_BKHS.shape
+    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
+    logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
+    return part_of(score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)), first_B, end_B, value_BKSH)
+
+
 def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, score_mod: ScoreMod) -> Array:
     """Paged attention, a page of every slot at a time, up to the longest slot's last."""
     slots, _, width = query_BNH.shape
@@ -174,10 +215,10 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
-def _lazy(module: str, name: str) -> Callable[..., Array]:
+def _lazy(module: str, name: str) -> Callable[..., Any]:
     """A kernel of `kernels/`, imported when it is called: a JAX that has no such kernel still has the others."""
 
-    def kernel(*arrays: Any, **how: Any) -> Array:
+    def kernel(*arrays: Any, **how: Any) -> Any:
         return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{module}"), name)(*arrays, **how)
 
     return kernel
@@ -189,6 +230,8 @@ ROWS: dict[str, Callable[..., Array]] = {
     "splash": _lazy("tpu", "splash_rows"),
 }
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}
+PARTS: dict[str, Callable[..., Parts]] = {"xla": _parts_xla, "pallas": _lazy("gpu", "pallas_parts")}
+"""Kernels of `DECODE`, of a part of the entries."""
 PAGES: dict[str, Callable[..., Array]] = {
     "xla": _pages_xla,
     "pallas": _lazy("gpu_pages", "pallas_pages"),

@@ -3,18 +3,28 @@
 Activations take the memory of a chunk, and chunks that no prompt reaches are not run.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.interleaved import entries_before
 from jaxrlhf.models.attention.kv_cache import Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, sinks_part
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
+
+Expansion = tuple[Array, Callable[[Array, Array, Array], tuple[Array, Array]]]
+"""A matrix that makes keys and values of all heads, and the function of it, of rotated keys and of latents."""
 
 
 class Chunk(NamedTuple):
@@ -44,7 +54,7 @@ class Chunk(NamedTuple):
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
-        """Keys and values of `tokens` tokens from `start` on."""
+        """Keys and values of `tokens` entries from `start` on."""
 
         def of_layer(leaf_LPSKH: Array) -> Array:
             _, prompts, _, heads, width = leaf_LPSKH.shape
@@ -54,12 +64,19 @@ class Chunk(NamedTuple):
         return of_layer(self.prefix.key_LPSKH), of_layer(self.prefix.value_LPSKH)
 
 
-def written(prefix: Prefix, new: Prefix, start: Array, *, working: Bool[Array, ""] | bool = True) -> Prefix:
+def written(
+    prefix: Prefix,
+    new: Prefix,
+    start: Array,
+    *,
+    working: Bool[Array, ""] | bool = True,
+    execution: Execution = ONE_DEVICE,
+) -> Prefix:
     """The prefix with a chunk of all layers; as it was on a pipeline stage that is not working."""
 
     if prefix.sliding is not None and new.sliding is not None:
-        near = written(prefix.sliding, new.sliding, start, working=working)
-        far = written(prefix._replace(sliding=None), new._replace(sliding=None), start, working=working)
+        parts = (prefix.sliding, new.sliding), (prefix._replace(sliding=None), new._replace(sliding=None))
+        near, far = (written(*part, start, working=working, execution=execution) for part in parts)
         return far._replace(sliding=near)
 
     def put(old_LPSKH: Array, new_LPCKH: Array) -> Array:
@@ -71,8 +88,26 @@ def written(prefix: Prefix, new: Prefix, start: Array, *, working: Bool[Array, "
     def replaced(old: Array, new: Array) -> Array:
         return new.astype(old.dtype) if working is True else jnp.where(working, new.astype(old.dtype), old)
 
+    store = put if execution.cache_ways == 1 else partial(_put_own, start=start, execution=execution)
     state = None if prefix.state is None else jax.tree.map(replaced, prefix.state, new.state)
-    return Prefix(put(prefix.key_LPSKH, new.key_LPSKH), put(prefix.value_LPSKH, new.value_LPSKH), state)
+    return Prefix(store(prefix.key_LPSKH, new.key_LPSKH), store(prefix.value_LPSKH, new.value_LPSKH), state)
+
+
+def _put_own(old_LPSKH: Array, new_LPCKH: Array, *, start: Array, execution: Execution) -> Array:
+    """The prefix with a chunk, of which each device that shares its positions writes its own."""
+    ways, axes = execution.cache_ways, execution.cache_axes
+
+    def put(old_LPSKH: Array, new_LPCKH: Array, start: Array) -> Array:
+        device = lax.axis_index(axes)
+        layers, prompts, tokens, *head = new_LPCKH.shape
+        new_LPYCKH = new_LPCKH.reshape(layers, prompts, tokens // ways, ways, *head)
+        own_LPYKH = lax.dynamic_index_in_dim(new_LPYCKH, (device - start) % ways, axis=3, keepdims=False)
+        at = 0, 0, entries_before(start, device, ways), 0, 0
+        return lax.dynamic_update_slice(old_LPSKH, own_LPYKH.astype(old_LPSKH.dtype), at)
+
+    before, heads = (None, execution.row_axes), execution.over_heads(old_LPSKH.shape[3])
+    old, new = PartitionSpec(*before, axes, heads), PartitionSpec(*before, None, heads)
+    return execution.on_devices(put, (old, new, PartitionSpec()), old)(old_LPSKH, new_LPCKH, start)
 
 
 def attend_chunk(
@@ -97,18 +132,91 @@ def attend_chunk(
 
     Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), section 3.1.
     """
+    tokens, kv_heads = query_PCNH.shape[1], key_PCKH.shape[2]
+    place_C = jnp.arange(tokens)
+    block = _blocks(query_PCNH, kv_heads, start, score_mod)
+
+    def add(index: Array, so_far: _Sums) -> _Sums:
+        at = index * tokens
+        return _added(so_far, block(*before(at), at + place_C, at + place_C < start))
+
+    chunk = block(key_PCKH, value_PCKU, start + place_C, jnp.ones(tokens, bool))
+    blocks = _first_seen(start, score_mod) // tokens, -(-start // tokens)
+    mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(*blocks, add, chunk)
+    sink_KG = score_mod.sinks(kv_heads)
+    if sink_KG is not None:
+        # Beyond what float32 holds the sink takes all, and what is left is 0 either way.
+        total_PKM1 += jnp.exp(jnp.repeat(sink_KG, tokens, axis=1)[None, :, :, None] - most_PKM1)
+    return _by_token(mixed_PKMU / total_PKM1, tokens).astype(value_PCKU.dtype)
+
+
+def attend_shared_chunk(
+    query_PCNH: Float[Array, "P C N H"],
+    key_PCKH: Float[Array, "P C K H"],
+    value_PCKU: Float[Array, "P C K U"],
+    chunk: Chunk,
+    scores: ScoreMod = PLAIN,
+    *,
+    expansion: Expansion | None = None,
+    execution: Execution,
+) -> Float[Array, "P C N U"]:
+    """`attend_chunk` where devices share the positions of the prefix: each attends to its own, and a gather joins them.
+
+    Args:
+      key_PCKH, value_PCKU: Of all heads.
+      expansion: Makes those of what the prefix has; None if it has them.
+    """
+    tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
+    kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH
+    matrix_CNU, expand = expansion or (None, lambda _, key, value: (key, value))
+
+    def run(query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, layer, start, slides, sink_N):
+        score_mod = replace(scores, slides=slides, sink_N=sink_N)
+        device, kv_heads = lax.axis_index(axes), key_PCKH.shape[2]
+        own = Chunk(Prefix(*kept), layer, start)
+        size = math.gcd(tokens, kept[0].shape[2])
+        block = _blocks(query_PCNH, kv_heads, start, score_mod)
+
+        def add(index: Array, so_far: _Sums) -> _Sums:
+            at = index * size
+            place_S = device + ways * (at + jnp.arange(size))
+            key_PSKH, value_PSKU = expand(matrix_CNU, *own.before(at, tokens=size))
+            return _added(so_far, block(key_PSKH, value_PSKU, place_S, place_S < start))
+
+        chunk = block(key_PCKH, value_PCKU, start + jnp.arange(tokens), jnp.ones(tokens, bool))
+        nothing = *[jnp.zeros_like(sums) for sums in chunk[:2]], jnp.full_like(chunk[2], LOWEST)
+        blocks = _first_seen(start, score_mod) // (ways * size), -(-entries_before(start, device, ways) // size)
+        before = lax.fori_loop(*blocks, add, nothing)
+        parts = [of_devices(_part(before), axes), _part(chunk), *sinks_part(score_mod, kv_heads, queries=tokens)]
+        return _by_token(joined(parts, like=chunk[0].astype(value_PCKU.dtype)), tokens)
+
+    rows, heads, whole = execution.row_axes, execution.head_axes, PartitionSpec()
+    head = PartitionSpec(rows, None, heads)
+    prefix = PartitionSpec(None, rows, axes, execution.over_heads(kept[0].shape[3]))
+    specs = head, head, head, (prefix, prefix), PartitionSpec(None, heads), whole, whole, whole, PartitionSpec(heads)
+    arrays = query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, chunk.layer, chunk.start, scores.slides, scores.sink_N
+    return execution.on_devices(run, specs, head)(*arrays)
+
+
+_Sums = tuple[Array, Array, Array]
+"""Weighted values, the sum of the weights and the largest score of each query over blocks of keys."""
+
+
+def _blocks(
+    query_PCNH: Array, kv_heads: int, start: Array, score_mod: ScoreMod
+) -> Callable[[Array, Array, Array, Array], _Sums]:
+    """Softmax of a chunk's queries over a block: a function of its keys, values, their positions, and which count."""
     prompts, tokens, heads, head_dim = query_PCNH.shape
-    kv_heads = key_PCKH.shape[2]
     query_PCKGH = score_mod.divided(query_PCNH).reshape(prompts, tokens, kv_heads, -1, head_dim)
     query_PKGCH = jnp.transpose(query_PCKGH, (0, 2, 3, 1, 4))
     query_PKMH = query_PKGCH.reshape(prompts, kv_heads, -1, head_dim)
-    place_C = jnp.arange(tokens)
+    place_C = start + jnp.arange(tokens)
 
-    def block(at: Array, key_PSKH: Array, value_PSKU: Array, seen_S: Array) -> tuple[Array, Array, Array]:
+    def block(key_PSKH: Array, value_PSKU: Array, place_S: Array, seen_S: Array) -> _Sums:
         # Both products then stream through contiguous memory.
         key_PKHS, value_PKSU = jnp.transpose(key_PSKH, (0, 2, 3, 1)), jnp.transpose(value_PSKU, (0, 2, 1, 3))
         logit_PKMS = jnp.einsum("PKMH,PKHS->PKMS", query_PKMH, key_PKHS, preferred_element_type=jnp.float32)
-        seen_CS = score_mod.in_window((start + place_C)[:, None] - (at + place_C)[None, :]) & seen_S[None, :]
+        seen_CS = score_mod.in_window(place_C[:, None] - place_S[None, :]) & seen_S[None, :]
         hidden_MS = jnp.tile(mask_bias(seen_CS, lowest=LOWEST), (heads // kv_heads, 1))
         score_PKMS = score_mod.cap(logit_PKMS) + hidden_MS[None, None]
         most_PKM1 = score_PKMS.max(axis=-1, keepdims=True)
@@ -118,26 +226,34 @@ def attend_chunk(
         )
         return mixed_PKMU, weight_PKMS.sum(axis=-1, keepdims=True), most_PKM1
 
-    def add(index: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        at = index * tokens
-        *sums, most_PKM1 = so_far
-        *new_sums, other_PKM1 = block(at, *before(at), at + place_C < start)
-        next_PKM1 = jnp.maximum(most_PKM1, other_PKM1)
-        # Where a block has nothing to see its weights are 1, and so small beside those of the chunk that they are 0.
-        kept_PKM1, added_PKM1 = jnp.exp(most_PKM1 - next_PKM1), jnp.exp(other_PKM1 - next_PKM1)
-        mixed, total = (kept_PKM1 * old + added_PKM1 * new for old, new in zip(sums, new_sums, strict=True))
-        return mixed, total, next_PKM1
+    return block
 
-    first = jnp.int32(0)
-    if score_mod.window is not None:
-        near = jnp.maximum(start - score_mod.window + 1, 0) // tokens
-        first = near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
-    chunk = block(start, key_PCKH, value_PCKU, jnp.ones(tokens, bool))
-    mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(first, -(-start // tokens), add, chunk)
-    sink_KG = score_mod.sinks(kv_heads)
-    if sink_KG is not None:
-        # Beyond what float32 holds the sink takes all, and what is left is 0 either way.
-        total_PKM1 += jnp.exp(jnp.repeat(sink_KG, tokens, axis=1)[None, :, :, None] - most_PKM1)
-    mixed_PKGCU = (mixed_PKMU / total_PKM1).reshape(*query_PKGCH.shape[:4], -1)
-    mixed_PCKGU = jnp.transpose(mixed_PKGCU, (0, 3, 1, 2, 4))
-    return mixed_PCKGU.astype(value_PCKU.dtype).reshape(prompts, tokens, heads, -1)
+
+def _added(so_far: _Sums, block: _Sums) -> _Sums:
+    """Sums with those of a block."""
+    (*sums, most_PKM1), (*new_sums, other_PKM1) = so_far, block
+    next_PKM1 = jnp.maximum(most_PKM1, other_PKM1)
+    # Where a block has nothing to see its weights are 1, and so small beside those of the chunk that they are 0.
+    kept_PKM1, added_PKM1 = jnp.exp(most_PKM1 - next_PKM1), jnp.exp(other_PKM1 - next_PKM1)
+    mixed, total = (kept_PKM1 * old + added_PKM1 * new for old, new in zip(sums, new_sums, strict=True))
+    return mixed, total, next_PKM1
+
+
+def _part(sums: _Sums) -> Parts:
+    mixed_PKMU, total_PKM1, most_PKM1 = sums
+    return Parts(mixed_PKMU[:, :, None], total_PKM1[:, :, None, :, 0], most_PKM1[:, :, None, :, 0])
+
+
+def _first_seen(start: Array, score_mod: ScoreMod) -> Array:
+    """The first position that a chunk's first token sees."""
+    if score_mod.window is None:
+        return jnp.int32(0)
+    near = jnp.maximum(start - score_mod.window + 1, 0)
+    return near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
+
+
+def _by_token(mixed_PKMU: Array, tokens: int) -> Array:
+    """`[P, C, N, U]` of what queries have mixed by key-value head."""
+    prompts, kv_heads, _, width = mixed_PKMU.shape
+    mixed_PKGCU = mixed_PKMU.reshape(prompts, kv_heads, -1, tokens, width)
+    return jnp.transpose(mixed_PKGCU, (0, 3, 1, 2, 4)).reshape(prompts, tokens, -1, width)

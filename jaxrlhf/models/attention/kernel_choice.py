@@ -37,7 +37,7 @@ from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.execution import DecodeKernel, Execution, PagesKernel, RowsKernel
+from jaxrlhf.models.execution import ONE_DEVICE, DecodeKernel, Execution, PagesKernel, RowsKernel
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.sharding.described import are_here
 
@@ -70,6 +70,7 @@ def choose_execution(
     stage_axes: tuple[str, ...] = (),
     weight_axes: tuple[str, ...] = (),
     token_axes: tuple[str, ...] = (),
+    cache_axes: tuple[str, ...] = (),
     remat: bool = False,
     decodes: bool = False,
     wanted: Literal["auto", "xla"] = "auto",
@@ -85,6 +86,7 @@ def choose_execution(
       stage_axes: Mesh axes that divide the layers.
       weight_axes: The last of `row_axes`, those that split each layer's weights as well.
       token_axes: Mesh axes that split the tokens of a row.
+      cache_axes: Mesh axes that split the positions of a cache, which then lies in slots.
       remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
@@ -94,22 +96,22 @@ def choose_execution(
       Refusal: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.devices.flat[0].platform  # described devices may all belong to other processes
-    all_axes = head_axes, stage_axes, token_axes, weight_axes
-    ways, stages, context, split_weights = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
+    all_axes = head_axes, token_axes, weight_axes, cache_axes
+    ways, context, split_weights, shared = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
     kv_ways = 1 if isinstance(config, CausalLM) or config.latent is not None else ways  # latents serve all heads
     pipeline = pipeline_over(mesh, stage_axes, row_axes=row_axes, weight_axes=weight_axes) if stage_axes else None
     plain = Execution(dtype, remat, kv_ways=kv_ways, pipeline=pipeline)
     split = replace(plain, mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
-    token_axes = token_axes if context > 1 else ()
+    token_axes, cache_axes = token_axes if context > 1 else (), cache_axes if shared > 1 else ()
     width_axes = (*token_axes, *weight_axes) if split_weights * context > 1 else ()
-    split = replace(split, token_axes=token_axes, width_axes=width_axes)
-    pageless = _pageless(config, stages)
+    split = replace(split, token_axes=token_axes, width_axes=width_axes, cache_axes=cache_axes)
+    pageless = _pageless(config, split)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
             return replace(split, pages_kernel="xla")
-        return plain if config.experts is None and not width_axes else split
+        return plain if config.experts is None and not width_axes and not cache_axes else split
     rows, decode, pages = BEST[platform]
     name = jnp.dtype(dtype).name
     problems = [_scores_of_device(layer, split, ways, context) for _, _, layer in config.kinds]
@@ -155,7 +157,7 @@ def _heads_of_device(heads: int, kv_heads: int, context: int) -> tuple[int, int]
     return inside.heads // context, inside.kv_heads // context
 
 
-def _pageless(config: AnyModel, stages: int) -> str | None:
+def _pageless(config: AnyModel, execution: Execution = ONE_DEVICE) -> str | None:
     """Reason that a cache cannot lie in pages; None where it can."""
     if isinstance(config, CausalLM):
         return "a model with functions of its own has a cache of its own"
@@ -165,7 +167,9 @@ def _pageless(config: AnyModel, stages: int) -> str | None:
         return "states of linear attention do not lie in pages"
     if config.full_heads is not None:
         return "layers whose heads differ do not lie in pages"
-    return "layers that are divided over stages have theirs in slots" if stages > 1 else None
+    if execution.stages > 1:
+        return "layers that are divided over stages have theirs in slots"
+    return "devices that share the positions of a sequence have them in slots" if execution.cache_ways > 1 else None
 
 
 def _no_sinks(config: ModelConfig) -> str | None:
@@ -179,7 +183,7 @@ def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
 
 def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
     """Return whether a cache is expected to lie in pages where nothing is tried, and layers in no stages."""
-    if cache == "slots" or _pageless(config, stages=1) is not None:
+    if cache == "slots" or _pageless(config) is not None:
         return False
     return cache == "pages" or (platform in BEST and _no_pages(config, BEST[platform][2]) is None)
 

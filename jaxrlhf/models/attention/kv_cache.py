@@ -20,6 +20,7 @@ from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_cache
+from jaxrlhf.models.attention.interleaved import by_device, dealt, resized
 from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.rings import NOWHERE, prompts_of_ring, ring_of_prompts, windowed_layers
@@ -49,6 +50,11 @@ class Prefix(NamedTuple):
         assert self.sliding is not None, "a model with this stack has their keys and values"
         return self.sliding
 
+    def dealt(self, ways: int) -> "Prefix":
+        """Positions in their order, for so many devices that share a cache's; states stay as they are."""
+        keys, values = (dealt(leaf_LPSKH, ways, axis=2) for leaf_LPSKH in self[:2])
+        return Prefix(keys, values, self.state, self.sliding and self.sliding.dealt(ways))
+
     def mapped(self, function: Callable[[Array], Array], keeps: str) -> "Prefix":
         """Arrays that layers keep who keep this, each by a function; nothing of the others."""
         if keeps != "keys":
@@ -77,13 +83,27 @@ class LayerCache(NamedTuple):
         execution: Execution = ONE_DEVICE,
     ) -> "LayerCache":
         """One new entry per slot, each at its own position; none where that is the capacity or more."""
-        del execution  # the compiler splits this by itself
+        ways, axes = execution.cache_ways, execution.cache_axes
+        if ways == 1 or is_ring(self):
+            return self._replace_entries(key_BKH, value_BKU, position_B)
+
+        def put(stored: LayerCache, key_BKH: Array, value_BKU: Array, position_B: Array) -> LayerCache:
+            own_B = position_B % ways == jax.lax.axis_index(axes)
+            return stored._replace_entries(key_BKH, value_BKU, jnp.where(own_B, position_B // ways, NOWHERE))
+
+        rows, heads = execution.row_axes, execution.over_heads(self.key_BKHS.shape[1])
+        slot, head = PartitionSpec(rows), PartitionSpec(rows, heads)
+        specs: Any = PartitionSpec(rows, heads, None, axes), PartitionSpec(rows, heads, axes)
+        stored = type(self)(*specs)
+        return execution.on_devices(put, (stored, head, head, slot), stored)(self, key_BKH, value_BKU, position_B)
+
+    def _replace_entries(self, key_BKH: Array, value_BKU: Array, entry_B: Array) -> "LayerCache":
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
         keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
         return self._replace(
-            key_BKHS=keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
-            value_BKSH=values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
+            key_BKHS=keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), entry_B),
+            value_BKSH=values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), entry_B),
         )
 
     def attend(
@@ -97,11 +117,14 @@ class LayerCache(NamedTuple):
         """Attention of one query per slot to this layer's cache."""
         return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
-    def first(self, width: int) -> tuple[Array, Array]:
-        """`[B, W, K, H]` keys and values of the first positions, as prompts have them; zeros past the capacity."""
-        more = ((0, 0), (0, max(0, width - self.capacity)), (0, 0), (0, 0))
-        key_BSKH, value_BSKH = _as_prompts(self)
-        return jnp.pad(key_BSKH[:, :width], more), jnp.pad(value_BSKH[:, :width], more)
+    def first(self, width: int, *, ways: int = 1) -> tuple[Array, Array]:
+        """`[B, W, K, H]` keys and values of the first positions, as prompts have them; zeros past the capacity.
+
+        Args:
+          ways: Devices that share the positions of a slot.
+        """
+        key_BSKH, value_BSKH = (resized(leaf, width, ways, axis=1) for leaf in _as_prompts(self))
+        return key_BSKH, value_BSKH
 
 
 class SlidingCache(LayerCache):
@@ -126,10 +149,12 @@ class _Ring:
         key_BKHS, value_BKSH = self
         return attend_cache(query_BNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
 
-    def first(self: Any, width: int) -> tuple[Array, Array]:
+    def first(self: Any, width: int, *, ways: int = 1) -> tuple[Array, Array]:
         """`[B, W, K, H]` keys and values of the first positions; in place of those that are gone, of others."""
-        key_BRKH, value_BRKH = _as_prompts(self)
-        return prompts_of_ring(key_BRKH, width=width), prompts_of_ring(value_BRKH, width=width)
+        key_BWKH, value_BWKH = (
+            dealt(prompts_of_ring(leaf_BRKH, width=width), ways, axis=1) for leaf_BRKH in _as_prompts(self)
+        )
+        return key_BWKH, value_BWKH
 
 
 class RingCache(_Ring, LayerCache):
@@ -229,7 +254,7 @@ def insert_prefix(
     Raises:
       ValueError: The prompts are longer than the cache's capacity.
     """
-    width = prefix.key_LPSKH.shape[2]
+    width, ways = prefix.key_LPSKH.shape[2], execution.cache_ways
     whole = [stored for stored in cache if isinstance(stored, LayerCache) and not is_ring(stored)]
     capacity = min((stored.capacity for stored in whole), default=width)
     if width > capacity:
@@ -245,16 +270,16 @@ def insert_prefix(
             else:
                 own = prefix.sliding if keeps == "sliding" else prefix
                 kept = own.key_LPSKH[place], own.value_LPSKH[place]
-                if is_ring(stored) and width > stored.capacity:
+                if is_ring(stored) and (width > stored.capacity or ways > 1):
                     assert length_P is not None, "prompts longer than a ring are placed by their lengths"
-                    key_ISKH, value_ISKH = (
-                        ring_of_prompts(leaf_PSKH, row_I, length_P, entries=stored.capacity) for leaf_PSKH in kept
-                    )
+                    sizes = {"entries": stored.capacity, "ways": ways}
+                    key_ISKH, value_ISKH = (ring_of_prompts(leaf, row_I, length_P, **sizes) for leaf in kept)
                 else:
                     key_ISKH, value_ISKH = (leaf_PSKH[row_I] for leaf_PSKH in kept)
+                own_ways = 1 if is_ring(stored) else ways
                 new = type(stored)(
-                    _place(stored.key_BKHS, jnp.transpose(key_ISKH, (0, 2, 3, 1)), slot_I),
-                    _place(stored.value_BKSH, jnp.transpose(value_ISKH, (0, 2, 1, 3)), slot_I),
+                    _place(stored.key_BKHS, jnp.transpose(key_ISKH, (0, 2, 3, 1)), slot_I, own_ways, axis=3),
+                    _place(stored.value_BKSH, jnp.transpose(value_ISKH, (0, 2, 1, 3)), slot_I, own_ways, axis=2),
                 )
             inserted.append(new)
             places[keeps] += 1
@@ -266,8 +291,13 @@ def insert_prefix(
     return insert(cache, prefix, row_I, slot_I, length_P)
 
 
-def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
-    """Write each block at the start of its slot."""
+def _place(stored: jax.Array, block: Array, slot_I: Array, ways: int, *, axis: int) -> jax.Array:
+    """Write each block at the start of its slot, of which so many devices share the positions along `axis`."""
+    if ways > 1:
+        parts: Any = by_device(stored, ways, axis=axis)
+        own = by_device(block.astype(stored.dtype), ways, axis=axis)
+        start = tuple(slice(size) for size in own.shape[1:])
+        return parts.at[(slot_I, *start)].set(own, mode="drop").reshape(stored.shape)
     _, _, first, second = block.shape
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
 

@@ -9,14 +9,19 @@ nothing is ever as wide as all heads for every position of the cache:
 Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.score_mod import ScoreMod, mask_bias
+from jaxrlhf.models.attention.softmax_parts import joined, of_devices, part_of, seen_of_device
 from jaxrlhf.models.config import LatentAttention, ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotation, rotate
 
@@ -47,11 +52,11 @@ def latents(
 
 
 def expanded(
-    attention: Params, config: ModelConfig, latent: LatentAttention, key_RW1X: Array, latent_RW1C: Array
+    key_value_CNU: Any, config: ModelConfig, latent: LatentAttention, key_RW1X: Array, latent_RW1C: Array
 ) -> tuple[Array, Array]:
-    """Keys and values of all heads."""
+    """Keys and values of the heads that a matrix makes."""
     plain = config.head_dim - latent.rope_dim
-    both_RWNU = linear.project(latent_RW1C[:, :, 0], attention["key_value"])
+    both_RWNU = linear.project(latent_RW1C[:, :, 0], key_value_CNU)
     turned_RWNX = jnp.broadcast_to(key_RW1X, (*both_RWNU.shape[:3], latent.rope_dim))
     return jnp.concatenate([both_RWNU[..., :plain], turned_RWNX], axis=-1), both_RWNU[..., plain:]
 
@@ -64,20 +69,37 @@ def attend_latents(
     stored: LayerCache,
     position_B: Array,
     score_mod: ScoreMod,
+    *,
+    execution: Execution = ONE_DEVICE,
 ) -> Array:
     """Attention of one query per slot to a cache of rotated keys and latents."""
     plain = config.head_dim - latent.rope_dim
     key_value_CNU = attention["key_value"].astype(query_BNH.dtype)
     key_B1XS, latent_B1SC = stored
     query_BNC = jnp.einsum("BNH,CNH->BNC", query_BNH[..., :plain], key_value_CNU[..., :plain])
-    product = {"preferred_element_type": jnp.float32}
-    logit_BNS = jnp.einsum("BNX,BXS->BNS", query_BNH[..., plain:], key_B1XS[:, 0], **product)
-    logit_BNS += jnp.einsum("BNC,BSC->BNS", query_BNC.astype(latent_B1SC.dtype), latent_B1SC[:, 0], **product)
-    # A slot that is done may have run past its cache; it still sees something.
-    newest_B = jnp.minimum(position_B, stored.capacity - 1)
-    seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
-    score_BNS = score_mod.cap(logit_BNS / score_mod.divide_by(config.head_dim))
     assert score_mod.sink_N is None, "latent attention has no sinks"
-    weight_BNS = jax.nn.softmax(score_BNS + mask_bias(seen_BS)[:, None], axis=-1)
-    mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
+
+    def scores(query_BNX: Array, query_BNC: Array, key_B1XS: Array, latent_B1SC: Array) -> Array:
+        product = {"preferred_element_type": jnp.float32}
+        logit_BNS = jnp.einsum("BNX,BXS->BNS", query_BNX, key_B1XS[:, 0], **product)
+        logit_BNS += jnp.einsum("BNC,BSC->BNS", query_BNC.astype(latent_B1SC.dtype), latent_B1SC[:, 0], **product)
+        return score_mod.cap(logit_BNS / score_mod.divide_by(config.head_dim))
+
+    def mixed_of_own(query_BNX: Array, query_BNC: Array, key_B1XS: Array, latent_B1SC: Array, position_B: Array):
+        own = seen_of_device(position_B, stored.capacity, score_mod, execution)
+        part = part_of(scores(query_BNX, query_BNC, key_B1XS, latent_B1SC)[:, None], *own, latent_B1SC)
+        return joined([of_devices(part, execution.cache_axes)], like=query_BNC.astype(latent_B1SC.dtype))
+
+    arrays = query_BNH[..., plain:], query_BNC, key_B1XS, latent_B1SC
+    if execution.cache_ways > 1:
+        slot, axes = PartitionSpec(execution.row_axes), execution.cache_axes
+        head = PartitionSpec(execution.row_axes, execution.head_axes)
+        kept = (PartitionSpec(execution.row_axes, None, *rest) for rest in ((None, axes), (axes,)))
+        mixed_BNC = execution.on_devices(mixed_of_own, (head, head, *kept, slot), head)(*arrays, position_B)
+    else:
+        # A slot that is done may have run past its cache; it still sees something.
+        newest_B = jnp.minimum(position_B, stored.capacity - 1)
+        seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
+        weight_BNS = jax.nn.softmax(scores(*arrays) + mask_bias(seen_BS)[:, None], axis=-1)
+        mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
     return jnp.einsum("BNC,CNU->BNU", mixed_BNC.astype(query_BNH.dtype), key_value_CNU[..., plain:])

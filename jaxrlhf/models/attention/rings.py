@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.interleaved import place_of
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import LENDERS, LINEAR_LAYERS, ModelConfig
 
@@ -41,13 +42,17 @@ def seen_in_ring(position_B: Int[Array, "B"], entries: int, score_mod: ScoreMod)
 
 
 def ring_of_prompts(
-    leaf_PWKH: Float[Array, "P W K H"], row_I: Int[Array, "I"], length_P: Int[Array, "P"], *, entries: int
+    leaf_PWKH: Float[Array, "P W K H"], row_I: Int[Array, "I"], length_P: Int[Array, "P"], *, entries: int, ways: int
 ) -> Float[Array, "I R K H"]:
-    """The newest positions of prompt `row_I[i]`, for each i, in the order of a ring."""
+    """The newest positions of prompt `row_I[i]`, for each i, in the order of a ring.
+
+    Args:
+      ways: Devices that share the positions of the prompts.
+    """
     newest_I1 = length_P[row_I][:, None] - 1
     # Entries that hold nothing get the first position; no window reaches them.
     place_IR = newest_I1 - jnp.mod(newest_I1 - jnp.arange(entries)[None], entries)
-    return leaf_PWKH[row_I[:, None], jnp.maximum(place_IR, 0)]
+    return leaf_PWKH[row_I[:, None], place_of(jnp.maximum(place_IR, 0), leaf_PWKH.shape[1], ways)]
 
 
 def prompts_of_ring(leaf_PRKH: Float[Array, "P R K H"], *, width: int) -> Float[Array, "P W K H"]:

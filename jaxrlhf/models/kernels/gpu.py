@@ -3,9 +3,9 @@
 It computes on the arrays of one device. `kernel_choice` decides whether it is used.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen
 
 BLOCK, _SMALLEST_PART = 64, 512
 """Cache positions of a tile, and of one program of a kernel at least."""
@@ -25,14 +26,6 @@ _MOST_PARTS = 32
 
 _SMALLEST_DOT = 16
 """Rows that the tensor cores multiply at least, and numbers that they sum over."""
-
-
-class Parts(NamedTuple):
-    """Softmax over P parts of each slot's cache: weighted values, sums of weights, and the largest scores."""
-
-    out_BKPGH: Array
-    sum_BKPG: Array
-    most_BKPG: Array
 
 
 def pallas_decode(
@@ -47,11 +40,32 @@ def pallas_decode(
 ) -> Float[Array, "B N H"]:
     """Flash decoding on GPU: reads the part of each slot's cache that a token sees, in the order in which it lies.
 
-    The cache is split along its positions; parts are joined by their largest score and their sum:
+    The cache is split along its positions; parts are joined by their largest score and their sum.
+    """
+    capacity = key_BKHS.shape[3]
+    first_B, end_B = seen(position_B if ring else jnp.minimum(position_B, capacity - 1), score_mod)
+    if ring:  # what is seen of it may go on behind its end at its start
+        first_B, end_B = first_B % capacity, first_B % capacity + end_B - first_B
+    entries = capacity if ring else None
+    arrays = query_BNH, key_BKHS, value_BKSH, first_B, end_B, score_mod
+    return joined([pallas_parts(*arrays, entries=entries, interpret=interpret)], like=query_BNH)
 
-        out = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p
 
-    Source: Dao et al. 2023, Flash-Decoding for long-context inference.
+def pallas_parts(
+    query_BNH: Float[Array, "B N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    first_B: Int[Array, "B"],
+    end_B: Int[Array, "B"],
+    score_mod: ScoreMod = PLAIN,
+    *,
+    entries: int | None = None,
+    interpret: bool = False,
+) -> Parts:
+    """Softmax of one query per slot over its entries from `first_B` to before `end_B`, part by part.
+
+    Args:
+      entries: As in `decode_parts`.
     """
     _, kv_heads, head_dim, capacity = key_BKHS.shape
     wide, part = whole_width(head_dim), part_of(capacity)
@@ -59,24 +73,9 @@ def pallas_decode(
         pl.BlockSpec((None, None, wide, part), lambda b, k, p: (b, k, 0, p)),
         pl.BlockSpec((None, None, part, wide), lambda b, k, p: (b, k, p, 0)),
     ]
-    first_B, end_B = seen(position_B if ring else jnp.minimum(position_B, capacity - 1), score_mod)
-    if ring:  # what is seen of it may go on behind its end at its start
-        first_B, end_B = first_B % capacity, first_B % capacity + end_B - first_B
     sizes: Any = {"kv_heads": kv_heads, "part": part, "parts": pl.cdiv(capacity, part)}
     arrays = (key_BKHS, value_BKSH), specs, query_BNH, first_B, end_B
-    entries = capacity if ring else None
-    parts = decode_parts(_read_slot, *arrays, score_mod, **sizes, entries=entries, interpret=interpret)
-    return joined([parts], like=query_BNH)
-
-
-def seen(newest_B: Array, score_mod: ScoreMod) -> tuple[Array, Array]:
-    """Entries that each slot sees: the first, and the one behind the last."""
-    end_B = newest_B + 1
-    first_B = jnp.zeros_like(end_B)
-    if score_mod.window is not None:
-        near_B = jnp.maximum(end_B - score_mod.window, 0)
-        first_B = near_B if score_mod.slides is None else jnp.where(score_mod.slides, near_B, 0)
-    return first_B, end_B
+    return decode_parts(_read_slot, *arrays, score_mod, **sizes, entries=entries, interpret=interpret)
 
 
 def part_of(capacity: int) -> int:
@@ -152,16 +151,6 @@ def decode_parts(
         name="decode_attention",
     )(first_B, end_B, query_BKGH, *cached)
     return Parts(*found)
-
-
-def joined(parts: Sequence[Parts], *, like: Array) -> Array:
-    """The softmax over all parts, in the shape and dtype of queries."""
-    most_BK1G = reduce(jnp.maximum, [each.most_BKPG.max(axis=2, keepdims=True) for each in parts])
-    share = [jnp.exp(each.most_BKPG - most_BK1G) for each in parts]
-    total_BKG = sum((own * each.sum_BKPG).sum(axis=2) for own, each in zip(share, parts, strict=True))
-    out_BKGH = sum((own[..., None] * each.out_BKPGH).sum(axis=2) for own, each in zip(share, parts, strict=True))
-    out_BKGH = out_BKGH / jnp.asarray(total_BKG)[..., None]
-    return out_BKGH[..., : like.shape[-1]].astype(like.dtype).reshape(like.shape)
 
 
 def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, entries, group, tile, head_dim, divisor, cap):

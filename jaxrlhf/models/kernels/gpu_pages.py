@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
-from jaxrlhf.models.kernels.gpu import BLOCK, Parts, decode_parts, joined, part_of, seen, whole_width
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen
+from jaxrlhf.models.kernels.gpu import BLOCK, decode_parts, part_of, whole_width
 
 SHARED_FROM = 2048
 """Positions of a slot from which on a prompt is read once for several of its responses; shorter ones stay in cache."""
