@@ -126,6 +126,9 @@ CASES = {
     "7B 128k prompt, 32 responses": Case(
         SEVEN, Layout(), "full", tokens=2**17, longest=2**17, response=2**13, group=32
     ),
+    "7B 1M prompt, 4 responses, shared cache": Case(
+        SEVEN, Layout(context=8, generation_context=8), "full", tokens=2**20, longest=2**20, response=2**13, group=4
+    ),
     "8B LoRA fsdp": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768, lora=Lora(rank=32)),
     "8B LoRA fsdp, recomputed": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "full", lora=Lora(rank=32)),
     "30B experts, recomputed": Case(MIXTURE, Layout(expert=8), "full"),

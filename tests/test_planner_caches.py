@@ -29,6 +29,8 @@ def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, ite
     assert cache_bytes_per_token(config, Layout(8), itemsize=itemsize) == whole
     assert cache_bytes_per_token(config, Layout(1, 1, 8), itemsize=itemsize) == whole
     assert cache_bytes_per_token(config, Layout(1, 1, 2, 4, 2, 2), itemsize=itemsize) == whole / 4
+    shared = Layout(1, generation_context=4, generation_tensor=2)
+    assert cache_bytes_per_token(config, shared, itemsize=itemsize) == whole / 8
     # A head cannot be cut: more shards than heads hold copies.
     assert cache_bytes_per_token(config, Layout(1, 1, 1, 4, 1, 4), itemsize=itemsize) == whole / min(4, kv_heads)
 
@@ -47,6 +49,8 @@ def test_responses_share_their_prompts_where_the_cache_lies_in_pages() -> None:
             assert min(found, 12) == max(fits)
     staged = cache_per_sequence(DENSE, Layout(1, stage=2, generation_stage=2), work, replace(HALVES, pages=True))
     assert staged.prompt == 0, "layers in stages have their caches in slots"
+    shared = cache_per_sequence(DENSE, Layout(1, generation_context=2), work, replace(HALVES, pages=True))
+    assert shared == (0, 30 * token / 2), "and so have devices that share positions"
 
 
 GEMMA = replace(DENSE, num_layers=48, num_kv_heads=8, num_heads=16, head_dim=256, sliding_window=1024)

@@ -8,7 +8,8 @@ from unit_machines import FREE, GROUPED, HALVES, UNIT, WORK, trained
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.batches import batch_of
-from jaxrlhf.planner.cost.cost import forward_cost, layer_flops
+from jaxrlhf.planner.cost.cost import Decoding, decode_cost, forward_cost, layer_flops
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.report import layout_text
 from jaxrlhf.planner.search.layouts import training_layouts
 
@@ -53,3 +54,18 @@ def test_rows_are_split_over_no_more_devices_than_heads_and_not_with_stages() ->
     apart = [layout for layout in found if layout.context == 1]
     assert apart == list(training_layouts(trained(GROUPED), 8, UNIT, fsdp=True))
     assert layout_text(Layout(data=2, fsdp=2, context=4)) == "1-1-2 x2 c4"
+
+
+def test_devices_that_share_positions_read_a_part_of_the_cache_and_gather_parts_of_softmaxes() -> None:
+    """Two replicas of four devices: each layer of a token, with two tensor shards of seven heads of eight numbers."""
+    layout = Layout(data=1, tensor=2, fsdp=4, generation_tensor=2, generation_context=2)
+    apart = replace(layout, generation_context=1)
+    how = Decoding(1, 32, 2)
+    shared, whole = (decode_cost(SEVEN, each, how, WORK, HALVES, SENT) for each in (layout, apart))
+    tokens = 32 * WORK.response_tokens
+    assert shared.collective_s - whole.collective_s == pytest.approx(4 * tokens * 7 * (8 + 2) * 4)
+    read = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
+    seconds = [decode_cost(SEVEN, each, how, WORK, HALVES, read).memory_s for each in (layout, apart)]
+    kept = [cache_bytes_per_token(SEVEN, each, itemsize=2) for each in (layout, apart)]
+    assert kept[0] * 2 == kept[1]
+    assert seconds[1] - seconds[0] == pytest.approx(tokens * kept[0] * (WORK.prompt_tokens + WORK.response_tokens / 2))

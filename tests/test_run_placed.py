@@ -63,3 +63,9 @@ def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_p
     assert_same_numbers(tmp_path, alone)
     moved = metrics(tmp_path, "offload/")
     assert all(moved[f"offload/{role}_bytes"] > 0 for role in offload)
+
+
+def test_devices_that_share_the_positions_of_caches(alone, tmp_path):
+    actor = {"fsdp": 2, "context": 2, "tensor": 2, "generation_context": 2, "generation_tensor": 2}
+    run(tmp_path, devices=8, actor=actor, critic={"fsdp": 8}, steps=STEPS)
+    assert_same_numbers(tmp_path, alone)

@@ -20,7 +20,8 @@ def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
     [
         (Layout(), {"data": 8}),
         (Layout(fsdp=4, tensor=2), {"fsdp": 4, "micro_tensor": 2}),
-        (Layout(context=4, tensor=2), {"context": 4, "micro_tensor": 2}),
+        (Layout(context=4, tensor=2), {"micro_context": 4, "micro_tensor": 2}),
+        (Layout(context=4, generation_context=2, tensor=2), {"context": 2, "micro_context": 2, "micro_tensor": 2}),
         (Layout(tensor=4, generation_tensor=2), {"data": 2, "tensor": 2, "micro_tensor": 2}),
         (
             Layout(stage=4, tensor=2, generation_stage=2, generation_tensor=2),
@@ -41,6 +42,11 @@ def test_a_refining_layout_is_one_mesh(layout: Layout, expected: dict[str, int])
     [
         (Layout(fsdp=4, tensor=2, generation_tensor=4), {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}),
         (Layout(stage=2, generation_stage=4), {"data": 4, "stage": 2}, {"data": 2, "stage": 4}),
+        (
+            Layout(fsdp=4, context=2, generation_context=4, generation_tensor=2),
+            {"fsdp": 4, "context": 2},
+            {"context": 4, "tensor": 2},
+        ),
     ],
 )
 def test_a_layout_that_does_not_refine_generates_on_a_mesh_of_its_own(
@@ -75,7 +81,11 @@ def test_sizes_that_do_not_fill_the_devices_say_what_would(refused, layout: Layo
 
 @pytest.mark.parametrize(
     ("layout", "split"),
-    [(Layout(tensor=4, generation_tensor=2), {"tensor": 2}), (Layout(fsdp=8, generation_stage=2), {"stage": 2})],
+    [
+        (Layout(tensor=4, generation_tensor=2), {"tensor": 2}),
+        (Layout(fsdp=8, generation_stage=2), {"stage": 2}),
+        (Layout(fsdp=8, generation_context=2), {"context": 2}),
+    ],
 )
 def test_a_pool_that_only_generates_is_filled_with_replicas(refused, layout: Layout, split: dict[str, int]) -> None:
     mesh = replica_mesh(layout, jax.devices()[2:], role="rollout")
@@ -102,12 +112,12 @@ def test_rules_name_axes_by_dimension() -> None:
     }
     train, generate = shardings(mesh, dims, TRAIN), shardings(mesh, dims, GENERATE)
     stages, tensors = ("stage", "micro_stage"), ("tensor", "micro_tensor")
-    weights = "context", "fsdp", "expert"
+    weights = "context", "micro_context", "fsdp", "expert"
     assert train["query"].spec == PartitionSpec(stages, weights, tensors, None)
     assert generate["query"].spec == PartitionSpec("stage", None, "tensor", None)
     assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), weights)
     assert generate["table"].spec == PartitionSpec(("stage", "tensor"), None)
-    assert train["gate"].spec == PartitionSpec(stages, ("expert",), ("context", "fsdp"), tensors)
+    assert train["gate"].spec == PartitionSpec(stages, ("expert",), weights[:3], tensors)
     assert generate["gate"].spec == PartitionSpec("stage", ("expert",), None, "tensor")
 
 

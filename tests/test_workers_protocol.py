@@ -97,6 +97,10 @@ def test_3d_all_micro_dp_scatters_over_generation_replicas() -> None:
     assert received(THREE_D_PROTO, apart, 8) == [list(range(8))] * 2, "training repeats what generation scatters"
     assert collected(THREE_D_ALL_MICRO_DP, apart) == [0, 1]
     assert collected(THREE_D_PROTO, apart) == [0]
+    # Four replicas of two devices that share the positions of a cache: both see the same responses.
+    shared = places(8, data=4, context=2, generation_context=2)
+    assert received(THREE_D_ALL_MICRO_DP, shared, 4) == [[0], [0], [1], [1], [2], [2], [3], [3]]
+    assert collected(THREE_D_ALL_MICRO_DP, shared) == [0, 2, 4, 6]
 
 
 def test_dp_proto_scatters_over_fsdp_too() -> None:

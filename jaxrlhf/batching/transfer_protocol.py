@@ -237,7 +237,7 @@ THREE_D_PROTO = register(
 
 THREE_D_ALL_MICRO_DP = register(
     TransferProtocol(
-        "3D_ALL_MICRO_DP", scattered(SLOT_AXES), lambda place: place.holds(first=("stage", "tensor")), join
+        "3D_ALL_MICRO_DP", scattered(SLOT_AXES), lambda place: place.holds(first=("context", "stage", "tensor")), join
     )
 )
 """Rows split over generation replicas, micro data parallelism included; joined from the first rank of each."""

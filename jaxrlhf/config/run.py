@@ -285,11 +285,9 @@ class Config(Settings):
         layouts = self._layouts() | {"reference_layout": self.reference_layout or Layout()}
         layouts.pop("actor", None)
         for name, layout in layouts.items():
-            require(
-                layout.generation_stage == layout.generation_tensor == 1,
-                f"{name} generates nothing, so its layout has no use for generation_stage={layout.generation_stage} "
-                f"and generation_tensor={layout.generation_tensor}; leave them at 1",
-            )
+            fields = (f"generation_{axis}" for axis in ("context", "stage", "tensor"))
+            given = ", ".join(f"{field}={size}" for field in fields if (size := getattr(layout, field)) > 1)
+            require(not given, f"{name} generates nothing, so its layout has no use for {given}; leave it out")
 
     def _check_microbatches(self) -> None:
         if self.placement == "auto":  # a plan raises what is too small

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxrlhf.config.lora import Lora
@@ -16,8 +16,8 @@ class Layout(Settings):
     """Parallel sizes of a role, for training and for generation.
 
     Training splits the weights p-t-d ways, generation p_g-t_g ways; the devices left over are replicas. Where p_g
-    divides p and t_g divides t, training refines generation: a device's training shard is a part of its generation
-    shard, and switching moves the least. Any other pair works too, and moves more.
+    divides p, t_g divides t and c_g divides `context`, training refines generation: a device's training shard is a
+    part of its generation shard, and switching moves the least. Any other pair works too, and moves more.
 
     Attributes:
       data: d, replicas of the training state; None takes the devices that are left.
@@ -30,6 +30,8 @@ class Layout(Settings):
         rows and slots, and in training all other weights, as those of `fsdp` do.
       context: Ways that the tokens of a row are split in training (context parallelism). The same devices split
         weights, as those of `fsdp` do; attention exchanges tokens for heads, so there are no more than heads.
+      generation_context: c_g, ways that the positions of every sequence's cache are split in generation (decode context
+        parallelism). Weights are whole along it: use it where a replica has no room for the cache.
 
     Source: HybridFlow (arXiv:2409.19256), section 5.1; `context`: DeepSpeed Ulysses (arXiv:2309.14509).
     """
@@ -42,6 +44,7 @@ class Layout(Settings):
     generation_tensor: Positive[int] = 1
     expert: Positive[int] = 1
     context: Positive[int] = 1
+    generation_context: Positive[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +52,11 @@ class Layout(Settings):
             self.context == 1 or self.stage == 1,
             f"Layout.context={self.context} splits the tokens of a row over devices, and stage={self.stage} hands rows "
             "from stage to stage; use one of them, with fsdp or tensor beside it",
+        )
+        require(
+            self.generation_context == 1 or self.generation_stage == 1,
+            f"Layout.generation_context={self.generation_context} splits a cache over positions, and "
+            f"generation_stage={self.generation_stage} over layers; use one of them, with generation_tensor beside it",
         )
 
     @property
@@ -64,12 +72,29 @@ class Layout(Settings):
     @property
     def replica_devices(self) -> int:
         """Devices that generate together."""
-        return self.expert * self.generation_stage * self.generation_tensor
+        return self.expert * self.slot_devices
+
+    @property
+    def slot_devices(self) -> int:
+        """Devices that decode the same sequences."""
+        return self.generation_context * self.generation_stage * self.generation_tensor
+
+    @property
+    def of_training(self) -> "Layout":
+        """The layout of a role that trains alike and generates nothing."""
+        return replace(self, generation_context=1, generation_stage=1, generation_tensor=1)
 
     @property
     def refines(self) -> bool:
         """True if every training shard lies inside a generation shard."""
-        return self.stage % self.generation_stage == 0 and self.tensor % self.generation_tensor == 0
+        pairs = ("context", self.context), ("stage", self.stage), ("tensor", self.tensor)
+        return all(size % getattr(self, f"generation_{axis}") == 0 for axis, size in pairs)
+
+    @property
+    def micro_context(self) -> int:
+        """Generation replicas that the devices of `context` become."""
+        self._require_refinement("micro_context")
+        return self.context // self.generation_context
 
     @property
     def micro_stage(self) -> int:
@@ -86,9 +111,9 @@ class Layout(Settings):
     def _require_refinement(self, name: str) -> None:
         require(
             self.refines,
-            f"Layout.{name} exists where training refines generation; stage={self.stage}, tensor={self.tensor} "
-            f"are not multiples of generation_stage={self.generation_stage}, "
-            f"generation_tensor={self.generation_tensor}",
+            f"Layout.{name} exists where training refines generation; context={self.context}, stage={self.stage}, "
+            f"tensor={self.tensor} are not multiples of generation_context={self.generation_context}, "
+            f"generation_stage={self.generation_stage}, generation_tensor={self.generation_tensor}",
         )
 
 

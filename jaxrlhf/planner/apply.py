@@ -49,7 +49,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
         settings["reference_layout"] = None
     elif "reference" in known:
         own = _open(layouts["reference"])
-        as_actor = own == dataclasses.replace(settings["actor.layout"], generation_stage=1, generation_tensor=1)
+        as_actor = own == settings["actor.layout"].of_training
         settings["reference_layout"] = None if as_actor else own
     settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
     if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
@@ -98,11 +98,10 @@ def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
     actor = layouts["actor"]
     if not generates(config):
         # Steps do not generate but evaluations do; as it is split for training, the policy fits.
-        return dataclasses.replace(actor, generation_stage=actor.stage, generation_tensor=actor.tensor)
+        return dataclasses.replace(actor.of_training, generation_stage=actor.stage, generation_tensor=actor.tensor)
     apart = layouts.get(ROLLOUT, actor)
-    return dataclasses.replace(
-        actor, generation_stage=apart.generation_stage, generation_tensor=apart.generation_tensor
-    )
+    fields = ("generation_context", "generation_stage", "generation_tensor")
+    return dataclasses.replace(actor, **{field: getattr(apart, field) for field in fields})
 
 
 def _open(layout: Layout) -> Layout:

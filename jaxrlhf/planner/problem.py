@@ -229,8 +229,7 @@ def written_layouts(config: Config) -> dict[str, Layout]:
     layouts = {role: training.layout for role, training in config.trained.items()}
     layouts |= {name: part.layout for name, part in judges.items() if isinstance(part, ModelReward)}
     if "reference" in placed_roles(config):
-        trains = replace(config.actor.layout, generation_stage=1, generation_tensor=1)
-        layouts["reference"] = config.reference_layout or trains
+        layouts["reference"] = config.reference_layout or config.actor.layout.of_training
     if config.pools:
         return layouts
     reference = ["reference"] if "reference" in layouts and config.reference_layout else []

@@ -180,4 +180,7 @@ def _generation_text(plan: PlacementPlan, index: int) -> str:
     """Generation layout of the role that generates on a pool, if one does."""
     roles = [call.role for call in plan.calls if (call.pool, call.verb) == (index, "generate")]
     layouts = [plan.pools[index].layouts[role] for role in roles]
-    return f"{layouts[0].generation_stage}-{layouts[0].generation_tensor}" if layouts else ""
+    if not layouts:
+        return ""
+    context = f"context {layouts[0].generation_context} x " if layouts[0].generation_context > 1 else ""
+    return f"{context}{layouts[0].generation_stage}-{layouts[0].generation_tensor}"

@@ -2,13 +2,15 @@
 
 Training splits weights over `stage` and `micro_stage`, `tensor` and `micro_tensor` together,
 generation over `stage` and `tensor` alone; the micro axes, like `data` and `fsdp`, are then
-more ways to split the responses. Because each micro axis comes right after the axis that it
+more ways to split the responses. Of the tokens of a row, which training splits over `context` and
+`micro_context`, generation splits the cache over `context`. Because each micro axis comes right after the axis that it
 completes, every device's training shard lies inside the shard it generates with.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.3 (the grouping of Figure 8b).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrlhf.config import Layout, Refusal
 
-AXES = ("data", "fsdp", "expert", "context", "stage", "micro_stage", "tensor", "micro_tensor")
+AXES = ("data", "fsdp", "expert", "context", "micro_context", "stage", "micro_stage", "tensor", "micro_tensor")
 """Slowest first."""
 
 WEIGHT_AXES = ("fsdp", "expert")
@@ -28,15 +30,18 @@ REPLICA_AXES = ("data",)
 BATCH_AXES = (*REPLICA_AXES, *WEIGHT_AXES)
 """Axes that split the rows of a training batch."""
 
-TOKEN_AXES = ("context",)
+TOKEN_AXES = ("context", "micro_context")
 """Axes that split the tokens of a row in training, and its weights as `fsdp` does."""
 
 WIDTH_AXES = (*TOKEN_AXES, *WEIGHT_AXES)
 """Axes that split every layer's weights along their width in training."""
 
 # Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.
-SLOT_AXES = ("data", "fsdp", "context", "micro_stage", "micro_tensor", "expert")
+SLOT_AXES = ("data", "fsdp", "micro_context", "micro_stage", "micro_tensor", "expert")
 """Axes that split the slots of the generation engine."""
+
+CACHE_AXES = ("context",)
+"""Axes that split the positions of a slot."""
 
 EXPERT_AXES = ("expert",)
 """Axes that divide the experts of a layer, in training and in generation."""
@@ -46,6 +51,15 @@ STAGE_AXES = ("stage", "micro_stage")
 
 TENSOR_AXES = ("tensor", "micro_tensor")
 """Axes that split every layer in training."""
+
+GENERATION_AXES: dict[str, Any] = {
+    "row_axes": SLOT_AXES,
+    "head_axes": ("tensor",),
+    "expert_axes": EXPERT_AXES,
+    "stage_axes": ("stage",),
+    "cache_axes": CACHE_AXES,
+}
+"""Axes of a generation mesh by what they split, as `choose_execution` takes them."""
 
 
 def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:
@@ -65,12 +79,13 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
         fits = f"data={total // split} does" if total % split == 0 else f"{split_by} {_one_of(total)}"
         raise Refusal(f"{role}: {given} does not fill {total} devices; the product must be {total}: {fits}")
     if layout.refines:
+        contexts = {"context": layout.generation_context, "micro_context": layout.micro_context}
         stages = {"stage": layout.generation_stage, "micro_stage": layout.micro_stage}
         tensors = {"tensor": layout.generation_tensor, "micro_tensor": layout.micro_tensor}
     else:
-        stages, tensors = {"stage": layout.stage}, {"tensor": layout.tensor}
-    rows = {"data": data, "fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
-    return mesh_of(rows | stages | tensors, devices)
+        contexts, stages, tensors = {"context": layout.context}, {"stage": layout.stage}, {"tensor": layout.tensor}
+    rows = {"data": data, "fsdp": layout.fsdp, "expert": layout.expert}
+    return mesh_of(rows | contexts | stages | tensors, devices)
 
 
 def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:
@@ -96,13 +111,15 @@ def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) ->
     """
     total, replica = len(devices), layout.replica_devices
     if total % replica:
-        experts = f"expert={layout.expert} x " if layout.expert > 1 else ""
+        names = ("expert", "generation_context")
+        more = "".join(f"{name}={size} x " for name in names if (size := getattr(layout, name)) > 1)
         raise Refusal(
-            f"{role}: {experts}generation_stage={layout.generation_stage} x "
+            f"{role}: {more}generation_stage={layout.generation_stage} x "
             f"generation_tensor={layout.generation_tensor} does not fill {total} devices with replicas of {replica}; "
             f"the product {_one_of(total)}"
         )
-    sizes = {"expert": layout.expert, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
+    axes = ("context", "stage", "tensor")
+    sizes = {"expert": layout.expert} | {axis: getattr(layout, f"generation_{axis}") for axis in axes}
     return mesh_of({"data": total // replica, **sizes}, devices)
 
 

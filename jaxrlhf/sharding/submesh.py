@@ -1,7 +1,7 @@
 """Submeshes: parts of a generation mesh that can generate without talking to each other.
 
 Weights in the generation layout are whole within each generation replica, the devices that
-differ in `expert`, `stage` and `tensor` alone. Any block of devices that is closed under replicas can
+differ in `expert`, `context`, `stage` and `tensor` alone. Any block of devices that is closed under replicas can
 therefore decode at its own pace, once its part of the weights is viewed on a mesh of its own.
 """
 
@@ -17,7 +17,7 @@ from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import AXES, mesh_of
 from jaxrlhf.sharding.overlap import span
 
-_REPLICA_AXES = ("expert", "stage", "tensor")
+_REPLICA_AXES = ("expert", "context", "stage", "tensor")
 
 
 def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
@@ -40,9 +40,10 @@ def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     block = _replica_block(mesh)
     if count % block or start % block:
         replica = math.prod(mesh.shape[axis] for axis in _REPLICA_AXES)
-        experts = f"expert {mesh.shape['expert']} x " if mesh.shape["expert"] > 1 else ""
+        names = {"expert": "expert", "context": "generation_context"}
+        more = "".join(f"{name} {mesh.shape[axis]} x " for axis, name in names.items() if mesh.shape[axis] > 1)
         raise Refusal(
-            f"{count} devices cannot generate by themselves: a generation replica has {experts}generation_stage "
+            f"{count} devices cannot generate by themselves: a generation replica has {more}generation_stage "
             f"{mesh.shape['stage']} x generation_tensor {mesh.shape['tensor']} = {replica} devices, which lie within "
             f"{block} of the mesh, so replicas would span hosts; these {block} have to divide {count}: lower the "
             f"layout's stage and tensor, or generate with generation_stage=1 and generation_tensor=1"

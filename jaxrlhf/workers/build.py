@@ -33,7 +33,7 @@ from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.endpoint import check_health
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.described import are_here
-from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
+from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_submesh
@@ -190,10 +190,7 @@ class Builder(PoolRoles):
                 self.model,
                 self.dtype,
                 submesh,
-                row_axes=SLOT_AXES,
-                head_axes=("tensor",),
-                expert_axes=EXPERT_AXES,
-                stage_axes=("stage",),
+                **GENERATION_AXES,
                 decodes=True,
                 wanted=config.attention,
                 cache=rollout.cache if model is self.model else "slots",

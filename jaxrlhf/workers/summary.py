@@ -149,7 +149,9 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.submesh.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
-    replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
+    if layout.generation_context > 1:
+        split = f"context {layout.generation_context} x {split}"
+    replicas = mesh.size // layout.slot_devices
     here = replicas * sampler.submesh.size // mesh.size
     kernels, pages = engine.execution, engine.execution.pages_kernel
     of_slots = f"decode={kernels.decode_kernel}" if pages is None else f"pages={pages}"

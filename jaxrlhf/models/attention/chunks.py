@@ -163,8 +163,8 @@ def attend_shared_chunk(
     """`attend_chunk` where devices share the positions of the prefix: each attends to its own, and a gather joins them.
 
     Args:
-      key_PCKH, value_PCKU: Of all heads.
-      expansion: Makes those of what the prefix has; None if it has them.
+      key_PCKH, value_PCKU: Keys and values of all heads.
+      expansion: Matrix and function that make them of what the prefix has; None if it has them.
     """
     tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
     kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH

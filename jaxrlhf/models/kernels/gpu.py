@@ -65,7 +65,7 @@ def pallas_parts(
     """Softmax of one query per slot over its entries from `first_B` to before `end_B`, part by part.
 
     Args:
-      entries: As in `decode_parts`.
+      entries: Entries of a ring; None is no ring, for `decode_parts`.
     """
     _, kv_heads, head_dim, capacity = key_BKHS.shape
     wide, part = whole_width(head_dim), part_of(capacity)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
+from jaxrlhf.engine.prefill import PREFILL_TOKENS
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
@@ -24,6 +25,7 @@ from jaxrlhf.planner.cost.exchanges import (
     heads_exchange_s,
     lookup_s,
     mixed_width,
+    parts_gather_s,
 )
 from jaxrlhf.planner.cost.memory import (
     bytes_per_weight,
@@ -178,7 +180,7 @@ class Decoding:
 
 def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
     """Responses of a step spread over replicas and rounds; a replica's cache holds `fit` of the longest."""
-    replicas = devices // (layout.generation_stage * layout.generation_tensor)
+    replicas = devices // layout.slot_devices
     each = math.ceil(workload.responses / replicas)
     at_once = min(each, fit)
     if workload.slots is not None:
@@ -210,12 +212,15 @@ def prefill_cost(
     prompts = math.ceil(workload.prompts / how.replicas)
     tokens = prompts * workload.prompt_tokens
     context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
+    chunked = workload.prompt_tokens > PREFILL_TOKENS  # devices share what is before a chunk
+    context /= layout.generation_context if chunked else 1
     flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)
     # Idle stages wait for the one at work: as long as if each device ran all layers.
     compute = flops / tensor / hardware.reached_flops_per_s
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, DeviceGroup(tensor, 1), hardware)
     collective += 2 * _mixtures(model) * experts_exchange_s(model, layout, stages * tensor, tokens, software, hardware)
+    collective += chunked * model.attention_layers * parts_gather_s(model, layout, tokens, hardware)
     overhead = model.num_layers * hardware.layer_overhead_s * how.waves
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
@@ -255,6 +260,8 @@ def decode_cost(
         experts_exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
     )
     collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
+    gathered, waiting = (parts_gather_s(model, layout, count, hardware) for count in (tokens, 0.0))
+    collective += model.attention_layers * (gathered + (steps - 1) * waiting)
     dispatch_s = hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
     return Cost(
         compute_s=compute / stages,

@@ -58,6 +58,18 @@ def experts_exchange_s(
     return all_gather_s(gathered, DeviceGroup(layout.expert, stride * layout.context), hardware)
 
 
+def parts_gather_s(model: ModelConfig, layout: Layout, tokens: float, hardware: Hardware) -> float:
+    """Seconds in which devices that share positions bring one layer's parts of a softmax together, for so many tokens.
+
+    Of each query head there are its weighted values, their sum of weights and the largest score, in float32.
+    """
+    width = model.mean_head_dim if model.latent is None else model.latent.rank
+    numbers = tokens * model.num_heads / layout.generation_tensor * (width + 2)
+    stride = layout.generation_stage * layout.generation_tensor
+    gathered = layout.generation_context * numbers * 4
+    return all_gather_s(gathered, DeviceGroup(layout.generation_context, stride), hardware)
+
+
 def exchanged_of(model: ModelConfig, layout: Layout) -> ExchangedHeads:
     """Heads of a tensor shard between the exchanges."""
     kv_heads = model.num_heads if model.latent is not None else math.lcm(model.num_kv_heads, layout.tensor)

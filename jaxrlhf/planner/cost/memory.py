@@ -67,10 +67,14 @@ def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
 
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int, lanes: int = 1) -> float:
-    """Keys and values of one token that one device holds; each head's are filled up to a multiple of `lanes`."""
+    """Keys and values of one token that one device holds; each head's are filled up to a multiple of `lanes`.
+
+    Of positions that devices share a device has its part.
+    """
     head = model.mean_head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
     filled = -(-head // lanes) * lanes / head if lanes > 1 else 1
-    kept = model.num_layers * model.cache_width * filled * itemsize / layout.generation_stage
+    kept = model.num_layers * model.cache_width * filled * itemsize
+    kept /= layout.generation_stage * layout.generation_context
     # A latent serves all heads, so that every tensor shard keeps it.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)
 
@@ -82,8 +86,8 @@ def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: 
 
 
 def in_pages(layout: Layout, software: Software) -> bool:
-    """Return whether the cache lies in pages: layers that are divided over stages have theirs in slots."""
-    return software.pages and layout.generation_stage == 1
+    """Return whether the cache lies in pages: layers that stages divide, and shared positions, lie in slots."""
+    return software.pages and layout.generation_stage == layout.generation_context == 1
 
 
 def kept_tokens(model: ModelConfig, layout: Layout, tokens: float, work: Workload, software: Software) -> float:
@@ -95,7 +99,8 @@ def kept_tokens(model: ModelConfig, layout: Layout, tokens: float, work: Workloa
     if entries is None:
         return tokens
     share = windowed_share(model, stages=layout.generation_stage)
-    return share * entries + (1 - share) * tokens
+    # Every device that shares the other positions has rings of its own.
+    return share * entries * layout.generation_context + (1 - share) * tokens
 
 
 class CachePerSequence(NamedTuple):

@@ -85,7 +85,7 @@ class ExpectedPrograms:
         )
         beside = idle - self._held(generator.name).parameters if as_trained or name == ROLLOUT else idle
         if program == "prefill":
-            replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
+            replicas = pool.devices // layout.slot_devices
             prompt = problem.workload.prompt_tokens
             tokens = max(prompt, min(PREFILL_TOKENS, problem.workload.prompts * prompt) / replicas)
             lanes = software.cache_lanes
@@ -101,7 +101,7 @@ class ExpectedPrograms:
 
     def _cache(self, generator: Role, pool: PlannedPool, layout: Layout) -> float:
         """Keys and values of all slots of a device at their longest."""
-        work, replicas = self._problem.workload, pool.devices // (layout.generation_stage * layout.generation_tensor)
+        work, replicas = self._problem.workload, pool.devices // layout.slot_devices
         slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
         cache = cache_per_sequence(generator.model, layout, work, self._problem.software)
         return cache.of(slots, prompts=-(-work.prompts // replicas))

@@ -87,7 +87,7 @@ def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: 
     name = generator.name if _apart(plan) is None else ROLLOUT
     place, pool = next((place, pool) for place, pool in enumerate(plan.pools) if name in pool.roles)
     layout, hardware = pool.layouts[name], pool_hardware(problem.hardware, pool.devices)
-    replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
+    replicas = pool.devices // layout.slot_devices
     slots = _slots(problem, plan, over_provision)
 
     def decode_s(count: int, positions: int) -> float:

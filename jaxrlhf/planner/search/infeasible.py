@@ -131,6 +131,8 @@ def _pool(problem: PlacementProblem, name: str) -> str:
 def _text(layout: Layout) -> str:
     data = "rest" if layout.data is None else layout.data
     generation = f"generation {layout.generation_stage} x {layout.generation_tensor}"
+    if layout.generation_context > 1:
+        generation += f" x context {layout.generation_context}"
     more = "".join(f" x {name}={size}" for name in ("expert", "context") if (size := getattr(layout, name)) > 1)
     return f"data={data} x fsdp={layout.fsdp}{more} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
 

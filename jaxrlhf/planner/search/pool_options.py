@@ -85,7 +85,7 @@ class PoolOptions:
         self._roles = {role.name: role for role in problem.roles}
         self._generator = next((role for role in problem.roles if role.generates), None)
         self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
-        self._generations: dict[tuple[str, int, tuple[int, int, int], int], Generation] = {}
+        self._generations: dict[tuple[str, int, tuple[int, ...], int], Generation] = {}
         self._options, self._ways = cache(self._simulate), cache(self._join)
         self.all_points = cache(self._points_of_all_sizes)
         self.simulated = 0
@@ -128,7 +128,7 @@ class PoolOptions:
         own_M6 = np.array([(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in options])
         generate_M, prepare_M, update_M, idle_M, excess_M, generating_M = own_M6.T
         held_MK = idle_M[:, None] + idle_K + np.maximum(excess_M[:, None], excess_K)
-        sharing_M = np.array([own.layout.generation_stage * own.layout.generation_tensor for own in options])
+        sharing_M = np.array([own.layout.slot_devices for own in options])
         prompts_M = -(-self._problem.workload.prompts * sharing_M // devices)
         room_MK = self._usable_bytes - idle_K - generating_M[:, None]
         fit_MK = CachePerSequence(*cache_M2.T[:, :, None]).fitting(room_MK, prompts=prompts_M[:, None])
@@ -136,7 +136,7 @@ class PoolOptions:
         if not len(own_J):
             return []
         responses = self._problem.workload.responses
-        number: dict[tuple[int, int, int], int] = {}
+        number: dict[tuple[int, ...], int] = {}
         alike_M = np.array([number.setdefault(_replica(own.layout), len(number)) for own in options])
         most_M = -(-responses * sharing_M // devices)
         fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
@@ -204,7 +204,7 @@ class PoolOptions:
         """All layouts of one role that fit by themselves and that no other one beats."""
         role = self._roles.get(name) or self._generator
         assert role is not None
-        found: dict[tuple[int, int, int], list[Simulated]] = {}
+        found: dict[tuple[int, ...], list[Simulated]] = {}
         for layout in role_layouts(self._problem, role, devices, trains=name != ROLLOUT, generates=generates):
             self.simulated += 1
             if name == ROLLOUT:
@@ -221,9 +221,9 @@ class PoolOptions:
         return kept
 
 
-def _replica(layout: Layout) -> tuple[int, int, int]:
-    """Generation layout: ways that experts are divided, stages and tensor shards."""
-    return layout.expert, layout.generation_stage, layout.generation_tensor
+def _replica(layout: Layout) -> tuple[int, ...]:
+    """Generation layout: ways that experts are divided, parts of positions, stages and tensor shards."""
+    return layout.expert, layout.generation_context, layout.generation_stage, layout.generation_tensor
 
 
 def undominated(value_KD: np.ndarray) -> np.ndarray:

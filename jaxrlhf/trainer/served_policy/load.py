@@ -23,7 +23,7 @@ from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.parameters import param_shapes, path_name
 from jaxrlhf.models.vision.reader import reader_of
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
-from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, mesh_of
+from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, placed
 from jaxrlhf.trainer.policy import chosen_step
@@ -96,7 +96,6 @@ def _engine(
     response = sizes.response_tokens or max(1, context // 4)
     if response >= context:
         raise Refusal(f"responses of {response} tokens in a context of {context} leave no room for a prompt")
-    axes: dict[str, Any] = {"row_axes": SLOT_AXES, "head_axes": ("tensor",), "expert_axes": EXPERT_AXES}
     return Engine(
         config,
         mesh,
@@ -107,9 +106,7 @@ def _engine(
         decode_tokens_per_dispatch=8,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        execution=choose_execution(
-            config, jnp.dtype(sizes.dtype), mesh, **axes, stage_axes=("stage",), decodes=True, cache="auto"
-        ),
+        execution=choose_execution(config, jnp.dtype(sizes.dtype), mesh, **GENERATION_AXES, decodes=True, cache="auto"),
         decode=decoder(tokenizer),
         pixels=pixels,
     )
