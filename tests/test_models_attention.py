@@ -129,8 +129,10 @@ def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
 
 
 @pytest.mark.parametrize("slides", [None, True, False])
-def test_a_row_longer_than_the_queries_of_a_splash_kernel_takes_several(monkeypatch, slides):
-    monkeypatch.setattr(tpu, "_QUERIES", 128)
+def test_a_row_of_more_tiles_than_a_splash_kernel_can_have_takes_several(monkeypatch, slides):
+    monkeypatch.setattr(tpu, "_BLOCK", 128)
+    monkeypatch.setattr(tpu, "_LONG_BLOCK", 128)
+    monkeypatch.setattr(tpu, "_TILES", 6)  # two of the three parts of the queries, and the third
     query, key, value, weight = drawn(*[(1, 300, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array([[1] * 120 + [2] * 170 + [0] * 10], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]

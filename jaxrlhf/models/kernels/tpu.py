@@ -19,11 +19,13 @@ from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, pad_positions
 _LANES = 128
 """Width of a register; splash attention takes rows and heads that are multiples of it."""
 
-_LARGEST_BLOCK = 512
-"""Positions of a tile. Larger ones read keys less often and skip less above the diagonal."""
+_BLOCK, _LONG_BLOCK = 512, 1024
+"""Positions of a tile, in rows of up to 256k tokens and in longer ones. Larger tiles read keys less often and skip
+less above the diagonal."""
 
-_QUERIES = 2**17
-"""Queries of a kernel. Longer rows take several: the table of the tiles of one lies in the scalar memory of a chip."""
+_TILES = 2**18
+"""Tiles of a kernel, whose table lies in the 1 MiB of scalar memory. Longer rows take a kernel for each of some parts
+of their queries."""
 
 _PAGES_BLOCK, _QUERIES_BLOCK = 512, 8
 """Positions that the paged kernel reads at once, and slots whose queries lie side by side in it."""
@@ -45,6 +47,8 @@ def splash_rows(
     _, width, heads, head_dim = query_RWNH.shape
     query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
     padded = segment.shape[1]
+    block = math.gcd(padded, _BLOCK if padded <= _BLOCK * math.isqrt(_TILES) else _LONG_BLOCK)
+    part = block * max(1, _TILES // (padded // block))
 
     def head_major(array: Array) -> Array:
         more = -head_dim % _LANES
@@ -54,7 +58,7 @@ def splash_rows(
         """Attention of the queries from start to end, each to the keys that are at most some positions before it."""
         call = splash.make_splash_mha(
             splash.MultiHeadMask([_Near((end - start, end), (before, 0), start)] * heads),
-            block_sizes=_tiles(math.gcd(end - start, _LARGEST_BLOCK), keys=math.gcd(end, _LARGEST_BLOCK)),
+            block_sizes=_tiles(block),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=score_mod.soft_cap,
@@ -65,11 +69,13 @@ def splash_rows(
     def run(before: int | None) -> Callable[..., Array]:
         def attend(query: Array, key: Array, value: Array, segment: Array) -> Array:
             outputs = []
-            for start in range(0, padded, _QUERIES):
-                end = min(start + _QUERIES, padded)
-                part, seen = (slice(None), slice(None), slice(start, end)), (slice(None), slice(None), slice(end))
+            for start in range(0, padded, part):
+                end = min(start + part, padded)
                 segments = segment[:, start:end], segment[:, :end]
-                outputs.append(kernel(start, end, before)(query[part], key[seen], value[seen], *segments))
+                output = kernel(start, end, before)(
+                    query[:, :, start:end], key[:, :, :end], value[:, :, :end], *segments
+                )
+                outputs.append(output)
             return jnp.concatenate(outputs, axis=2)
 
         return attend
@@ -85,14 +91,14 @@ def splash_rows(
     return jnp.swapaxes(out_RNWH, 1, 2)[:, :width, :, :head_dim]
 
 
-def _tiles(queries: int, keys: int) -> splash.BlockSizes:
+def _tiles(size: int) -> splash.BlockSizes:
     return splash.BlockSizes(
-        block_q=queries,
-        block_kv=keys,
-        block_q_dkv=queries,
-        block_kv_dkv=keys,
-        block_q_dq=queries,
-        block_kv_dq=keys,
+        block_q=size,
+        block_kv=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_q_dq=size,
+        block_kv_dq=size,
     )
 
 
