@@ -1,13 +1,12 @@
-"""Measures one update on one long sequence: seconds and peak memory over its tokens, here and in TRL.
+"""Measures one update on one long sequence: seconds and peak memory over its tokens, here, in TRL and in Tunix.
 
-    python scripts/bench_long_rows.py [--tokens 1024 2048 4096 ...] [--peers trl] [--limit-s 300]
+    python scripts/bench_long_rows.py [--tokens 1024 2048 4096 ...] [--peers trl tunix] [--limit-s 300]
 
 Each point is a process of its own, so that its peak memory is its own: `bench_update.py` on one sequence of which 512
-tokens are trained, layers recomputed, and `peers/trl_long_rows.py`, which passes over the same sequence with TRL's
-log-probabilities, backward, clipping and AdamW, gradient checkpointing on. Who runs out of memory or of the limit is
-recorded as that, and given no longer rows. Tunix has no update of one sequence apart from its learner, and is left out.
-Writes docs/long_rows.json after every point, and docs/long_rows.png. Seconds are fitted by a + b T + c T^2, memory by
-a + b T.
+tokens are trained, layers recomputed, and `peers/trl_long_rows.py` and `peers/tunix_long_rows.py`, which pass over a
+sequence of that length with the peer's own loss, backward, clipping and AdamW, layers recomputed as well. Who runs out
+of memory or of the limit is recorded as that, and given no longer rows. Writes docs/long_rows.json after every point,
+and docs/long_rows.png. Seconds are fitted by a + b T + c T^2, memory by a + b T.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 
 SCRIPTS = Path(__file__).parent
 OURS = "jaxrlhf"
-COLOURS = {OURS: "#3b6fb6", "trl": "#e07b39"}
+COLOURS = {OURS: "#3b6fb6", "trl": "#e07b39", "tunix": "#4f9d69"}
 TRAINED = 512
 """Tokens of the sequence that are trained, at its end."""
 
@@ -86,7 +85,7 @@ def main() -> None:
     """Measure, write and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**power for power in range(10, 17)])
-    parser.add_argument("--peers", nargs="*", choices=("trl",), default=["trl"])
+    parser.add_argument("--peers", nargs="*", choices=("trl", "tunix"), default=["trl", "tunix"])
     parser.add_argument("--preset", choices=bench.PRESETS, default="long")
     parser.add_argument("--repeats", type=int, default=1, help="counted updates, after one")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one process")

@@ -79,6 +79,7 @@ def haystack(
     *,
     tokens: int = 4096,
     shortest: int | None = None,
+    growing: bool = False,
     asked: int = 3,
     unfinished: float = 0.6,
     there: bool = True,
@@ -88,13 +89,15 @@ def haystack(
     Args:
       tokens: Tokens of the text, about; each is a word.
       shortest: Tokens of the shortest text; lengths are then drawn evenly by their logarithm. None: all are alike.
+      growing: Lengths in between come in order, short ones first, in place of drawn ones.
       asked: People that are asked about.
       unfinished: Share of the solutions that stop after the first.
       there: False asks about things of another text, so that the answer has to be guessed.
     """
     dice, made = random.Random(f"{seed} {split}"), []
-    for _ in range(count):
-        length = round(math.exp(dice.uniform(math.log(shortest or tokens), math.log(tokens))))
+    for place in range(count):
+        share = place / max(1, count - 1) if growing else dice.random()
+        length = round(tokens**share * (shortest or tokens) ** (1 - share))
         found = {name: dice.choice(things) for name, things in COLLECTED.items()}
         words = dice.choices(HAY, k=max(0, length - len(found)))
         for name, things in COLLECTED.items():

@@ -8,43 +8,23 @@ from phases import PREPARE, UPDATE, bench
 FLAGS = phases.parse("Steps of a Tunix learner on a workload.", workload="fixed")
 
 import jax  # noqa: E402  (after its environment is set)
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import tunix_model  # noqa: E402
 from absl import logging  # noqa: E402
 from flax import nnx  # noqa: E402
-from tunix.models.qwen2 import model as qwen2  # noqa: E402
-from tunix.models.qwen2 import params as qwen2_params  # noqa: E402
 from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role  # noqa: E402
 from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
 
 logging.set_verbosity(logging.ERROR)
 WORKLOAD = bench.workload_of(FLAGS)
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
-MESH = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
 
 
-def load() -> qwen2.Qwen2:
+def load() -> Any:
     """The workload's weights, without rematerialisation."""
-    preset = bench.PRESETS[WORKLOAD.preset]
-    shape = qwen2.ModelConfig(
-        num_layers=preset.layers,
-        vocab_size=preset.vocab,
-        embed_dim=preset.hidden,
-        hidden_dim=preset.inner,
-        num_heads=preset.heads,
-        head_dim=preset.hidden // preset.heads,
-        num_kv_heads=preset.kv_heads,
-        rope_theta=1_000_000,
-        norm_eps=1e-6,
-        use_tied_embedding=preset.tied,
-        remat_config=qwen2.RematConfig.NONE,
-        dtype=jnp.float32,
-        param_dtype=jnp.float32,
-    )
-    place = bench.checkpoint(WORKLOAD.preset, FLAGS.models)
-    return qwen2_params.create_model_from_safe_tensors(str(place), shape, MESH, dtype=jnp.float32)
+    return tunix_model.load(WORKLOAD.preset, FLAGS.models)
 
 
 def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
@@ -57,7 +37,7 @@ def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
     end = bench.END if preset.ends else preset.vocab
     roles = [Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, *([Role.CRITIC] if critic else [])]
     return ClusterConfig(
-        role_to_mesh=dict.fromkeys(roles, MESH),
+        role_to_mesh=dict.fromkeys(roles, tunix_model.MESH),
         rollout_engine="vanilla",
         offload_to_cpu=False,
         training_config=RLTrainingConfig(
