@@ -132,12 +132,12 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_microbatches(mode):
     mask = random_mask()
     output, weight, fields = experience(mask, mode=mode, poison=math.nan)
 
-    loss, gradient = loss_and_gradient(*output, mask, weight, fields)
+    loss, gradient = loss_and_gradient(output.logp, output.entropy, mask, weight, fields)
     wanted = np.asarray(gradient)[mask]
     places = np.random.default_rng(0).permutation(mask.sum())
     for rows, microbatches in [(1, 1), (4, 1), (4, 4), (6, 2)]:
         layout = np.array_split(places, rows)
-        arrays, packed_mask = repacked((*output, weight, fields), mask, layout)
+        arrays, packed_mask = repacked((output.logp, output.entropy, weight, fields), mask, layout)
         loss_sum, pieces = 0.0, np.zeros_like(wanted)
         for part in np.array_split(np.arange(rows), microbatches):
             logp, entropy, part_weight, part_fields = jax.tree.map(lambda x, rows=part: x[rows], arrays)
@@ -281,7 +281,9 @@ def test_a_batch_without_trained_tokens_has_no_loss_and_no_gradient():
         return algos.policy_objective(o, mask, weight, fields, _SETTINGS).loss.sum()
 
     assert objective(output) == 0
-    for gradient in jax.grad(objective)(output):
+    gradients = jax.tree.leaves(jax.grad(objective)(output))
+    assert len(gradients) == 2
+    for gradient in gradients:
         np.testing.assert_array_equal(gradient, 0)
 
 

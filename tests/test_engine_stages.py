@@ -156,7 +156,7 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
 @pytest.fixture(scope="module")
 def running(staged, requests):
     """An engine in the middle of its responses, and what its prefill left."""
-    prefilled = staged._prefill([requests[0].prompt_tokens])
+    prefilled = staged.prefill.run([requests[0].prompt_tokens], staged._loaded(), staged.cache, staged._contents)
     staged.add(requests[0], SAMPLING, seed=1)
     staged.step()
     yield staged, prefilled

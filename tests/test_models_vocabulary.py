@@ -53,7 +53,7 @@ def layout_of(config, mesh, rules):
 def loss(params, config, token_RW, read):
     position_RW = jnp.broadcast_to(jnp.arange(WIDTH), token_RW.shape)
     hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW)).hidden_RWD
-    logp_RW, entropy_RW = read(params, config, hidden_RWD, token_RW)
+    logp_RW, entropy_RW, *_ = read(params, config, hidden_RWD, token_RW)
     return (logp_RW + 0.3 * entropy_RW).sum(), (logp_RW, entropy_RW)
 
 

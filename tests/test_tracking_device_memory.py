@@ -47,8 +47,9 @@ def test_what_is_alive_at_the_end_counts_even_in_the_shortest_phase(before: list
 
 def test_a_temporary_array_is_seen(before: list[int]) -> None:
     with DevicePeak() as peak:
-        array = of_kib(8000)
-        time.sleep(6 * LOOK_S)
+        array, patience = of_kib(8000), time.monotonic() + 10
+        while peak.bytes == max(before) and time.monotonic() < patience:  # looks are rare where arrays are many
+            time.sleep(LOOK_S)
         array.delete()
     assert peak.bytes == max(before) + 1000 * KIB
 

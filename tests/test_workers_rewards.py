@@ -172,7 +172,7 @@ POOLS = {
 
 @pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
 def test_pools_of_one_process_hear_of_each_other(tmp_path, monkeypatch, pools):
-    monkeypatch.setattr(build, "Engine", Typewriter)
+    monkeypatch.setattr(build, "InterruptibleEngine", Typewriter)
     (tmp_path / "functions.py").write_text(FUNCTION)
     noted = tmp_path / "noted"
     rewards = Rewards(parts=(FunctionReward(f"{tmp_path}/functions.py:noting"),))
