@@ -2,12 +2,12 @@
 
     python -m jaxrlhf.train --config grpo_haystack.py
 
-A text of 1024 words names one thing of each of six kinds; a question asks which things three people find, each of whom
-collects one kind. A cold start imitates answers to texts of 12 to 256 words, of which six in ten stop after the first
-thing. GRPO is given long texts and sees only whether the answer is right: it learns to finish, and to find in long
-texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
+A text names one thing of each of six kinds; a question asks which things three people find, each of whom collects one
+kind. A cold start imitates answers to texts of 12 to 256 words, of which six in ten stop after the first thing. GRPO is
+given texts that grow from 512 to 4096 words and sees only whether the answer is right: it learns to finish, and to find
+in long texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
 
-Result: 7.8 % of 64 held-out questions are answered after the cold start, 67 % after ten steps, 73 % after 24.
+Result: 66 % of 64 held-out questions about 4096 words are answered at the end, 14 % halfway, 5 % after 12 steps.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Kamradt 2023 for needles in a haystack.
 """
@@ -18,17 +18,20 @@ from jaxrlhf.config import (
     ColdStart,
     Config,
     Evaluation,
+    EvaluationSet,
     FromScratch,
     FunctionReward,
     Generated,
     Optimizer,
     Rewards,
     Rollout,
+    Selection,
     Training,
 )
 
 TASK = "jaxrlhf.data.documents:haystack"
-LONGEST_PROMPT = 1024 + 248
+WORDS = 4096
+LONGEST_PROMPT = WORDS + 248
 """Tokens of text and question, and room in a row for a group's responses beside its prompt."""
 
 
@@ -44,7 +47,10 @@ def get_config() -> Config:
             num_kv_heads=2,
             rope_theta=1e6,
         ),
-        data=Generated(TASK, arguments=("tokens=1024",), train_problems=384, eval_problems=64),
+        data=Generated(
+            TASK, arguments=(f"tokens={WORDS}", "shortest=512", "growing=True"), train_problems=384, eval_problems=64
+        ),
+        selection=Selection(order="given"),
         rewards=Rewards(parts=(FunctionReward("jaxrlhf.data.documents:all_found"),)),
         cold_start=ColdStart(
             steps=250,
@@ -58,9 +64,19 @@ def get_config() -> Config:
             prompts_per_step=8, responses_per_prompt=24, max_prompt_tokens=LONGEST_PROMPT, max_response_tokens=8
         ),
         actor=Training(
-            optimizer=Optimizer(learning_rate=2e-3, warmup_updates=2, decay="linear", weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=2e-3, warmup_updates=2, weight_decay=0.0),
             tokens_per_microbatch=LONGEST_PROMPT + 8,
         ),
-        steps=24,
-        evaluation=Evaluation(every_steps=5, problems=64),
+        steps=48,
+        evaluation=Evaluation(
+            every_steps=12,
+            problems=64,
+            sets=(
+                EvaluationSet(
+                    name="longest",
+                    data=Generated(TASK, arguments=(f"tokens={WORDS}",), train_problems=384, eval_problems=64),
+                    problems=64,
+                ),
+            ),
+        ),
     )
