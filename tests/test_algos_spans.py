@@ -34,7 +34,7 @@ def read(reading, logits, ids, **more):
 
 
 def of_teacher():
-    """Of the teacher: log-probability of each span, and the student's ids of its likeliest tokens with theirs."""
+    """The teacher's log-probability of each span; its likeliest tokens, by the student's ids, and theirs."""
     logits = np.asarray(GOLDEN["teacher_logits"])
     own_id = dict(GOLDEN["pairs"])
     among_V = np.isin(np.arange(logits.shape[1]), [*own_id])

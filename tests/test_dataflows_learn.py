@@ -51,7 +51,7 @@ EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
 
 
 def every_seed_of(names):
-    """Of each algorithm three seeds, of which the slow tier has the first of `SLOW`."""
+    """Three seeds of each algorithm; the slow tier has the first seed of those in `SLOW`, the `seeds` tier the rest."""
     cases = [
         pytest.param(name, seed.values[0], marks=seed.marks if name in SLOW else pytest.mark.seeds)
         for name in names

@@ -151,7 +151,7 @@ def test_a_step_has_the_objective_of_the_paper(algorithm):
 
 
 def test_several_solutions_are_in_a_group_as_many_as_are_asked_for(refused):
-    """Of a group of 3 one is sampled; a third solution is left out, and one with a single solution refused."""
+    """A group of 3 has two solutions and one sampled response; a third solution is left out, a single one refused."""
     made = [
         Problem(0, "", (100,), solution_tokens=(7, 8, 3), further_solutions=((9, 3), (5, 5, 5, 3))),
         Problem(1, "", (101,), solution_tokens=(4, 3), further_solutions=((6, 6, 3),)),
@@ -193,6 +193,7 @@ def test_a_list_of_texts_is_several_solutions(tmp_path):
         {"prompt": "1", "answer": "1", "solution": ["11", "222"]},
         {"prompt": "2", "answer": "1", "solution": ["1", "2222"]},  # whose second is too long
         {"prompt": "3", "answer": "1", "solution": "3"},
+        {"prompt": "4", "answer": "1", "solution": ["44"]},
     ]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -201,9 +202,9 @@ def test_a_list_of_texts_is_several_solutions(tmp_path):
         data=PromptFile(str(file), solution_key="solution"), rollout=replace(ROLLOUT, max_prompt_tokens=16)
     )
     table = load_data(settings, tokenizer).train.problems
-    assert [one.prompt_id for one in table] == [0, 2]
+    assert [one.prompt_id for one in table] == [0, 2, 3]
     said = [[tokenizer.decode(ids) for ids in (one.solution_tokens, *one.further_solutions)] for one in table]
-    assert said == [["11<|eos|>", "222<|eos|>"], ["3<|eos|>"]]
+    assert said == [["11<|eos|>", "222<|eos|>"], ["3<|eos|>"], ["44<|eos|>"]]
     records[0]["solution"][1] = "22"
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -300,10 +300,11 @@ def _solutions(row: Row, data: PromptFields) -> tuple[str | None, tuple[str, ...
     """The worked solution, a text or what the assistant says last, and others where it is a list of texts."""
     if data.solution_key is None:
         return None, ()
-    first, further = _several(row.value(data.solution_key, "solution_key"))
-    if isinstance(first, list):
-        return last_said(first, row.place, data.solution_key), ()
-    return (first, further) if further else (row.text(data.solution_key), ())
+    value = row.value(data.solution_key, "solution_key")
+    if not isinstance(value, list):
+        return row.text(data.solution_key), ()
+    first, further = _several(value)
+    return (last_said(value, row.place, data.solution_key), ()) if first is value else (first, further)
 
 
 def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:

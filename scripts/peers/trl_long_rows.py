@@ -68,13 +68,7 @@ def trainer_of(flags: argparse.Namespace, folder: str) -> Any:
 
 def main() -> None:
     """Update, and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", choices=bench.PRESETS, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--trained", type=int, required=True, help="of them, at the end")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--models", type=Path, default=Path("bench_models"))
-    flags = parser.parse_args()
+    flags = bench.long_row_flags(__doc__ or "")
     token_BT = torch.randint(2, bench.PRESETS[flags.preset].vocab, (1, flags.tokens))
     prompt_BT, completion_BT = token_BT[:, : -flags.trained], token_BT[:, -flags.trained :]
     logp_BT = torch.full(completion_BT.shape, -9.0)

@@ -5,7 +5,6 @@
 Its own model with decoder layers recomputed, its loss, gradient, clipping and AdamW in one compiled step, float32.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -47,13 +46,7 @@ def update(model: Any, optimizer: Any, example: TrainExample) -> None:
 
 def main() -> None:
     """Update, and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", choices=bench.PRESETS, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--trained", type=int, required=True, help="of them, at the end")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--models", type=Path, default=Path("bench_models"))
-    flags = parser.parse_args()
+    flags = bench.long_row_flags(__doc__ or "")
     token_BT = np.random.default_rng(0).integers(2, bench.PRESETS[flags.preset].vocab, (1, flags.tokens), np.int32)
     prompt_BT, completion_BT = (jnp.asarray(part) for part in np.split(token_BT, [flags.tokens - flags.trained], 1))
     logp_BT = jnp.full(completion_BT.shape, -9.0)
