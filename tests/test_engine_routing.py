@@ -151,8 +151,9 @@ DEEPSEEK = ModelConfig(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek", "adapters"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("deepseek", marks=pytest.mark.slow), pytest.param("adapters", marks=pytest.mark.seeds)]
+)
 def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
     model = DEEPSEEK if kind == "deepseek" else MODEL
     lora = Lora(rank=2, targets=("query", "output"))

@@ -103,7 +103,7 @@ def follow_the_model(config, given, completions):
         pytest.param(STATES, {"data": 1}, marks=pytest.mark.seeds, id="one"),
         pytest.param(STATES, {"data": 2, "tensor": 2}, marks=pytest.mark.seeds, id="tensor"),
         pytest.param(STATES, {"data": 2, "stage": 2}, marks=pytest.mark.slow, id="stages"),
-        pytest.param(SPACES, {"data": 2, "tensor": 2}, marks=pytest.mark.slow, id="spaces"),
+        pytest.param(SPACES, {"data": 2, "tensor": 2}, marks=pytest.mark.seeds, id="spaces"),
         pytest.param(BORROWING, {"data": 2, "tensor": 2}, marks=pytest.mark.slow, id="borrowing"),
     ],
 )
@@ -113,8 +113,14 @@ def test_slots_of_all_lengths_follow_the_model(config, sizes):
     assert made.compilations <= made.most_compilations
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [STATES, SPACES, BORROWING], ids=["states", "spaces", "borrowing"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(STATES, marks=pytest.mark.seeds, id="states"),
+        pytest.param(SPACES, marks=pytest.mark.slow, id="spaces"),
+        pytest.param(BORROWING, marks=pytest.mark.seeds, id="borrowing"),
+    ],
+)
 def test_long_prompts_go_on_chunk_by_chunk(config, monkeypatch):
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 12)
@@ -122,8 +128,13 @@ def test_long_prompts_go_on_chunk_by_chunk(config, monkeypatch):
     follow_the_model(config, given, made.generate(given, Sampling(greedy=True), seed=0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("config", "reused"), [(STATES, 0), (BORROWING, 36)], ids=["states", "borrowing"])
+@pytest.mark.parametrize(
+    ("config", "reused"),
+    [
+        pytest.param(STATES, 0, marks=pytest.mark.slow, id="states"),
+        pytest.param(BORROWING, 36, marks=pytest.mark.seeds, id="borrowing"),
+    ],
+)
 def test_later_turns_go_on_from_keys_and_values_and_not_from_states(config, reused):
     made = engine(config, {"data": 1})
     first = [Request(number, (5, number, 7), keep=True) for number in range(3)]

@@ -8,7 +8,7 @@ from tiny_runs import numbers
 import jaxrlhf
 from jaxrlhf.config import Checkpointing, Evaluation, Layout, load
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "undrawn")]
 
 TOKENS = 192
 COMPARED = ("actor/", "supervised/", "score/", "response/", "eval/")

@@ -25,7 +25,7 @@ PROMPTS = (tuple(range(1, 13)), (40, 3, 77, 5, 96, 11, 60))
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=tiered(FAMILIES, fast=FAST))
+@pytest.fixture(scope="module", params=tiered(FAMILIES, fast=FAST, slow=["qwen3-next", "gemma3n"]))
 def exported(request, tmp_path_factory):
     """A checkpoint of several files with a tokenizer; our parameters, no longer its own; their export."""
     source = write(tmp_path_factory.mktemp("source"), build(request.param), max_shard_size="20KB")

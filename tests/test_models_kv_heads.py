@@ -104,7 +104,7 @@ def run(config, lora, cache, **sizes):
         pytest.param(
             *("two, and one without a window", Lora(rank=2, targets=("query", "value")), "slots"),
             {"data": 2, "tensor": 4},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.seeds,
         ),
     ],
 )

@@ -22,7 +22,6 @@ from jaxrlhf.sharding.rules import TRAIN, shardings
 
 FIRST = list({(KINDS[kind][0], "num_experts" in KINDS[kind][1]): kind for kind in reversed(RECENT)}.values())
 """The first kind of each family, and of those that are both the first with experts."""
-SLOW = tiered(FIRST, fast=())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def checkpoint(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", tiered(FIRST, fast=(), slow=["deepseek-v3.2", "gemma3n"]))
 def test_eight_devices_say_what_one_says(checkpoint, kind):
     _, _, config, params = checkpoint(kind)
     mesh, rows = mesh_of({"fsdp": 4, "tensor": 2}, jax.devices()), packed()
@@ -64,7 +63,9 @@ def in_one_row(count, length):
     return each, position_1W.astype(np.int32), SharedPrefix((rows,))
 
 
-@pytest.mark.parametrize("kind", tiered(FIRST, fast=["gpt-oss"]))
+@pytest.mark.parametrize(
+    "kind", tiered(FIRST, fast=["gpt-oss"], slow=["qwen3-next", "granite4", "deepseek-v3.2", "gemma3n"])
+)
 def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
     """Hidden states and gradients, parameters of attention itself included."""
     _, _, config, params = checkpoint(kind)
@@ -89,7 +90,7 @@ def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
     close(found, expected, tolerance=1e-3 if config.linear else 3e-5)
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", tiered(FIRST, fast=(), slow=["deepseek-v3.2", "gemma3n"]))
 def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
     """Prompts in chunks, of which the last is cut short, then token by token."""
     _, _, config, params = checkpoint(kind)
@@ -112,7 +113,7 @@ def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
     close(found_TRD, np.array(expected), tolerance=3e-5)
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("kind", tiered(FIRST, fast=(), slow=["mistral4", "qwen3-next"]))
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_of_peft(checkpoint, kind, tmp_path):
     _, _, config, params = checkpoint(kind)

@@ -18,7 +18,7 @@ from jaxrlhf.models.vision.rows import Room, RowLayout, offset_of, turns_of
 from jaxrlhf.models.vision.tower import image_features
 
 TOLERANCE = 1e-4
-KINDS = tiered(seeing.KINDS, fast=["qwen2.5-vl"], slow=["qwen3-vl", "gemma3"])
+KINDS = tiered(seeing.KINDS, fast=["qwen2.5-vl"], slow=["qwen3-vl"])
 ROOM = Room(strips=3, patches=60)
 """One image fills a strip, the other leaves it part empty, and a row may have strips without any."""
 

@@ -134,7 +134,7 @@ def test_a_switch_moves_no_experts_along_the_axis_that_divides_them(layout):
         assert switch_bytes(MODEL, layout, itemsize=2) == pytest.approx(REST * 3 / 4 * 2)
 
 
-@pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.seeds), 8])
 def test_experts_hold_the_tokens_of_all_who_share_them_about_as_xla_allocates(expert):
     model = ModelConfig("qwen3_moe", 512, 128, 256, 2, 4, 4, 32, experts=Experts(8, 4, 16))
     layout, sizes = Layout(8 // expert, expert=expert), {"tokens": 512, "row_tokens": 128, "itemsize": 4}
@@ -176,7 +176,7 @@ def _firsts(layout: Layout) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "backward", "remat"),
     [
-        pytest.param(Layout(2, expert=4), False, False, marks=pytest.mark.slow),
+        pytest.param(Layout(2, expert=4), False, False, marks=pytest.mark.seeds),
         (Layout(2, expert=4), True, True),
         (Layout(1, 2, 1, 2, 1, 1, 2), True, False),
     ],

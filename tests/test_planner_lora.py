@@ -29,7 +29,7 @@ ROWS, WIDTH = 2, 256
 
 @pytest.mark.parametrize(
     ("lora", "remat"),
-    [(LORA, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(LORA, True), (None, False)])],
+    [(LORA, False), *(pytest.param(*case, marks=pytest.mark.seeds) for case in [(LORA, True), (None, False)])],
     ids=["adapters", "adapters, recomputed", "whole"],
 )
 def test_an_update_multiplies_as_often_as_xla_says(lora, remat):

@@ -10,7 +10,7 @@ from tiny_runs import get_config, numbers, training
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, FromScratch, RayCluster
 
-pytestmark = pytest.mark.usefixtures("programs", "undrawn")
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "undrawn")]
 
 ACTOR = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
@@ -22,9 +22,7 @@ def run(config, workdir, **settings):
     return workdir
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("SafeRLHF", marks=pytest.mark.slow), pytest.param("PRIME", marks=pytest.mark.seeds)]
-)
+@pytest.mark.parametrize("name", ["SafeRLHF", "PRIME"])
 def test_eight_devices_give_the_numbers_of_one(name, tmp_path):
     config = further_roles.config_of(name)
     one = run(config, tmp_path / "one")
@@ -40,7 +38,6 @@ def test_eight_devices_give_the_numbers_of_one(name, tmp_path):
     assert first[trained] != last[trained]
 
 
-@pytest.mark.seeds
 def test_two_hosts_take_the_experts_again_that_they_sampled_with(tmp_path):
     tiny = get_config()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4}

@@ -145,7 +145,7 @@ def test_row_order(one_device, plain: list[np.ndarray]) -> None:
     "layout",
     [
         Layout(fsdp=2, stage=2, tensor=2),
-        pytest.param(Layout(fsdp=4, tensor=2), marks=pytest.mark.slow),
+        pytest.param(Layout(fsdp=4, tensor=2), marks=pytest.mark.seeds),
         pytest.param(Layout(tensor=4, generation_tensor=2), marks=pytest.mark.seeds),
         pytest.param(Layout(fsdp=8), marks=pytest.mark.seeds),
         pytest.param(Layout(fsdp=2, context=4), marks=pytest.mark.seeds),

@@ -177,7 +177,7 @@ def test_an_update_changes_adapters_alone(built):
     assert set(actor.items()) == {"actor_adapters", "actor_optimizer"}
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_a_critic_learns_adapters_and_the_whole_value_head():
     critic = build(config_of(), "critic")[1]["critic"]
     spread([critic])

@@ -93,7 +93,7 @@ def between_replicas(found: list[Collective], worker) -> list[Collective]:
         (MIXTURE, Layout(expert=2), 4),
         pytest.param(DENSE, Layout(stage=2, tensor=2), 8, marks=pytest.mark.slow),
         pytest.param(DENSE, Layout(), 2, marks=pytest.mark.seeds),
-        pytest.param(MIXTURE, Layout(fsdp=2, expert=2), 8, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, Layout(fsdp=2, expert=2), 8, marks=pytest.mark.seeds),
         pytest.param(MIXTURE, Layout(tensor=2), 4, marks=pytest.mark.seeds),
     ],
     ids=str,

@@ -27,7 +27,7 @@ def config(kind: str, **layout: int) -> Config:
     return replace(made, model=MODEL, algorithm=corrected, rollout=replace(made.rollout, quantize=kind))
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.seeds)])
 def test_the_switch_rounds_where_weights_lie_and_moves_their_bytes(kind):
     builder, workers = build(config(kind, **SPLIT), "actor")
     hybrid, trained = builder.hybrid, {"parameters": workers["actor"].parameters.tree}
