@@ -1,4 +1,6 @@
-"""Attention in blocks against a loop over queries."""
+"""Attention in blocks and tiles against a loop over queries, and against all pairs at once."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from compiled import to_read
 
 from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.chunks import attend_chunk
+from jaxrlhf.models.attention.score_mod import ScoreMod
 
 
 def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
@@ -57,40 +60,72 @@ def test_scores_in_16_bits_are_off_by_chance_and_not_all_to_one_side(attend, hea
     assert abs(found_R @ true_R / (true_R @ true_R) - 1) < 3e-4
 
 
-def test_recomputing_a_block_does_not_change_the_gradient(monkeypatch):
-    query, key, value, segment = (jnp.asarray(array) for array in random_rows(70))
-
-    def gradient():
-        def total(arrays):
-            return jnp.sum(attention_xla.attend_blocks(*arrays, segment) ** 3)
-
-        return jax.jit(jax.grad(total))([array.astype(jnp.float32) for array in (query, key, value)])
-
-    kept = gradient()
-    monkeypatch.setattr(attention_xla, "LONG_ROW", 65)
-    for one, other in zip(gradient(), kept, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+IMAGES = np.array([0] * 20 + [1] * 30 + [0] * 40 + [2] * 10 + [0] * 50)
+SINKS = jnp.asarray([0.3, -1.0, 2.0, 0.0])
 
 
-@pytest.mark.parametrize("strip", [7, 10, 64])
-def test_strips_of_a_block_compute_what_single_queries_do(monkeypatch, strip):
-    """Blocks of 50 queries in strips that may not divide them, with gradients as of the whole block."""
-    query, key, value, segment = random_rows(150)
-    arrays = [jnp.asarray(array, jnp.float32) for array in (query, key, value)]
+def as_written(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod):
+    """The softmax over all pairs of a row, with a mask as long as it in both directions."""
+    rows, width, heads, head_dim = query_RWNH.shape
+    key_RWNH, value_RWNU = (jnp.repeat(array, heads // array.shape[2], axis=2) for array in (key_RWKH, value_RWKU))
+    score_RNWS = jnp.einsum("RWNH,RSNH->RNWS", query_RWNH, key_RWNH) / score_mod.divide_by(head_dim)
+    if score_mod.soft_cap is not None:
+        score_RNWS = score_mod.soft_cap * jnp.tanh(score_RNWS / score_mod.soft_cap)
+    ago_WS = np.arange(width)[:, None] - np.arange(width)
+    seen_RWS = np.broadcast_to(ago_WS >= 0, (rows, width, width))
+    if score_mod.block_RW is not None:
+        image_RW = np.asarray(score_mod.block_RW)
+        seen_RWS = seen_RWS | (image_RW[:, :, None] == image_RW[:, None]) & (image_RW[:, :, None] > 0)
+    if score_mod.window is not None and (score_mod.slides is None or score_mod.slides):
+        seen_RWS = seen_RWS & (ago_WS < score_mod.window)
+    seen_RWS = seen_RWS & (segment_RW[:, :, None] == segment_RW[:, None])
+    score_RNWS = jnp.where(seen_RWS[:, None], score_RNWS, -jnp.inf)
+    if score_mod.sink_N is not None:
+        sink_RNW1 = jnp.broadcast_to(score_mod.sink_N[None, :, None, None], (rows, heads, width, 1))
+        score_RNWS = jnp.concatenate([score_RNWS, sink_RNW1], axis=-1)
+    weight_RNWS = jax.nn.softmax(score_RNWS, axis=-1)[..., :width]
+    return jnp.einsum("RNWS,RSNU->RWNU", weight_RNWS, value_RWNU)
 
-    def both():
-        def total(arrays):
-            out = attention_xla.attend_blocks(*arrays, jnp.asarray(segment))
+
+@pytest.mark.parametrize("score_mod", [
+    ScoreMod(),
+    ScoreMod(divisor=3.0, soft_cap=1.5),
+    ScoreMod(window=20),
+    ScoreMod(window=40, slides=jnp.asarray(True), sink_N=SINKS),
+    ScoreMod(window=40, slides=jnp.asarray(False)),
+    ScoreMod(block_RW=jnp.asarray(np.stack([IMAGES, np.roll(IMAGES, 7)]), jnp.int32)),
+    ScoreMod(window=20, sink_N=SINKS, block_RW=jnp.asarray(np.stack([IMAGES, IMAGES]), jnp.int32)),
+], ids=["plain", "capped", "window", "slides", "does not slide", "images", "everything"])  # fmt: skip
+@pytest.mark.parametrize("long", [False, True], ids=["blocks", "tiles"])
+def test_values_and_gradients_are_those_of_the_softmax_as_written(monkeypatch, score_mod, long):
+    """Tiles of 16 do not divide the row; values are wider than keys."""
+    monkeypatch.setattr(attention_xla, "LONG_ROW", 1 if long else 1000)
+    monkeypatch.setattr(attention_xla, "TILE", 16)
+    *rows, segment = random_rows(150)
+    segment = np.where(np.asarray(score_mod.block_RW) > 0, 1, segment) if score_mod.block_RW is not None else segment
+    query, key, value = (jnp.asarray(array, jnp.float32) for array in rows)
+    arrays = (2 * query, key, jnp.concatenate([value, value**2], axis=-1), score_mod.sink_N)
+
+    def both(attend):
+        def total(query, key, value, sink_N):
+            out = attend(query, key, value, jnp.asarray(segment), replace(score_mod, sink_N=sink_N))
             return jnp.sum(out**3), out
 
-        return jax.jit(jax.grad(total, has_aux=True))(arrays)
+        of = (0, 1, 2) if score_mod.sink_N is None else (0, 1, 2, 3)
+        return jax.jit(jax.grad(total, of, has_aux=True))(*arrays)
 
-    whole, _ = both()
-    monkeypatch.setattr(attention_xla, "STRIP", strip)
-    gradient, out = both()
-    np.testing.assert_allclose(out, by_query(query, key, value, segment), rtol=1e-5, atol=1e-5)
-    for one, other in zip(gradient, whole, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    (gradients, out), (expected_gradients, expected) = both(attention_xla.attend_blocks), both(as_written)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
+    monkeypatch.setattr(attention_xla, "TILE", 16)
+    assert len(attention_xla._visits(160, ScoreMod())[0]) == 55
+    queries, keys = attention_xla._visits(160, ScoreMod(window=18))
+    seen = [(at // 16, max(at - back, 0) // 16) for at in range(160) for back in range(18)]
+    assert sorted(zip(queries.tolist(), keys.tolist(), strict=True)) == sorted({(16 * q, 16 * k) for q, k in seen})
 
 
 def test_memory_of_a_long_row_grows_with_the_row():
@@ -116,8 +151,8 @@ def test_blocks_cover_a_row_once_and_are_few(width):
     assert len(blocks) <= 8
 
 
-def test_no_array_is_as_long_as_a_row_in_both_directions():
-    width = 1024
+@pytest.mark.parametrize("width", [1000, 1024])
+def test_no_array_is_as_long_as_a_row_in_both_directions(width):
     shape = jax.ShapeDtypeStruct((1, width, 2, 8), jnp.float32)
     segment = jax.ShapeDtypeStruct((1, width), jnp.int32)
 
@@ -125,4 +160,4 @@ def test_no_array_is_as_long_as_a_row_in_both_directions():
         return attention_xla.attend_blocks(query, key, value, segment).sum()
 
     program = to_read(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, segment))
-    assert f",{width // 8}," in program.as_text() and f"{width},{width}]" not in program.as_text()
+    assert f"{width}," in program.as_text() and f"{width},{width}]" not in program.as_text()

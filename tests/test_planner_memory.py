@@ -221,7 +221,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "remat"), [(jnp.float32, True), (jnp.bfloat16, False)])
-def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: bool) -> None:
+def test_long_rows_take_about_what_xla_allocates(dtype: Any, remat: bool) -> None:
     config, width = ModelConfig("llama", 512, 64, 128, 3, 4, 2, 16), 2048
     itemsize = 4  # on CPU XLA computes in float32 what is bfloat16
     ints = jax.ShapeDtypeStruct((1, width), jnp.int32)
@@ -238,9 +238,6 @@ def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: boo
         return compiled.memory_analysis().temp_size_in_bytes
 
     estimated = training_activation_bytes(config, "lm", ALONE, **sizes, remat=remat)
-    # Weights of each block are kept in neither case, and all scores of one layer exist with their gradients.
-    scores = config.num_heads * width * width / 2 * (itemsize + 4) * 2
-    assert scores > 0.6 * estimated  # what is tested are scores
     assert 0.7 < estimated / allocated(jax.value_and_grad(loss)) < 1.5
     if not remat:
         estimated = inference_activation_bytes(config, "lm", ALONE, **sizes)

@@ -3,7 +3,7 @@
 from typing import Protocol, runtime_checkable
 
 from jaxrlhf.config import Layout, Lora
-from jaxrlhf.models.attention.attention_xla import LONG_ROW, MOST_BLOCKS, STRIP
+from jaxrlhf.models.attention.attention_xla import LONG_ROW, TILE
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
 
@@ -60,9 +60,13 @@ def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: i
     Each token is compared with half of its row. Softmax is float32 whatever the activations are.
 
     Args:
-      row_tokens: Tokens of the row that attention runs over; 0 where a kernel has no scores in memory.
+      row_tokens: Tokens of the row that attention runs over; 0 where a kernel has no scores in memory. Of a long
+        row they exist a tile at a time, beside sums in float32 of what is mixed.
     """
-    return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
+    if row_tokens < LONG_ROW:
+        return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
+    tile = model.num_heads * TILE**2 / row_tokens * 4
+    return (tile + 2 * _heads(model)) / tensor
 
 
 def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
@@ -168,13 +172,13 @@ def training_activation_bytes(
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    again = remat or row_tokens >= LONG_ROW
     kept = (min(layers, 2) if offloads else layers) * (
         (model.stream_width + attended) * itemsize if remat else layer
-    ) + (0 if again else layers * scores)
+    ) + (0 if remat else layers * scores)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
-    working = layer * remat + scores * _in_strips(row_tokens) * (_at_a_time(row_tokens) + again)
+    # Gradients of a long row take sums and tiles of their own.
+    working = layer * remat + scores * (1 + remat + (row_tokens >= LONG_ROW))
     working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     in_layers, in_head = (
         tokens * working + gathered[0] + widened * remat,
@@ -188,16 +192,6 @@ def _between_stages(model: ModelConfig, layout: Layout, *, itemsize: int) -> flo
     return 5 * model.hidden_size * itemsize * (layout.stage > 1)
 
 
-def _at_a_time(row_tokens: int) -> float:
-    """Share of a layer's scores: a long row's are computed in blocks, of which some are gone when others come."""
-    return 0.75 if row_tokens >= LONG_ROW else 1
-
-
-def _in_strips(row_tokens: int) -> float:
-    """Share of a block's scores that exist at a time: blocks of very long rows go through theirs in strips."""
-    return min(1.0, MOST_BLOCKS * STRIP / max(row_tokens, 1))
-
-
 def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
     """Logits of one device that exist at a time; those of a head of one number are not counted."""
     return logit_bytes(model, tokens=int(tokens)) / (layout.stage * layout.tensor) if head == "lm" else 0.0
@@ -208,7 +202,6 @@ def inference_activation_bytes(
 ) -> float:
     """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    scores *= _in_strips(row_tokens) * _at_a_time(row_tokens)
     attention = _heads(model) * itemsize / layout.tensor + scores
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts

@@ -1,58 +1,70 @@
 """Attention of packed rows in plain XLA, a block of queries at a time.
 
 A block reads the keys up to its own end, so half of the products of a causal row are never
-computed, and no array is as long as a row in both directions. Blocks of long rows go through their
-queries a strip at a time, so that scores and masks take memory that is linear in the row. Where every
-layer has a window, a block reads none of the keys that are too far back for all of its queries. Where
-tokens of an image see those behind them, a block reads all keys.
+computed, and no array is as long as a row in both directions. Where every layer has a window, a block
+reads none of the keys that are too far back for all of its queries. Where tokens of an image see those
+behind them, a block reads all keys.
+
+Scores of long rows exist a tile of queries and keys at a time, forward and backward, so that they stay in a
+processor's cache and memory is linear in the row.
+
+Source of tiles: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
 """
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Float
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, mask_bias
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias, pad_positions
 
 _SHORTEST_BLOCK = 64
 MOST_BLOCKS = 8
 """More would save less than a further eighth, and every block is compiled by itself."""
 LONG_ROW = 1024
-"""Width from which on the backward pass computes a block's softmax again instead of keeping it."""
-STRIP = 256
-"""Most queries of a block whose scores exist at a time."""
+"""Width from which on rows are computed by tiles."""
+TILE = 256
+"""Queries of a tile, and keys."""
 
 
 def attend_blocks(
-    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
+    query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
 ) -> Array:
     """Attention of packed rows, with the arguments of `attention.attend`; values may have a width of their own."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
+    if width >= LONG_ROW:
+        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, segment_RW, score_mod)
+        return mixed_RWKGU.reshape(rows, width, heads, -1)
     query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
     # Both products then stream through contiguous memory.
-    key_RKHW, value_RKWH = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKH, (0, 2, 1, 3))
+    key_RKHW, value_RKWU = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKU, (0, 2, 1, 3))
+    places = _places(segment_RW, score_mod)
     mixed = []
     for start, end in _blocks(width):
         first = 0 if score_mod.window is None or score_mod.slides is not None else max(0, start - score_mod.window + 1)
         last = end if score_mod.block_RW is None else width
-        strips = partial(_strips, start=start - first)
-        block_RS = None if score_mod.block_RW is None else score_mod.block_RW[:, first:last]
-        compute = jax.checkpoint(strips) if width >= LONG_ROW else strips
         mixed.append(
-            compute(
+            _block(
                 query_RKGWH[:, :, :, start:end],
                 key_RKHW[..., first:last],
-                value_RKWH[:, :, first:last],
-                segment_RW[:, first:last],
-                replace(score_mod, block_RW=block_RS),
+                value_RKWU[:, :, first:last],
+                places.cut(operator.itemgetter((..., slice(start, end)))),
+                places.cut(operator.itemgetter((..., slice(first, last)))),
+                score_mod,
             )
         )
-    mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
-    return mixed_RWKGH.reshape(rows, width, heads, -1)
+    mixed_RWKGU = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
+    return mixed_RWKGU.reshape(rows, width, heads, -1)
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
@@ -61,60 +73,211 @@ def _blocks(width: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
-def _strips(
-    query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, score_mod: ScoreMod, *, start: int
+class _Places(NamedTuple):
+    """Positions of queries or keys, with their segments and images."""
+
+    place_S: Array
+    segment_RS: Array
+    image_RS: Array | None
+
+    def cut(self, part: Callable[[Array], Array]) -> "_Places":
+        """Those of a part of the positions, which are the last dimension."""
+        image_RS = None if self.image_RS is None else part(self.image_RS)
+        return _Places(part(self.place_S), part(self.segment_RS), image_RS)
+
+
+def _places(segment_RW: Array, score_mod: ScoreMod) -> _Places:
+    """All positions of rows."""
+    return _Places(jnp.arange(segment_RW.shape[1]), segment_RW, score_mod.block_RW)
+
+
+def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: float) -> Float[Array, "R Q S"]:
+    """Bias that hides from queries the keys that they do not see."""
+    seen_RQS = queries.segment_RS[:, :, None] == keys.segment_RS[:, None, :]
+    together_RQS = None
+    if queries.image_RS is not None and keys.image_RS is not None:
+        own_RQ1 = queries.image_RS[:, :, None]
+        together_RQS = (own_RQ1 == keys.image_RS[:, None, :]) & (own_RQ1 > 0)
+    ago_1QS = (queries.place_S[:, None] - keys.place_S[None, :])[None]
+    return mask_bias(seen_RQS & score_mod.in_window(ago_1QS, together_RQS), lowest=lowest)
+
+
+def _block(
+    query_RKGQH: Array, key_RKHS: Array, value_RKSU: Array, queries: _Places, keys: _Places, score_mod: ScoreMod
 ) -> Array:
-    """A block: its queries from `start` on over the keys that they are given, a strip after another if it is long."""
-    queries = query_RKGQH.shape[3]
-    if queries <= STRIP:
-        return _strip(query_RKGQH, key_RKHS, value_RKSH, segment_RS, score_mod, jnp.int32(start))
-    count = -(-queries // STRIP)
-    size = -(-queries // count)
-    # Queries that fill up the last strip are zeros in the place of others, and are cut off.
-    padded_RKGQH = jnp.pad(query_RKGQH, ((0, 0), (0, 0), (0, 0), (0, count * size - queries), (0, 0)))
-    strip_CRKGQH = jnp.moveaxis(padded_RKGQH.reshape(*padded_RKGQH.shape[:3], count, size, -1), 3, 0)
-
-    @jax.checkpoint
-    def strip(strip_RKGQH: Array, at: Array) -> Array:
-        return _strip(strip_RKGQH, key_RKHS, value_RKSH, segment_RS, score_mod, at)
-
-    mixed_CRKGQH = jax.lax.map(lambda given: strip(*given), (strip_CRKGQH, start + size * jnp.arange(count)))
-    mixed_RKGCQH = jnp.moveaxis(mixed_CRKGQH, 0, 3)
-    return mixed_RKGCQH.reshape(*padded_RKGQH.shape[:4], -1)[:, :, :, :queries]
-
-
-def _strip(
-    query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, score_mod: ScoreMod, start: Array
-) -> Array:
-    """Queries from `start` on over the keys that they are given; softmax in float32."""
-    rows, kv_heads, groups, queries, head_dim = query_RKGQH.shape
-    keys = key_RKHS.shape[-1]
-    place_Q = jnp.minimum(start + jnp.arange(queries), keys - 1)
-    query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * queries, head_dim)
+    """Queries over the keys that they are given; softmax in float32."""
+    rows, kv_heads, groups, count, head_dim = query_RKGQH.shape
+    query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * count, head_dim)
     logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
-    seen_RQS = jnp.take(segment_RS, place_Q, axis=1)[:, :, None] == segment_RS[:, None, :]
-    ago_1QS = (place_Q[:, None] - jnp.arange(keys)[None, :])[None]
-    together_RQS, block_RS = None, score_mod.block_RW
-    if block_RS is not None:
-        own_RQ1 = jnp.take(block_RS, place_Q, axis=1)[:, :, None]
-        together_RQS = (own_RQ1 == block_RS[:, None, :]) & (own_RQ1 > 0)
-    seen_RQS &= score_mod.in_window(ago_1QS, together_RQS)
-    hidden_RMS = jnp.tile(mask_bias(seen_RQS), (1, groups, 1))
+    hidden_RMS = jnp.tile(_hidden(queries, keys, score_mod, lowest=-jnp.inf), (1, groups, 1))
     score_RKMS = score_mod.cap(logit_RKMS) + hidden_RMS[:, None]
     # Every query sees itself, so the peak is finite.
     peak_RKM1 = score_RKMS.max(axis=-1, keepdims=True)
     sink_KG = score_mod.sinks(kv_heads)
     if sink_KG is not None:
-        sink_1KM1 = jnp.repeat(sink_KG, queries, axis=1)[None, :, :, None]
+        sink_1KM1 = jnp.repeat(sink_KG, count, axis=1)[None, :, :, None]
         peak_RKM1 = jnp.maximum(peak_RKM1, sink_1KM1)
-    peak_RKM1 = jax.lax.stop_gradient(peak_RKM1)
+    peak_RKM1 = lax.stop_gradient(peak_RKM1)
     weight_RKMS = jnp.exp(score_RKMS - peak_RKM1)
-    mixed_RKMH = jnp.einsum(
-        "RKMS,RKSH->RKMH", weight_RKMS.astype(value_RKSH.dtype), value_RKSH, preferred_element_type=jnp.float32
+    mixed_RKMU = jnp.einsum(
+        "RKMS,RKSU->RKMU", weight_RKMS.astype(value_RKSU.dtype), value_RKSU, preferred_element_type=jnp.float32
     )
     total_RKM1 = weight_RKMS.sum(axis=-1, keepdims=True)
     if sink_KG is not None:
         total_RKM1 += jnp.exp(sink_1KM1 - peak_RKM1)
-    mixed_RKMH /= total_RKM1
-    mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, -1)
-    return mixed_RKGQH.astype(value_RKSH.dtype)
+    mixed_RKMU /= total_RKM1
+    return mixed_RKMU.reshape(rows, kv_heads, groups, count, -1).astype(value_RKSU.dtype)
+
+
+def _attend_tiles(
+    query_RWKGH: Array, key_RWKH: Array, value_RWKU: Array, segment_RW: Array, score_mod: ScoreMod
+) -> Float[Array, "R W K G U"]:
+    """Attention of divided queries, a tile of scores at a time."""
+    width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
+    rows = pad_positions((query_RWKGH, key_RWKH, value_RWKU, segment_RW), multiple=TILE)
+    if score_mod.block_RW is not None:
+        (block_RW,) = pad_positions((score_mod.block_RW,), multiple=TILE)
+        score_mod = replace(score_mod, block_RW=block_RW)
+    query_RKGWH = jnp.transpose(rows[0], (0, 2, 3, 1, 4))
+    key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:3])
+    scores = replace(score_mod, sink_N=None, slides=None, block_RW=None)
+    arrays = (query_RKGWH, key_RKWH, value_RKWU, score_mod.sinks(kv_heads))
+    mixed_RKGWU = _flash(scores, *arrays, rows[3], score_mod.slides, score_mod.block_RW)
+    return jnp.transpose(mixed_RKGWU, (0, 3, 1, 2, 4))[:, :width]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(
+    scores: ScoreMod,
+    query_RKGWH: Array,
+    key_RKWH: Array,
+    value_RKWU: Array,
+    sink_KG: Array | None,
+    segment_RW: Array,
+    slides: Array | None,
+    block_RW: Array | None,
+) -> Array:
+    """Mixed values of rows whose width is a multiple of tiles; the arrays of scores are arguments of their own."""
+    return _forward(scores, query_RKGWH, key_RKWH, value_RKWU, sink_KG, segment_RW, slides, block_RW)[0]
+
+
+def _visits(width: int, scores: ScoreMod) -> tuple[Array, Array]:
+    """First query and first key of each tile in which some query may see a key."""
+    starts = np.arange(0, width, TILE)
+    query, key = (each.ravel() for each in np.meshgrid(starts, starts, indexing="ij"))
+    seen = np.full(query.shape, True) if scores.block_RW is not None else key <= query
+    if scores.window is not None and scores.slides is None and scores.block_RW is None:
+        seen &= query - (key + TILE - 1) < scores.window
+    return jnp.asarray(query[seen], jnp.int32), jnp.asarray(key[seen], jnp.int32)
+
+
+def _tile(array: Array, start: Array, axis: int = -2) -> Array:
+    """Positions of a tile."""
+    return lax.dynamic_slice_in_dim(array, start, TILE, axis % array.ndim)
+
+
+def _queries(array_RKGWX: Array, start: Array) -> Float[Array, "R K M X"]:
+    """Positions of a tile in all query heads of a key-value head, which meet the same keys."""
+    tile_RKGQX = _tile(array_RKGWX, start)
+    return tile_RKGQX.reshape(*tile_RKGQX.shape[:2], -1, tile_RKGQX.shape[-1])
+
+
+def _renew(array: Array, tile: Array, start: Array) -> Array:
+    """The array with other numbers in the positions of a tile."""
+    tile = tile.reshape(*array.shape[:-2], TILE, array.shape[-1])
+    return lax.dynamic_update_slice_in_dim(array, tile, start, array.ndim - 2)
+
+
+_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _bias(places: _Places, starts: tuple[Array, Array], scores: ScoreMod, groups: int) -> Float[Array, "R 1 M S"]:
+    """Bias of a tile's scores."""
+    queries, keys = (places.cut(partial(_tile, start=start, axis=-1)) for start in starts)
+    return jnp.tile(_hidden(queries, keys, scores, lowest=LOWEST), (1, groups, 1))[:, None]
+
+
+def _forward(
+    scores: ScoreMod,
+    query_RKGWH: Array,
+    key_RKWH: Array,
+    value_RKWU: Array,
+    sink_KG: Array | None,
+    segment_RW: Array,
+    slides: Array | None,
+    block_RW: Array | None,
+) -> tuple[Array, Any]:
+    """Mixed values, and what their gradient takes over, among it the logarithm of each softmax's sum of weights."""
+    rows, kv_heads, groups, width, _ = query_RKGWH.shape
+    score_mod = replace(scores, slides=slides, block_RW=block_RW)
+    places = _places(segment_RW, score_mod)
+
+    def body(carry, starts):
+        sums_RKGWU, total_RKGW1, peak_RKGW1 = carry
+        query, key = starts
+        key_RKSH, value_RKSU = _tile(key_RKWH, key), _tile(value_RKWU, key)
+        score_RKMS = scores.cap(_product("RKMH,RKSH->RKMS", _queries(query_RKGWH, query), key_RKSH))
+        score_RKMS += _bias(places, starts, score_mod, groups)
+        before_RKM1 = _queries(peak_RKGW1, query)
+        peak_RKM1 = jnp.maximum(before_RKM1, score_RKMS.max(axis=-1, keepdims=True))
+        weight_RKMS, kept_RKM1 = jnp.exp(score_RKMS - peak_RKM1), jnp.exp(before_RKM1 - peak_RKM1)
+        mixed_RKMU = _product("RKMS,RKSU->RKMU", weight_RKMS.astype(value_RKSU.dtype), value_RKSU)
+        mixed_RKMU += _queries(sums_RKGWU, query) * kept_RKM1
+        total_RKM1 = _queries(total_RKGW1, query) * kept_RKM1 + weight_RKMS.sum(axis=-1, keepdims=True)
+        tiles = (mixed_RKMU, total_RKM1, peak_RKM1)
+        return tuple(_renew(array, tile, query) for array, tile in zip(carry, tiles, strict=True)), None
+
+    zero_RKGW1 = jnp.zeros((rows, kv_heads, groups, width, 1), jnp.float32)
+    total_RKGW1, peak_RKGW1 = zero_RKGW1, zero_RKGW1 + LOWEST
+    if sink_KG is not None:  # as if it had been read first
+        total_RKGW1, peak_RKGW1 = zero_RKGW1 + 1, zero_RKGW1 + sink_KG[None, :, :, None, None]
+    sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
+    found, _ = lax.scan(body, (sums_RKGWU, total_RKGW1, peak_RKGW1), _visits(width, score_mod))
+    sums_RKGWU, total_RKGW1, peak_RKGW1 = found
+    mixed_RKGWU = (sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype)
+    log_sum_RKGW1 = peak_RKGW1 + jnp.log(total_RKGW1)
+    arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
+    return mixed_RKGWU, (*arrays, segment_RW, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
+
+
+def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
+    """Gradients of `_flash` by queries, keys, values and sinks."""
+    *arrays, sink_KG, segment_RW, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
+    query_RKGWH, key_RKWH, value_RKWU = arrays
+    score_mod = replace(scores, slides=slides, block_RW=block_RW)
+    places, groups = _places(segment_RW, score_mod), query_RKGWH.shape[2]
+    # Softmax takes from each score's gradient their mean under its weights.
+    mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+
+    def body(carry, starts):
+        by_query_RKGWH, by_key_RKWH, by_value_RKWU = carry
+        query, key = starts
+        query_RKMH, by_mixed_RKMU = _queries(query_RKGWH, query), _queries(by_mixed_RKGWU, query)
+        key_RKSH, value_RKSU = _tile(key_RKWH, key), _tile(value_RKWU, key)
+        score_RKMS, uncapped = jax.vjp(scores.cap, _product("RKMH,RKSH->RKMS", query_RKMH, key_RKSH))
+        score_RKMS += _bias(places, starts, score_mod, groups)
+        weight_RKMS = jnp.exp(score_RKMS - _queries(log_sum_RKGW1, query))
+        by_weight_RKMS = _product("RKMU,RKSU->RKMS", by_mixed_RKMU, value_RKSU)
+        (by_logit_RKMS,) = uncapped(weight_RKMS * (by_weight_RKMS - _queries(mean_RKGW1, query)))
+        weight_RKMS, by_logit_RKMS = (each.astype(value_RKSU.dtype) for each in (weight_RKMS, by_logit_RKMS))
+        by_query_RKMH = _queries(by_query_RKGWH, query) + _product("RKMS,RKSH->RKMH", by_logit_RKMS, key_RKSH)
+        by_key_RKSH = _tile(by_key_RKWH, key) + _product("RKMS,RKMH->RKSH", by_logit_RKMS, query_RKMH)
+        by_value_RKSU = _tile(by_value_RKWU, key) + _product("RKMS,RKMU->RKSU", weight_RKMS, by_mixed_RKMU)
+        return (
+            _renew(by_query_RKGWH, by_query_RKMH, query),
+            _renew(by_key_RKWH, by_key_RKSH, key),
+            _renew(by_value_RKWU, by_value_RKSU, key),
+        ), None
+
+    found, _ = lax.scan(
+        body, tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays), _visits(query_RKGWH.shape[3], score_mod)
+    )
+    by_arrays = (gradient.astype(array.dtype) for gradient, array in zip(found, arrays, strict=True))
+    by_sink_KG = None
+    if sink_KG is not None:
+        weight_RKGW1 = jnp.exp(sink_KG[None, :, :, None, None] - log_sum_RKGW1)
+        by_sink_KG = -(weight_RKGW1 * mean_RKGW1).sum(axis=(0, 3, 4))
+    return *by_arrays, by_sink_KG, None, None, None
+
+
+_flash.defvjp(_forward, _backward)
