@@ -128,15 +128,20 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
     assert sorted(zip(queries.tolist(), keys.tolist(), strict=True)) == sorted({(16 * q, 16 * k) for q, k in seen})
 
 
-def test_memory_of_a_long_row_grows_with_the_row():
-    """Twice the tokens take twice the temporaries of forward and backward."""
+@pytest.mark.parametrize("layers", [1, 3])
+def test_memory_of_a_long_row_grows_with_the_row(layers):
+    """Twice the tokens take twice the temporaries of forward and backward; layers are computed again."""
 
     def temporary(width):
         shape = jax.ShapeDtypeStruct((1, width, 4, 8), jnp.float32)
         segment = jax.ShapeDtypeStruct((1, width), jnp.int32)
 
         def loss(query, key, value, segment):
-            return attention_xla.attend_blocks(query, key, value, segment).sum()
+            @jax.checkpoint
+            def layer(hidden, _):
+                return attention_xla.attend_blocks(hidden, key, value, segment), None
+
+            return jax.lax.scan(layer, query, length=layers)[0].sum()
 
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, segment).compile()
         return program.memory_analysis().temp_size_in_bytes

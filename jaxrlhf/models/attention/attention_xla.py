@@ -81,7 +81,7 @@ class _Places(NamedTuple):
     image_RS: Array | None
 
     def cut(self, part: Callable[[Array], Array]) -> "_Places":
-        """Those of a part of the positions, which are the last dimension."""
+        """Part of the positions, which are the last dimension."""
         image_RS = None if self.image_RS is None else part(self.image_RS)
         return _Places(part(self.place_S), part(self.segment_RS), image_RS)
 
@@ -188,6 +188,9 @@ def _renew(array: Array, tile: Array, start: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(array, tile, start, array.ndim - 2)
 
 
+_whole = partial(jax.checkpoint, prevent_cse=False)
+"""A body that is not divided: a loop over layers would compute the masks of all tiles before itself, and keep them."""
+
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -212,6 +215,7 @@ def _forward(
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
     places = _places(segment_RW, score_mod)
 
+    @_whole
     def body(carry, starts):
         sums_RKGWU, total_RKGW1, peak_RKGW1 = carry
         query, key = starts
@@ -249,6 +253,7 @@ def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, 
     # Softmax takes from each score's gradient their mean under its weights.
     mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
+    @_whole
     def body(carry, starts):
         by_query_RKGWH, by_key_RKWH, by_value_RKWU = carry
         query, key = starts
