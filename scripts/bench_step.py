@@ -67,6 +67,7 @@ def config_of(
     hosts: bool = False,
     old_logp: Literal["auto", "bypass"] = "auto",
     on_new_weights: Literal["recompute", "keep"] = "recompute",
+    stream_parts: int = 1,
 ) -> Config:
     """The workload as a configuration of one update a step."""
     training = Training(
@@ -96,6 +97,7 @@ def config_of(
             staleness=staleness,
             over_provision=over_provision,
             on_new_weights=on_new_weights,
+            stream_parts=stream_parts,
         ),
         pools=APART if apart else (),
         devices=2 if hosts and not apart else None,
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="two hosts of Ray with a device each; NPROC=1 is a core")
     parser.add_argument("--old-logp", choices=("auto", "bypass"), default="auto", help="as PolicyGradient.old_logp")
     parser.add_argument("--on-new-weights", choices=("recompute", "keep"), default="recompute", help="as in Rollout")
+    parser.add_argument("--stream-parts", type=int, default=1, help="as Rollout.stream_parts, with --apart")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     # Hosts read the tokenizer themselves, and refuse one that cannot write what it read.
@@ -191,6 +194,7 @@ def main() -> None:
         hosts=flags.hosts,
         old_logp=flags.old_logp,
         on_new_weights=flags.on_new_weights,
+        stream_parts=flags.stream_parts,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))

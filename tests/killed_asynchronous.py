@@ -26,6 +26,7 @@ def cases() -> dict[str, Case]:
     ppo = config_of(PPO(responses_per_update=64))
     return {
         "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), gradients=4),
+        "in parts on two pools": Case(replace(grpo, pools=APART, rollout=in_parts(grpo.rollout)), gradients=14),
         "4 on one pool": Case(replace(ppo, rollout=replace(ppo.rollout, staleness=4)), gradients=4),
         "1 put off": Case(replace(ppo, rollout=over(ppo.rollout, 1)), gradients=4),
         "2 put off, two pools": Case(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2)), gradients=3),
@@ -38,6 +39,11 @@ def over(rollout: Rollout, staleness: int, **changes: str) -> Rollout:
     ends = replace(rollout.sampling, stop_tokens=("e", "a", "1"))
     how = {"staleness": staleness, "over_provision": 1.5, "max_response_tokens": 16, "decode_tokens_per_dispatch": 2}
     return replace(rollout, sampling=ends, **how, **changes)
+
+
+def in_parts(rollout: Rollout) -> Rollout:
+    """A step of which a quarter is learnt from as soon as that is complete, at no staleness."""
+    return replace(over(rollout, 0), over_provision=1.0, stream_parts=4)
 
 
 def main() -> None:

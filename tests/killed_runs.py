@@ -92,9 +92,9 @@ def config_of(algorithm: Algorithm) -> Config:
 
 def die_at(case: Case, workdir: Path) -> None:
     """Have this process killed at the case's moment, when something is saved."""
-    original, left = TrainedWorker.gradient, case.gradients
+    original, left = TrainedWorker._added, case.gradients
 
-    def gradient(self, *args, **kwargs):
+    def added(self, *args, **kwargs):
         nonlocal left
         result = original(self, *args, **kwargs)
         left -= self.role == case.role
@@ -104,7 +104,7 @@ def die_at(case: Case, workdir: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    TrainedWorker.gradient = gradient
+    TrainedWorker._added = added
 
 
 def forked(case: Case, workdir: Path, *, dies: bool) -> int:

@@ -28,7 +28,7 @@ from jaxrlhf.engine.sampling import sample, settings_of, uniforms
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import mesh_of
 from jaxrlhf.trainer.run import run
-from jaxrlhf.workers.sampler import to_rollout
+from jaxrlhf.workers.generation.rollouts import to_rollout
 
 MODEL = ModelConfig(
     family="qwen2",

@@ -17,8 +17,8 @@ from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.sharding.mesh import mesh_of
+from jaxrlhf.workers.generation.rollouts import to_rollout
 from jaxrlhf.workers.router_replay import router_inputs, router_metrics
-from jaxrlhf.workers.sampler import to_rollout
 
 MODEL = ModelConfig(
     family="qwen3_moe",

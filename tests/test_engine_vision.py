@@ -16,7 +16,7 @@ from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Sections, Vision
-from jaxrlhf.workers.sampler import to_rollout
+from jaxrlhf.workers.generation.rollouts import to_rollout
 
 IMAGE = 90
 VISION = Vision(

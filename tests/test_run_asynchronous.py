@@ -18,7 +18,8 @@ AGES = {"1 on two pools": [0, 1, 1, 1, 1, 1], "4 on one pool": [0, 1, 2, 3, 4, 4
 PUT_OFF = {"1 put off": (0, 1), "2 put off, two pools": (1, 2), "1 put off and kept": (0, 1)}
 """Least and most age of tokens, once the run is under way."""
 
-SLOW = ("1 on two pools", "1 put off")
+PARTS = "in parts on two pools"
+SLOW = ("1 on two pools", "1 put off", PARTS)
 
 
 def cases(names):
@@ -42,7 +43,7 @@ def folder(programs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", cases([*AGES, *PUT_OFF]))
+@pytest.mark.parametrize("name", cases([*AGES, *PUT_OFF, PARTS]))
 def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
     whole, cut = folder(name) / "whole", folder(name) / "cut"
     assert json.loads((folder(name) / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
@@ -91,3 +92,15 @@ def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder
     assert overlapping
     shares = [record["time/generation_idle_share"] for record in records(whole / "metrics.jsonl")]
     assert all(0 <= share <= 1 for share in shares)
+
+
+@pytest.mark.slow
+def test_a_part_is_learnt_from_while_the_next_is_drawn_and_what_is_learnt_is_of_the_newest_policy(folder):
+    whole = folder(PARTS) / "whole"
+    spans = {"generate_part": [], "add_gradient": []}
+    for event in json.loads((whole / "timeline.json").read_text()):
+        if event["name"] in spans:
+            spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(spans["add_gradient"]) == len(spans["generate_part"]) == 4 * 6
+    assert any(a < end and start < b for a, b in spans["add_gradient"] for start, end in spans["generate_part"])
+    assert all(record["sampler/logp_gap_mean"] < 1e-5 for record in numbers(whole / "metrics.jsonl"))

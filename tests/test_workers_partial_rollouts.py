@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,25 @@ def test_a_round_ends_with_enough_groups_or_when_those_that_are_due_are_complete
     assert all_of_them.complete_P.all()
     [none, _] = in_rounds(loaded, Sampling(), [1.0, 1.0], complete=0)
     assert not none.ended_B.any() and none.tokens == 0
+
+
+def test_groups_in_parts_are_those_drawn_at_once_the_first_to_be_complete_first(loaded):
+    engine, how = loaded(1.0, 0), {"responses_per_prompt": COPIES, "seed": SEED}
+    expected = whole(engine, Sampling())
+    *parts, last = sampler_of(engine).generate_parts(problems(), Sampling(), parts=3, **how)
+    assert [len(part.truncated_B) for part in (*parts, last)] == [COPIES, COPIES, 2 * COPIES]
+    assert not engine.unfinished and not engine.book.active
+    found = [part.sequences.prompt_id_B for part in (*parts, last)]
+    rows = np.concatenate([np.flatnonzero(np.isin(expected.sequences.prompt_id_B, own)) for own in found])
+    together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts, last)
+    jax.tree.map(lambda own, other: np.testing.assert_array_equal(own, other[rows]), together, expected)
+    assert sorted(rows.tolist()) == list(range(len(rows)))
+    tokens_PG = [part.sequences.mask_BT.sum(axis=1).reshape(-1, COPIES) for part in (*parts, last)]
+    longest = [part.max(axis=1) for part in tokens_PG]
+    for before, after in pairwise(longest):
+        assert before.max() <= after.min() + engine._shape.tokens_per_dispatch
+    with pytest.raises(Refusal, match="one has 4; lower it to that"):
+        next(sampler_of(engine).generate_parts(problems(), Sampling(), parts=5, **how))
 
 
 def test_what_tokens_were_drawn_among_goes_on_with_them():

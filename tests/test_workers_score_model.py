@@ -16,8 +16,8 @@ from jaxrlhf.engine import Completion
 from jaxrlhf.models import load_params, read_config
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.workers.generation.rollouts import to_rollout
 from jaxrlhf.workers.reward import Reward
-from jaxrlhf.workers.sampler import to_rollout
 from jaxrlhf.workers.score_model import ScoreModel
 
 TEXTS = [

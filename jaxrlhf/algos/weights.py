@@ -6,6 +6,7 @@ devices can then not change the loss.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.groups import dense_ids, group_sum
@@ -71,6 +72,24 @@ def token_weights(
         case _:
             raise ValueError(f"unknown aggregation {aggregation!r}; see jaxrlhf.config.Aggregation")
     return jnp.where(mask_BT, jnp.broadcast_to(weight, tokens_B.shape)[:, None], 0)
+
+
+def denominator(mask_BT: Array, prompt_id_B: Array, aggregation: Aggregation) -> int:
+    """The count of the whole update that `token_weights` divides by; at least 1.
+
+    Weights of some of its sequences or prompts, by themselves, are those of the whole times its count over theirs.
+    """
+    trained_B = np.asarray(mask_BT).any(axis=1)
+    match aggregation:
+        case "token-mean":
+            count = int(np.asarray(mask_BT).sum())
+        case "token-sum":
+            count = 1
+        case "prompt-mean":
+            count = len(np.unique(np.asarray(prompt_id_B)[trained_B]))
+        case _:
+            count = int(trained_B.sum())
+    return max(count, 1)
 
 
 def _prompt_mean(tokens_B: Array, prompt_B: Array) -> Array:

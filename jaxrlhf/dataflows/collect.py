@@ -15,6 +15,7 @@ from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Re
 from jaxrlhf.dataflows.batches.episodes import scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.batches.streamed import begun
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
 
@@ -79,6 +80,8 @@ def answered(
     how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
         return gone_through(roles, config.environment, problems, sampling, **how)
+    if (parts := config.rollout.stream_parts) > 1:
+        return begun(roles, problems, sampling, parts=parts, **how)
     rollout = roles.actor.generate_sequences(problems, sampling, **how)
     return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
 

@@ -4,15 +4,16 @@ Source: AReaL (arXiv:2505.24298), which computes keys and values again, and Pipe
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxrlhf.config import Refusal
+from jaxrlhf.config import Refusal, Sampling
+from jaxrlhf.engine import checks
 from jaxrlhf.engine.cache.held import HeldCache, HeldRows, Newest, can_hold, go_on, prefilled_of, taken, together
 from jaxrlhf.engine.engine import Engine
 from jaxrlhf.engine.scheduler import Placement
-from jaxrlhf.engine.sequence import Completion, SequenceState
+from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 
 
 class InterruptibleEngine(Engine):
@@ -74,6 +75,50 @@ class InterruptibleEngine(Engine):
                 self.book.go_on(slot, one.length, limit=sequence.limit - sequence.request.drawn)
                 self._contents.start(slot, sequence)
             self._put(placements, own, group)
+
+    def generate_groups(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        copies: int,
+        counts: Sequence[int],
+        progress: Callable[[int, int], None],
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> Iterator[list[Completion]]:
+        """Answer requests as `generate` does, and give groups as they are complete, which is a matter of counts alone.
+
+        Nothing goes on between two of what it gives. The cache is freed before the last.
+
+        Args:
+          copies: Requests of a group, side by side.
+          counts: Groups that are given at a time, which add up to all.
+
+        Yields:
+          Completions of the first groups that are complete, each time in the order of the requests.
+        """
+        checks.check_unique(requests)
+        assert not self.unfinished, "those of the step before are complete"
+        group_of = {request.request_id: place // copies for place, request in enumerate(requests)}
+        left, completions = [copies] * (len(requests) // copies), dict[int, Completion]()
+        complete: list[int] = []
+        for request in requests:
+            self.add(request, sampling, seed=seed)
+        for count in counts:
+            while len(complete) < count:
+                for completion in self.step():
+                    completions[completion.request_id] = completion
+                    left[group := group_of[completion.request_id]] -= 1
+                    complete += [group] * (left[group] == 0)
+                    if on_completion is not None:
+                        on_completion(completion)
+                progress(len(completions), len(requests))
+            given, complete = sorted(complete[:count]), complete[count:]
+            if not (self.unfinished or complete):
+                self.free()
+            asked = [request for group in given for request in requests[group * copies : (group + 1) * copies]]
+            yield [completions[request.request_id] for request in asked]
 
     def compile_held(self) -> None:
         """Compile what takes responses out of slots and puts them back, of every length that may be under way."""

@@ -165,6 +165,9 @@ class GeneratesElsewhere(ABC):
     def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
 
+    def generate_part(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.generate_part(*args, versions=self._sent(), **kwargs)
+
     def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
 
@@ -196,6 +199,10 @@ class ActorApart(GeneratesElsewhere):
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
         self._newest = None
         return self._actor.update_actor(*args, **kwargs)
+
+    def update_by_gradients(self, *args: object, **kwargs: object) -> Pending[Any]:
+        self._newest = None
+        return self._actor.update_by_gradients(*args, **kwargs)
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)

@@ -75,6 +75,7 @@ class Synchronous:
         """
         cluster, position = self.config.cluster, self.loader.state()
         relaunches = cluster is not None and cluster.restarts > 0 and self.config.generates_apart
+        relaunches &= self.config.rollout.stream_parts == 1  # else learning from a part has begun
         while True:
             try:
                 collected = function_of(self.config.algorithm, "collect")(roles(), work)

@@ -13,12 +13,13 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
-from jaxrlhf.config import Optimizer, Sampling
+from jaxrlhf.config import Optimizer, Refusal, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
+from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.model import Metrics, ModelSetup
-from jaxrlhf.workers.sampler import MixtureSampler, Sampler
-from jaxrlhf.workers.trained_model import Objective, TrainedWorker
+from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.trained_model import Objective, TrainedWorker, Updated
 
 
 class Actor(TrainedWorker):
@@ -133,6 +134,25 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def generate_part(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+        part: int,
+        parts: int,
+    ) -> RolloutBatch:
+        """Sample the next part of what `generate_sequences` does: groups that are complete before those of later parts.
+
+        Other devices than the actor's do, in calls for one part after another, from 0 on.
+        """
+        raise Refusal(
+            "rollout.stream_parts has generation wait between parts, which a pool of its own can; give it one"
+        )
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_opponents(self, problems: Sequence[Problem], sampling: Sampling, *, seed: int) -> RolloutBatch:
@@ -257,7 +277,31 @@ class Actor(TrainedWorker):
     ) -> Metrics:
         """Update the policy once per minibatch. `temperature=None` is the rollout's."""
         scale = self.setup.temperature if temperature is None else temperature
-        metrics, first = self.update(minibatches, objective, settings, temperature=scale)
+        return self._updated(self.update(minibatches, objective, settings, temperature=scale))
+
+    @worker_method(THREE_D_PROTO, part="update")
+    def add_gradient(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
+        """Add the gradient of a part of an update, whose weights are not divided by the count of the whole yet.
+
+        Returns:
+          No metrics; they are those of the update.
+        """
+        [part] = minibatches
+        self.add_part(part, objective, settings, temperature=self.setup.temperature)
+        return {}
+
+    @worker_method(THREE_D_PROTO, part="update")
+    def update_by_gradients(self, count: int) -> Metrics:
+        """Update the policy by the sum of the gradients that were added.
+
+        Args:
+          count: What the weights of all of them are divided by.
+        """
+        return self._updated(self.update_by_parts(count))
+
+    def _updated(self, updated: Updated) -> Metrics:
+        """Metrics of an update, which makes a new version of the policy."""
         self.version += 1
+        metrics, first = updated
         # At the first minibatch nothing has moved yet: what is not 0 here is numerics, or a bug.
         return metrics | {"policy/kl_old_first": first["policy/kl_old"]} if "policy/kl_old" in first else metrics

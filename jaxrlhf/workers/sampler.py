@@ -1,6 +1,6 @@
 """Generation of rollouts: on the actor's own devices, or on another pool with copies of its weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,17 +9,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import EpisodeBatch, Params, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append, prompts_alone
+from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, InterruptibleEngine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
-from jaxrlhf.models.mixture import GeometricMixture
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.sharding.submesh import hand_over
+from jaxrlhf.workers.generation.rollouts import request_to_go_on, requests_of, to_rollout
 from jaxrlhf.workers.model import Metrics, Progress
 
 CompletionListener = Callable[[Problem, Completion], None]
@@ -98,12 +98,7 @@ class Sampler:
         Args:
           seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
         """
-        requests = [
-            Request(problem.prompt_id * responses_per_prompt + copy, problem.prompt_tokens, images=problem.images)
-            for problem in problems
-            for copy in range(responses_per_prompt)
-        ]
-        prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
+        requests, prompts = requests_of(problems, responses_per_prompt)
         completions = self.engine.generate(
             requests,
             sampling,
@@ -119,6 +114,38 @@ class Sampler:
                 "engine record it, or sample with temperature only"
             )
         return rollout
+
+    def generate_parts(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
+    ) -> Iterator[RolloutBatch]:
+        """Sample what `generate` does, and give it in so many parts, the groups that are complete first before others.
+
+        Raises:
+          Refusal: There are fewer problems than parts, or the engine gives nothing before it has all.
+        """
+        if not isinstance(self.engine, InterruptibleEngine):
+            raise Refusal(
+                f"rollout.stream_parts={parts} takes groups as they are complete, and {type(self.engine).__name__} "
+                "answers all at once; drop it, or generate with this project's own engine"
+            )
+        if len(problems) < parts:
+            raise Refusal(
+                f"rollout.stream_parts={parts} has every host that generates give groups to each part, and one has "
+                f"{len(problems)}; lower it to that, or raise rollout.prompts_per_step"
+            )
+        requests, prompts = requests_of(problems, responses_per_prompt)
+        asked = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
+        ends = [part * len(problems) // parts for part in range(parts + 1)]
+        for completions in self.engine.generate_groups(
+            requests,
+            sampling,
+            seed=seed,
+            copies=responses_per_prompt,
+            counts=np.diff(ends).tolist(),
+            progress=lambda done, total: self.progress("generate", done, total),
+            on_completion=self._listener(requests, prompts),
+        ):
+            yield to_rollout([asked[one.request_id] for one in completions], completions, width=self.width)
 
     def go_on(
         self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round
@@ -138,7 +165,7 @@ class Sampler:
         open_rows = [row for row in range(len(ended_B)) if not ended_B[row]]
         open_rows.sort(key=lambda row: begun_P[row // copies])
         requests = {
-            row: _request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
+            row: request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
             for row in open_rows
         }
         row_of = {request.request_id: row for row, request in requests.items()}
@@ -241,6 +268,7 @@ class RolloutWorker:
         self._weights: dict[str, Any] = {}
         self._version = -1
         self._metrics: Metrics = {}
+        self._parts: Iterator[RolloutBatch] = iter(())
 
     def take_metrics(self) -> Metrics:
         """Cost of receiving weights since the last call."""
@@ -296,6 +324,25 @@ class RolloutWorker:
         return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def generate_part(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+        part: int,
+        parts: int,
+        versions: Sequence[int],
+    ) -> RolloutBatch:
+        """Sample the next part of the responses with the weights last sent; see `Actor.generate_part`."""
+        sampler = self._at_version(versions)
+        if part == 0:
+            how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
+            self._parts = sampler.generate_parts(problems, sampling, **how)
+        return next(self._parts)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def continue_sequences(
         self,
         problems: Sequence[Problem],
@@ -341,54 +388,3 @@ class RolloutWorker:
         """The sampler, whose engine frees its cache by itself; the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
         return self._sampler
-
-
-def _request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:
-    """Request for the rest of the response in a row, to a problem of which this is one of several copies."""
-    length = int(rollout.sequences.length_B[row])
-    tokens, drawn = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
-    number = problem.prompt_id * copies + copy
-    return Request(number, tuple(tokens.tolist()), images=problem.images, drawn=drawn)
-
-
-def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, width: int) -> np.ndarray | None:
-    """`[B, T, ...]` records of tokens, each from its start on; -1 where none were made."""
-    if not recorded or recorded[0] is None:
-        return None
-    padded = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, recorded[0].dtype)
-    for row, (start, own) in enumerate(zip(starts, recorded, strict=True)):
-        assert own is not None
-        padded[row, start : start + len(own)] = own
-    return padded
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureSampler(Sampler):
-    """A sampler of a mixture of the policy and the reference; its `config` is the mixture's.
-
-    Attributes:
-      reference: Weights of the reference in the generation layout over the whole mesh.
-    """
-
-    reference: Params
-
-    def load(self, weights: Any, version: int, *, spent: Any) -> None:
-        """Set the engine's weights, of which the policy's are given as those of any sampler; none are deleted."""
-        assert isinstance(self.config, GeometricMixture)
-        policy, reference = (hand_over(tree, self.submesh) for tree in (weights["parameters"], self.reference))
-        self.engine.update_weights(PolicyWeights(self.config, self.config.joined(policy, reference), version))
-
-
-def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
-    """Completions as left-aligned arrays of `width` columns."""
-    rollout = prompts_alone(prompts, width=width)
-    for row, completion in enumerate(completions):
-        append(rollout, row, completion.tokens, completion.logps, version=completion.version)
-    starts = [len(problem.prompt_tokens) for problem in prompts]
-    sequences = replace(
-        rollout.sequences,
-        choice_BTLk=_padded([completion.choice_TLk for completion in completions], [0] * len(starts), width=width),
-        images_B=images_of_problems(prompts),
-        kept_BTK=_padded([completion.kept_TK for completion in completions], starts, width=width),
-    )
-    return replace(rollout, sequences=sequences, truncated_B=np.array([c.truncated for c in completions]))

@@ -96,6 +96,8 @@ class TrainedWorker(ModelWorker):
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
+        self._divided = jax.jit(_over, donate_argnums=0, out_shardings=layout)
+        self._parts: tuple[Params, list[dict[str, jax.Array]]] | None = None
         self._gradient_programs: dict[tuple[Hashable, Hashable], Any] = {}
 
     @property
@@ -180,18 +182,24 @@ class TrainedWorker(ModelWorker):
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Gradient of `sum(weight * token_loss)` by what is trained, over all microbatches, and their metric sums."""
+        gradient, sums = self._added(self._zeros(self.trained.tree), experience, objective, settings, temperature)
+        return self._sum(gradient), sums
+
+    def _added(
+        self, gradient: Params, experience: Experience, objective: Objective, settings: Hashable, temperature: float
+    ) -> tuple[Params, list[dict[str, jax.Array]]]:
+        """A gradient of each replica and that of all microbatches, and their metric sums."""
         packing = self.pack(experience.sequences)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self.gradient_program(objective, settings)
-        trained = self.trained.tree
-        gradient, sums = self._zeros(trained), []
+        trained, sums = self.trained.tree, []
         for index, rows in enumerate(packing.rows()):
             part = jax.tree.map(lambda x, i=index: x[i], packed)
             gradient, metrics = program(
                 trained, self._frozen, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
             )
             sums.append(metrics)
-        return self._sum(gradient), sums
+        return gradient, sums
 
     def _lower_update(
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
@@ -236,25 +244,53 @@ class TrainedWorker(ModelWorker):
         with self.optimizer.on_devices(), self.parameters.on_devices():
             for experience in minibatches:
                 gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
-                trained, state, norm = self._apply(self.trained.tree, self.optimizer.tree, gradient)
-                self.trained.tree, self.optimizer.tree = trained, state
+                norms.append(self._apply_to_trained(gradient))
                 sums.append(metrics)
-                norms.append(norm)
                 self.setup.progress(f"{self.role} update", len(norms), len(minibatches))
-            # In one go: what the first microbatches report is copied while the last are under way.
-            rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
+            return self._report(norms, sums)
+
+    def add_part(self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float) -> None:
+        """Add the gradient of a part of an update to those of its other parts, which wait for `update_by_parts`."""
+        with self.parameters.on_devices():
+            before, sums = (self._zeros(self.trained.tree), []) if self._parts is None else self._parts
+            gradient, metrics = self._added(before, experience, objective, settings, temperature)
+            self._parts = gradient, [*sums, *metrics]
+
+    def update_by_parts(self, count: int) -> Updated:
+        """One optimizer update by the sum of the parts' gradients over a count."""
+        assert self._parts is not None, "a part was added"
+        (gradient, sums), self._parts = self._parts, None
+        with self.optimizer.on_devices(), self.parameters.on_devices():
+            norm = self._apply_to_trained(self._divided(self._sum(gradient), np.float32(count)))
+            del gradient
+            return self._report([norm], [[{**part, "loss": part["loss"] / count} for part in sums]])
+
+    def _apply_to_trained(self, gradient: Params) -> jax.Array:
+        """One optimizer update; returns the gradient's norm."""
+        trained, state, norm = self._apply(self.trained.tree, self.optimizer.tree, gradient)
+        self.trained.tree, self.optimizer.tree = trained, state
+        return norm
+
+    def _report(self, norms: Any, sums: Any) -> Updated:
+        """Report of updates that were begun, given the norm and the microbatches' metric sums of each.
+
+        Raises:
+          Diverged: A gradient is not finite.
+        """
+        # In one go: what the first microbatches report is copied while the last are under way.
+        rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
         norms = [float(norm) for norm in norms]
         if not np.all(np.isfinite(norms)):
             raise Diverged(
                 f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
                 f"spoilt, resume from the last checkpoint with a lower learning rate or look at samples.jsonl"
             )
-        self.updates += len(minibatches)
+        self.updates += len(norms)
         totals = [_totals(parts) for parts in sums]
         means = _means(totals)
         tokens = sum(total["tokens"] for total in totals)
         own = {
-            f"{self.role}/loss": means.pop("loss") * max(tokens, 1) / len(minibatches),
+            f"{self.role}/loss": means.pop("loss") * max(tokens, 1) / len(norms),
             f"{self.role}/grad_norm": float(np.mean(norms)),
             f"{self.role}/learning_rate": float(rate),
             f"{self.role}/tokens": tokens,
@@ -270,6 +306,10 @@ def _identity(objective: Objective) -> Hashable:
     if not isinstance(objective, FunctionType) or objective.__closure__ or "<" in objective.__qualname__:
         return objective
     return objective.__module__, objective.__qualname__
+
+
+def _over(gradient: Params, count: Array) -> Params:
+    return jax.tree.map(lambda part: (part / count).astype(part.dtype), gradient)
 
 
 def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:

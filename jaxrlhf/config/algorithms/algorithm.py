@@ -102,6 +102,8 @@ class PolicyGradient(Algorithm):
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:responses"
+    advantage_of_group: ClassVar[bool] = False
+    """True if the advantage of a response hangs on its own group alone, and `learn` is that of `dataflows.grpo`."""
 
     responses_per_update: Positive[int] = 64
     epochs_per_step: Positive[int] = 1
@@ -204,6 +206,8 @@ def _check_sampling(config: Config) -> None:
 def check_schedule(config: Config) -> None:
     """Raise `Refusal` if responses cannot wait for the policy, or groups not be put off, as the rollout says."""
     rollout, algorithm = config.rollout, type(config.algorithm).__name__
+    if rollout.stream_parts > 1:
+        _check_stream(config)
     staleness, over = rollout.staleness, rollout.over_provision
     require(
         staleness == 0 or isinstance(config.algorithm, PolicyGradient),
@@ -258,4 +262,51 @@ def check_schedule(config: Config) -> None:
         not rollout.replay_routing,
         f"rollout.over_provision={over} has a response go on under the next weights, and the experts that it went "
         "through before are recorded nowhere, so there is no routing to replay; drop one",
+    )
+
+
+def _check_stream(config: Config) -> None:
+    """Refuse to learn from groups before a step has all of them where that is another update, or gains nothing."""
+    rollout, algorithm, parts = config.rollout, config.algorithm, config.rollout.stream_parts
+    name, streams = type(algorithm).__name__, f"rollout.stream_parts={parts} learns from groups while others are drawn"
+    require(
+        isinstance(algorithm, PolicyGradient)
+        and algorithm.advantage_of_group
+        and type(algorithm).collect == PolicyGradient.collect,
+        f"{streams}, and {name} has advantages, critics or choices of groups that hang on the whole step; leave it at "
+        "1, or choose an algorithm that compares within a group, such as GRPO, RLOO or OPO",
+    )
+    assert isinstance(algorithm, PolicyGradient)
+    updates = algorithm.updates_per_step(config)
+    require(
+        updates == 1,
+        f"{streams} for one update a step, and there are {updates}, of responses that are drawn at random from the "
+        f"whole step; set algorithm.responses_per_update={rollout.responses_per_step} and epochs_per_step=1",
+    )
+    require(
+        algorithm.policy.selection is None,
+        f"{streams}, and {type(algorithm.policy).__name__} chooses among the tokens of the whole step; leave it at 1",
+    )
+    require(
+        config.generates_apart,
+        f"{streams}, and without a pool for 'rollout' both have the same devices; give generation a pool, or leave it "
+        "at 1",
+    )
+    require(
+        rollout.staleness == 0,
+        f"{streams} under one policy, and at rollout.staleness={rollout.staleness} those of a step are complete before "
+        "it begins; set one of the two",
+    )
+    require(
+        config.environment is None and rollout.server is None,
+        f"{streams}, which episodes and rollout.server give all at once; leave it at 1",
+    )
+    require(
+        not config.token_records.entropy,
+        f"{streams}, and token_records.entropy is measured before the update, of all; drop one",
+    )
+    require(
+        rollout.prompts_per_step % parts == 0,
+        f"rollout.stream_parts={parts} does not divide prompts_per_step={rollout.prompts_per_step}; parts are of as "
+        "many groups each",
     )

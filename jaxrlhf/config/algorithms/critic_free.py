@@ -38,6 +38,7 @@ class GRPO(GroupCompared):
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
+    advantage_of_group: ClassVar[bool] = True
 
     normalize_std: bool = True
 
@@ -128,6 +129,7 @@ class RLOO(GroupCompared):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:rloo"
+    advantage_of_group: ClassVar[bool] = True
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 
@@ -137,6 +139,7 @@ class OPO(GroupCompared):
     """On-policy RL with an optimal baseline, optimal for one update a step (Hao et al. 2025, arXiv:2505.23585)."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
+    advantage_of_group: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class MaxRL(GroupCompared):
     """Maximum likelihood of success (Tajwar et al. 2026, arXiv:2602.02710); scores are 0 or more."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:maxrl"
+    advantage_of_group: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ def minibatches(
     same rows in the same order. A minibatch without a token to train on is left out, as long as there is another:
     an optimizer goes on by its momentum where the gradient is 0. Sequences of one episode are in one minibatch.
 
+    Fewer sequences than an update has, such as a part of a step, are one minibatch.
+
     Args:
       fields: `[B, T]` arrays that the loss reads, by name.
       importance_BT: Factors of the main loss's weights.
@@ -57,7 +59,7 @@ def minibatches(
     chosen: list[np.ndarray] = []
     for epoch in range(work.settings.epochs_per_step):
         order = np.random.default_rng([work.seed, epoch]).permutation(len(trained_B))
-        rows_of = order.reshape(-1, work.settings.responses_per_update)
+        rows_of = order.reshape(-1, min(work.settings.responses_per_update, len(order)))
         chosen += [rows for rows in rows_of if trained_B[rows].any()] or [rows_of[0]]
     weights = [
         np.asarray(token_weights(mask_BT[rows], prompt_id_B[rows], aggregation=aggregation, horizon=horizon))

@@ -1,0 +1,36 @@
+"""An update whose gradient is taken in parts, as those of its sequences come, is the update at once."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_workers_gradient import ALGORITHM, POLICY, agree, build, config, experience, part_of
+
+from jaxrlhf.algos import policy_objective
+
+pytestmark = pytest.mark.usefixtures("programs")
+
+
+def updated(builder_and_workers, parts: int) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Moments and metrics of an update, made at once or in parts whose weights are times 5, as if 5 were the count."""
+    actor, batch = builder_and_workers[1]["actor"], part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
+    if parts == 1:
+        report = actor.update([batch], policy_objective, ALGORITHM)
+    else:
+        of_count = {name: 5 * value for name, value in batch.fields.items() if name.endswith("_weight")}
+        undivided = replace(batch, weight_BT=5 * batch.weight_BT, fields=batch.fields | of_count)
+        for part in range(parts):
+            own = jax.tree.map(lambda leaf, part=part: leaf[part::parts], undivided)
+            actor.add_part(own, policy_objective, ALGORITHM, temperature=1.0)
+        report = actor.update_by_parts(5)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(actor.optimizer.tree)], report.metrics
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_update_in_parts_is_that_of_the_whole(devices: int) -> None:
+    settings = config(devices=devices)
+    whole, metrics = updated(build(settings), 1)
+    parts, told = updated(build(settings), 2)
+    agree(parts, whole)
+    assert told == pytest.approx(metrics, rel=1e-5, abs=1e-6)
