@@ -2,33 +2,41 @@
 
     python scripts/agents_learning.py [--seeds 0 1 2] [--only calculator treasure ...] [--folder DIR]
 
-Writes `docs/agents_learning.json` (accuracy by step and seed) and `docs/agents.png` after every run. Accuracy is of
-greedy held-out answers; of the game it is the share of a step's sampled games that are won, since its demonstrations'
-likeliest steps are right from the start. Another seed is other weights, other demonstrations first, and other samples.
+Writes `docs/agents_learning.json` (by step and seed accuracy and the share of episodes that call a tool; seconds of a
+clock and of cores) and `docs/agents.png` after every run. Accuracy is of greedy held-out answers; of games it is the
+share of a step's sampled games that are won, since the likeliest steps of demonstrations may be right from the start.
+Another seed is other weights, other demonstrations first, and other samples.
 All runs with a calculator begin from one cold start a seed, which a folder keeps.
 """
 
 import argparse
 import json
+import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "agents_learning.json"
 HELD_OUT = 256
-BLUE = "#3b6fb6"
+BLUE, GREY = "#3b6fb6", "#999999"
+PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "gymnasium")
+CALLS = "eval/tool/episodes_share"
 
 
 def broken(expression: str) -> str:
@@ -51,6 +59,11 @@ def useless() -> Config:
     return replace(load("tools_arithmetic"), steps=8, environment=tools)
 
 
+def unmasked() -> Config:
+    """What the tool said is trained on as if the policy had; `learn` takes the masks away."""
+    return calculator()
+
+
 def client() -> Config:
     """Called by a program that talks through OpenAI's client."""
     config = load("agent_openai")
@@ -65,6 +78,14 @@ def framework() -> Config:
     return replace(config, environment=replace(config.environment, program=program))
 
 
+def graph() -> Config:
+    """Called by a graph of LangGraph."""
+    config = client()
+    assert isinstance(config.environment, Agent)
+    program = f"{Path(__file__).resolve().with_name('langgraph_agent.py')}:run"
+    return replace(config, environment=replace(config.environment, program=program))
+
+
 def treasure() -> Config:
     """A game, whose demonstrations go towards the treasure six times out of ten."""
     return load("game_treasure")
@@ -73,6 +94,16 @@ def treasure() -> Config:
 def treasure_without_states() -> Config:
     """The same by GRPO, which gives all steps of a game the same advantage."""
     return replace(treasure(), algorithm=GRPO(responses_per_update=64))
+
+
+def higher_lower() -> Config:
+    """A secret number, whose demonstrations guess any number that is left."""
+    return load("game_higher_lower")
+
+
+def lake() -> Config:
+    """A game of gymnasium's."""
+    return load("game_frozen_lake")
 
 
 def python() -> Config:
@@ -88,19 +119,35 @@ def retrieval() -> Config:
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
+    "no mask": unmasked,
     "OpenAI's client": client,
     "openai-agents": framework,
+    "LangGraph": graph,
     "Python": python,
     "search": retrieval,
     "treasure": treasure,
     "treasure, GRPO": treasure_without_states,
+    "higher or lower": higher_lower,
+    "frozen lake": lake,
 }
-WHOLE = ("Python", "search", "treasure", "treasure, GRPO")
+GAMES = ("treasure", "treasure, GRPO", "higher or lower", "frozen lake")
+WHOLE = ("Python", "search", *GAMES)
 """Runs with a cold start of their own."""
 
 
-def learn(config: Config, folder: Path, name: str, seed: int) -> dict[int, float]:
-    """Accuracy by step."""
+def without_masks(conversation: Conversation) -> tuple[TokenSequence, ...]:
+    """Rows of an episode in which all that follows the first prompt is trained on, whoever said it."""
+    rows = SEQUENCES(conversation)
+    begun = [row.mask.index(1) if 1 in row.mask else len(row.mask) for row in rows]
+    masks = [(0,) * first + (1,) * (len(row.mask) - first) for row, first in zip(rows, begun, strict=True)]
+    return tuple(replace(row, mask=mask) for row, mask in zip(rows, masks, strict=True))
+
+
+SEQUENCES = Conversation.sequences
+
+
+def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Accuracy, and the share of held-out episodes that call a tool, by step."""
     every = 4 if config.steps > 8 else 2
     config = replace(
         config,
@@ -111,9 +158,11 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> dict[int, float
     )
     if name not in WHOLE:
         config = replace(config, model=imitating(config, folder, seed), cold_start=None)
-    jaxrlhf.run(config)
+    sequences = without_masks if name == "no mask" else SEQUENCES
+    with mock.patch.object(Conversation, "sequences", sequences):
+        jaxrlhf.run(config)
     curves = read_curves(config.folder / "metrics.jsonl")
-    return dict(curves["score/mean" if name.startswith("treasure") else "eval/accuracy"])
+    return dict(curves["score/mean" if name in GAMES else "eval/accuracy"]), dict(curves.get(CALLS, {}))
 
 
 def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
@@ -126,14 +175,16 @@ def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
     return Pretrained(str(exported))
 
 
-def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
-    """A panel for each kind of run, a line a seed."""
+def draw(curves: dict[str, dict[str, Any]], calls: dict[str, dict[str, Any]]) -> Figure:
+    """A panel for each kind of run, a line a seed, and dotted ones of the episodes that call a tool."""
     rows = -(-len(curves) // 4)
     figure = Figure(figsize=(10, 2.2 * rows + 0.3), layout="constrained")
     for place, (name, seeds) in enumerate(curves.items(), start=1):
         axes = figure.add_subplot(rows, 4, place)
         for curve in seeds.values():
             axes.plot([int(step) for step in curve], list(curve.values()), color=BLUE, linewidth=1.2)
+        for curve in calls.get(name, {}).values():
+            axes.plot([int(step) for step in curve], list(curve.values()), ":", color=GREY, linewidth=1)
         axes.set_title(name, fontsize=9)
         axes.set_ylim(0, 1.03)
         axes.spines[["top", "right"]].set_visible(False)
@@ -143,10 +194,22 @@ def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
     return figure
 
 
+def core_seconds() -> float:
+    """Seconds of a core that this process and the children that it waited for have taken, the system's included."""
+    taken = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in taken)
+
+
 def about() -> dict[str, Any]:
     """Machine, versions and date of a measurement."""
-    versions = bench.versions("jax", "openai", "openai-agents")
-    return {"processor": bench.processor(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
+    there = {package.name for package in distributions()}
+    return {
+        "processor": bench.processor(),
+        "versions": bench.versions(*[package for package in PACKAGES if package in there]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": bench.commit(),
+        "load": os.getloadavg()[2],
+    }
 
 
 def main() -> None:
@@ -160,14 +223,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for seed in flags.seeds:
             for name in flags.only:
-                start = time.monotonic()
-                curve = learn(RUNS[name](), flags.folder or Path(place), name, seed)
+                start, cores = time.monotonic(), core_seconds()
+                curve, calls = learn(RUNS[name](), flags.folder or Path(place), name, seed)
                 measured["about"][name] = about()
                 measured["accuracy"].setdefault(name, {})[str(seed)] = curve
-                measured.setdefault("seconds", {}).setdefault(name, {})[str(seed)] = round(time.monotonic() - start)
+                if calls:
+                    measured.setdefault("calls", {}).setdefault(name, {})[str(seed)] = calls
+                took = {"seconds": time.monotonic() - start, "core_seconds": core_seconds() - cores}
+                for unit, amount in took.items():
+                    measured.setdefault(unit, {}).setdefault(name, {})[str(seed)] = round(amount)
                 PAGE.write_text(json.dumps(measured) + "\n")
-                done = json.loads(PAGE.read_text())["accuracy"]
-                draw({name: done[name] for name in RUNS if name in done}).savefig(DOCS / "agents.png", dpi=110)
+                done = json.loads(PAGE.read_text())  # with texts as keys throughout
+                curves = {name: done["accuracy"][name] for name in RUNS if name in done["accuracy"]}
+                draw(curves, done.get("calls", {})).savefig(DOCS / "agents.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Tools that come as examples answer as their demonstrations say, and their questions cannot be known by heart."""
 
+from functools import cache
+
 import pytest
 
 from jaxrlhf.config import load
 from jaxrlhf.data.generated import generated_records
+from jaxrlhf.environments.games import HigherLower
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply, ToolCall
 
@@ -44,3 +47,56 @@ def test_answers_of_held_out_questions_are_found_in_two_steps_and_trained_on_in_
             assert first["content"].startswith(f"a {subject} {between}")
             assert second["content"].startswith(f"b {between} {record['answer']}")
             assert said["content"] == f"#### {record['answer']}"
+
+
+def halving(left: str) -> str:
+    low, high = map(int, left.split("-"))
+    return str((low + high) // 2)
+
+
+def test_halving_finds_every_number_and_is_told_what_is_left():
+    for secret in range(1, 65):
+        game, turns = HigherLower(), 0
+        seen, done = game.reset({"prompt": "1-64", "answer": str(secret)}, 0).state, False
+        while not done:
+            assert turns < 7
+            told = game.step(Reply(halving(seen), ""))
+            seen, done, turns = told.state, told.done, turns + 1
+            assert done or [told.messages[0]["content"], told.reward] == [seen, 0.0]
+        assert told.reward == 1.0
+
+
+def test_guesses_that_mean_nothing_tell_nothing():
+    game = HigherLower()
+    game.reset({"prompt": "1-64", "answer": "20"}, 0)
+    assert game.step(Reply("40", "")).state == "1-39"
+    for said in ("", "x", "-1", "0", "40", "64", "3 4", "\u0665"):
+        told = game.step(Reply(said, ""))
+        assert (told.state, told.reward, told.done) == ("1-39", 0.0, False)
+
+
+@cache
+def found(numbers: int, guesses: int) -> float:
+    """Share of secrets found by guesses at any number that is left."""
+    if not guesses or not numbers:
+        return 0.0
+    return sum(
+        (1 + below * found(below, guesses - 1) + (numbers - 1 - below) * found(numbers - 1 - below, guesses - 1))
+        for below in range(numbers)
+    ) / (numbers * numbers)
+
+
+def test_demonstrations_find_as_many_numbers_as_guesses_at_what_is_left():
+    assert found(64, 7) == pytest.approx(0.643, abs=5e-4)
+    played = records(load("game_higher_lower"), "train", 4000)
+    wins = 0
+    for record in played:
+        game = HigherLower()
+        game.reset(record, 0)
+        messages = [{"role": "user", "content": record["prompt"]}, *record["solution"]]
+        for asked, said, answer in zip(messages[::2], messages[1::2], [*messages[2::2], None], strict=True):
+            assert (asked["role"], said["role"]) == ("user", "assistant")
+            told = game.step(Reply(said["content"], said["content"]))
+            assert answer is None or told.messages[0]["content"] == answer["content"]
+        wins += told.done
+    assert wins / len(played) == pytest.approx(0.643, abs=0.03)

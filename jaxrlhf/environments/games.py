@@ -1,9 +1,14 @@
 """Games of several turns, whose best play is known."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.environments.gymnasium import Gymnasium
 from jaxrlhf.episode import Observation, Opening, Reply
+
+lake = Gymnasium("FrozenLake-v1", actions=("L", "D", "R", "U"), is_slippery=False)
+"""Gymnasium's frozen lake of 4 x 4 cells, told by the number of the cell; needs `jaxrlhf[environments]`."""
 
 
 class Treasure:
@@ -29,3 +34,29 @@ class Treasure:
 
     def _told(self, text: str) -> Observation:
         return Observation([{"role": "user", "content": text}], state=self._place)
+
+
+class HigherLower:
+    """A secret number, to be guessed; each guess is told the numbers that are left, and 1 is paid for the right one.
+
+    The state is the numbers that are left. With seven guesses at a number from 1 to 64, halving what is left always
+    finds it, guessing any that is left finds 64.3 % of the numbers, and guessing without listening 10.9 %.
+    """
+
+    def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
+        """Begin with all numbers of the record's prompt, `lowest-highest`; its `answer` is the secret."""
+        self._lowest, self._highest = map(int, record["prompt"].split("-"))
+        self._secret = int(record["answer"])
+        return Opening(state=record["prompt"])
+
+    def step(self, reply: Reply) -> Observation:
+        """Answer a guess; one that is no number, or not among those left, tells nothing new."""
+        guess = int(reply.text) if re.fullmatch("[0-9]{1,9}", reply.text) else 0
+        if guess == self._secret:
+            return Observation(reward=1.0, done=True)
+        if self._lowest <= guess < self._secret:
+            self._lowest = guess + 1
+        elif self._secret < guess <= self._highest:
+            self._highest = guess - 1
+        left = f"{self._lowest}-{self._highest}"
+        return Observation([{"role": "user", "content": left}], state=left)

@@ -1,0 +1,48 @@
+"""A game of several turns, from random weights: guess a number from 1 to 64 in seven guesses.
+
+    python -m jaxrlhf.train --config game_higher_lower.py
+
+Each guess is told which numbers are left. The demonstrations guess any of them, which finds 64.3 % of the numbers;
+always halving what is left finds all. The reward is 1 for the number, and GiGPO compares guesses among the same
+numbers.
+
+Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978).
+"""
+
+from jaxrlhf.config import (
+    SFT,
+    ColdStart,
+    Config,
+    Environment,
+    Evaluation,
+    FromScratch,
+    Generated,
+    GiGPO,
+    Optimizer,
+    Rewards,
+    Rollout,
+    Training,
+)
+
+
+def get_config() -> Config:
+    """The run."""
+    return Config(
+        name="game_higher_lower",
+        model=FromScratch(),
+        data=Generated("jaxrlhf.data.generated:secrets", train_problems=12_800),
+        environment=Environment(factory="jaxrlhf.environments.games:HigherLower", max_turns=7, turn_tokens=4),
+        rewards=Rewards(parts=()),
+        cold_start=ColdStart(
+            steps=200,
+            algorithm=SFT(examples_per_update=64),
+            optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
+        ),
+        algorithm=GiGPO(responses_per_update=64),
+        rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=16, max_response_tokens=80),
+        actor=Training(
+            optimizer=Optimizer(learning_rate=5e-4, warmup_updates=4, weight_decay=0.0), tokens_per_microbatch=4096
+        ),
+        steps=20,
+        evaluation=Evaluation(every_steps=5),
+    )
