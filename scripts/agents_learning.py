@@ -26,7 +26,7 @@ import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
 from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "agents_learning.json"
 HELD_OUT = 256
 BLUE, GREY = "#3b6fb6", "#999999"
-PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "gymnasium")
+PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "smolagents", "gymnasium")
 CALLS = "eval/tool/episodes_share"
 
 
@@ -74,7 +74,7 @@ def framework() -> Config:
     """Called by an agent of a framework."""
     config = client()
     assert isinstance(config.environment, Agent)
-    program = "jaxrlhf.environments.framework_agent:run"
+    program = f"{Path(__file__).resolve().with_name('openai_agents_agent.py')}:run"
     return replace(config, environment=replace(config.environment, program=program))
 
 
@@ -84,6 +84,19 @@ def graph() -> Config:
     assert isinstance(config.environment, Agent)
     program = f"{Path(__file__).resolve().with_name('langgraph_agent.py')}:run"
     return replace(config, environment=replace(config.environment, program=program))
+
+
+def smol() -> Config:
+    """Called by an agent of smolagents, whose demonstrations are in its form."""
+    config, there = client(), Path(__file__).resolve().with_name("smolagents_agent.py")
+    assert isinstance(config.environment, Agent) and config.cold_start is not None
+    steps = Generated(f"{there}:steps", train_problems=12_800)
+    return replace(
+        config,
+        environment=replace(config.environment, program=f"{there}:run"),
+        cold_start=replace(config.cold_start, data=steps, max_prompt_tokens=192),
+        rollout=replace(config.rollout, max_prompt_tokens=64, max_response_tokens=192),
+    )
 
 
 def treasure() -> Config:
@@ -123,6 +136,7 @@ RUNS: dict[str, Callable[[], Config]] = {
     "OpenAI's client": client,
     "openai-agents": framework,
     "LangGraph": graph,
+    "smolagents": smol,
     "Python": python,
     "search": retrieval,
     "treasure": treasure,
@@ -131,7 +145,7 @@ RUNS: dict[str, Callable[[], Config]] = {
     "frozen lake": lake,
 }
 GAMES = ("treasure", "treasure, GRPO", "higher or lower", "frozen lake")
-WHOLE = ("Python", "search", *GAMES)
+WHOLE = ("smolagents", "Python", "search", *GAMES)
 """Runs with a cold start of their own."""
 
 

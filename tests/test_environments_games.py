@@ -1,6 +1,7 @@
 """Environments of gymnasium and tasks of reasoning-gym run unmodified."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxrlhf.config import Environment, load
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.environments import games
+from jaxrlhf.environments.nemo_rl import NemoRL
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply
 
@@ -111,3 +113,36 @@ def test_tasks_of_reasoning_gym_are_scored_as_it_scores(pool):
         assert (seen.done, seen.reward) == (True, 1.0)
         pool.start(number + 10, NAMES.index("sums"), record, seed).result(LIMIT_S)
         assert play(pool, number + 10, "no idea").reward == tasks.score_answer("no idea", task) < 1.0
+
+
+class Countdown:
+    """An environment as NeMo RL has them: a step takes a batch, and metadata are the caller's to keep."""
+
+    def __init__(self, pay: float, parts: int) -> None:
+        self.pay, self.parts = pay, parts
+
+    def step(self, message_log_batch, metadata):
+        said = [[message["content"] for message in log if message["role"] == "assistant"] for log in message_log_batch]
+        heard = [len(log) == 2 * len(words) for log, words in zip(message_log_batch, said, strict=True)]
+        right = [words[-1] == str(left) for words, left in zip(said, metadata, strict=True)]
+        over = [good and left == 1 for good, left in zip(right, metadata, strict=True)]
+        return SimpleNamespace(
+            observations=[{"role": "environment", "content": f"{good} {all(heard)}"} for good in right],
+            metadata=[left - 1 if good else None for good, left in zip(right, metadata, strict=True)],
+            next_stop_strings=[None] * len(said),
+            rewards=self.pay
+            * (np.array(right) if self.parts == 1 else np.repeat(np.array([right]).T, self.parts, axis=1)),
+            terminateds=np.array(over),
+        )
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("actor", [False, True])
+def test_an_environment_of_nemo_rl_has_a_batch_of_one(actor, parts):
+    kind = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=Countdown)) if actor else Countdown
+    episode = NemoRL(kind, 0.5, parts=parts, begin=lambda record, seed: (f"From {record['top']}", record["top"]))()
+    assert episode.reset({"top": 3}, 0) == "From 3"
+    seen = [episode.step(Reply(text, text)) for text in ("3", "7", "2", "1")]
+    assert [one.messages[0] for one in seen] == [{"role": "user", "content": f"{n != 1} True"} for n in range(4)]
+    assert [one.reward for one in seen] == [0.5 * parts, 0.0, 0.5 * parts, 0.5 * parts]
+    assert [one.done for one in seen] == [False, False, False, True]
