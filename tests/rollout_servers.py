@@ -14,7 +14,8 @@ class RolloutServer(ThreadingHTTPServer):
     """Draws with the model of a checkpoint, at a temperature, until a stop token or the limit.
 
     Attributes:
-      loaded: Folders of the weights that it was told to read, and the version where that was said.
+      loaded: Folders of the weights that it was told to read.
+      version: Name that it was told the weights have.
       asked: Bodies of the requests for responses.
     """
 
@@ -28,13 +29,12 @@ class RolloutServer(ThreadingHTTPServer):
         self.version = "default"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def load(self, folder, version=None) -> None:
+    def load(self, folder) -> None:
         files = sorted(folder.glob("*.safetensors"))
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}  # which is the embeddings
-        self.loaded.append((folder.name, version))
-        self.version = version
+        self.loaded.append(folder.name)
 
     @torch.no_grad()
     def draw(self, prompt, *, temperature, most, stop, seed):
@@ -54,8 +54,8 @@ class RolloutServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        assert self.path == "/health"
-        self._reply(b"")
+        assert self.path in ("/health", "/weight_info")
+        self._reply(b"" if self.path == "/health" else json.dumps({"weight_version": self.server.version}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -100,9 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.load(Path(body["kwargs"]["weights_path"]))
                 return b'{"results": [null]}'
             case "/reset_prefix_cache":
-                return b""
+                return b'{"success": true}'
+            case "/update_weight_version":
+                self.server.version = body["new_version"]
+                return b'{"success": true}'
             case "/update_weights_from_disk":
-                self.server.load(Path(body["model_path"]), body["weight_version"])
+                self.server.load(Path(body["model_path"]))
+                self.server.version = body["weight_version"]
                 return b'{"success": true, "message": "Succeeded."}'
         raise AssertionError(self.path)
 

@@ -67,11 +67,11 @@ def test_a_run_generates_with_servers(api, lora, tmp_path):
     )
     jaxrlhf.run(config)
     # Before each step, and to evaluate what came out; the folder keeps the newest.
-    said = ["0", "1", "2"] if api == "sglang" else [None] * 3
-    for server in servers:
-        assert [*dict.fromkeys(server.loaded)] == [(f"version_{step}", said[step]) for step in range(3)]
-        assert len(server.asked) >= 16
     folder = tmp_path / "shared" / "tiny" / "server_weights"
+    for server in servers:
+        assert [*dict.fromkeys(server.loaded)] == [f"version_{step}" for step in range(3)]
+        assert server.version == str(folder / "version_2")
+        assert len(server.asked) >= 16
     assert [checkpoint.name for checkpoint in folder.iterdir()] == ["version_2"]
     steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
     assert [record["step"] for record in steps] == [1, 2]
@@ -84,9 +84,9 @@ def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
     return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
 
 
-def generated(token=5, logp=-0.5, reason="stop", version="3"):
+def generated(weights, token=5, logp=-0.5, reason="stop"):
     drawn = {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": reason}}
-    return {"output_ids": [token], "meta_info": drawn | {"weight_version": version}}
+    return {"output_ids": [token], "meta_info": drawn | {"weight_version": str(weights)}}
 
 
 @pytest.fixture
@@ -94,9 +94,15 @@ def engine_of(tmp_path):
     """Engine whose server answers requests for responses as is told, and loads version 3 at once."""
     servers = []
 
-    def make(answer, *, api="vllm", loads=None, **settings):
+    def make(answer, *, api="vllm", loads=None, has=None, **settings):
+        named = {"weight_version": "default"}
+
         def reply(body, number):
-            if "method" in body or "model_path" in body or not body:
+            if body is None:
+                return 200, {"weight_version": has} if has else named
+            if "new_version" in body:
+                named["weight_version"] = body["new_version"]
+            if "new_version" in body or "method" in body or "model_path" in body or not body:
                 return loads or (200, {"success": True})
             return answer(body, number)
 
@@ -129,16 +135,18 @@ def test_what_is_asked_and_answered(engine_of):
 
     def answer(body, number):
         bodies[tuple(body["prompt"])] = body
-        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0), "length" if body["prompt"][1] == 3 else "stop")
+        if body["prompt"][1] == 3:
+            return 200, completion((3, 3, 3, 4), (-1.0,) * 4, "length")
+        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0))
 
     found = ask(engine_of(answer, api_key_env=None), temperature=0.5, top_k=4, min_p=0.1, min_tokens=1)
     assert [one.request_id for one in found] == [0, 1, 2]
-    assert [one.tokens for one in found] == [(2, 2), (3, 2), (4, 2)]
+    assert [one.tokens for one in found] == [(2, 2), (3, 3, 3, 4), (4, 2)]
     assert [one.truncated for one in found] == [False, True, False]
     assert {one.version for one in found} == {3} and found[0].logps == (-1.0, -2.0)
     first = bodies[1, 2]
     assert (first["max_tokens"], first["min_tokens"], first["temperature"], first["top_k"]) == (4, 1, 0.5, 4)
-    assert first["min_p"] == 0.1
+    assert first["min_p"] == 0.1 and first["repetition_penalty"] == 1.0
     assert first["stop_token_ids"] == [2] and first["stop"] == ["</a>"] and first["return_token_ids"] is True
     assert len({body["seed"] for body in bodies.values()}) == 3
 
@@ -159,6 +167,11 @@ def test_what_passes_is_asked_again(engine_of):
         (completion(tokens=(5, 10, 2)), "token ids [10], expected ids below 10"),
         (completion(logps=(0.5, -1.0, -1.0)), "log-probabilities [0.5]"),
         (completion(logps=(None, -1.0, -1.0)), "TypeError"),
+        (
+            completion(reason="length"),
+            "cut after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
+        ),
+        (completion(reason="abort"), "it gave the response up: abort"),
         ({"choices": []}, "ValueError"),
         ({"error": "no"}, "KeyError"),
     ],
@@ -169,12 +182,16 @@ def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, sai
     assert said in str(caught.value) and "answered request" in str(caught.value)
 
 
-def test_weights_of_another_run_are_noticed(engine_of):
-    assert ask(engine_of(lambda body, number: (200, generated()), api="sglang"))[0].tokens == (5,)
-    with pytest.raises(Unreadable, match="drawn with weights '4', expected version 3"):
-        ask(engine_of(lambda body, number: (200, generated(version="4")), api="sglang"))
+def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
+    """A server that another run uses, and one that was started anew while it was asked."""
+    sent = tmp_path / "weights" / "version_3"
+    assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
+    with pytest.raises(Unreadable, match=r"drawn with weights '/a/version_3', expected '.*version_3'; .* another run"):
+        ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
     with pytest.raises(Unreadable, match="it gave the response up"):
-        ask(engine_of(lambda body, number: (200, generated(reason="abort")), api="sglang"))
+        ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))
+    with pytest.raises(Unreadable, match=r"weight_info answers .*'default'.*version_3'; was the server started anew"):
+        ask(engine_of(lambda body, number: (200, completion()), has="default"))
 
 
 def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
@@ -183,8 +200,13 @@ def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
         ask(engine)
     with pytest.raises(Rejected, match="404"):
         ask(engine_of(None, loads=(404, {})))
-    with pytest.raises(Unreadable, match=r"did not load version 3 from .*version_3: out of memory"):
+    with pytest.raises(Unreadable, match=r"did not load .*version_3: out of memory"):
         ask(engine_of(None, api="sglang", loads=(200, {"success": False, "message": "out of memory"})))
+    with pytest.raises(Unreadable, match="keys and values of older weights are in use"):
+        ask(engine_of(None, loads=(200, {"success": False})))
+    # vLLM that cannot read the folder: it ends, and is not asked until `reload_s`.
+    with pytest.raises(Rejected, match=r"collective_rpc answers 500 .*no such folder"):
+        ask(engine_of(None, loads=(500, {"error": "no such folder"})))
 
 
 def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):

@@ -19,7 +19,10 @@ KEY = "a-key-that-nobody-may-read"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each POST with what `answer(body, number of the request)` gives: a status and a JSON value or bytes."""
+    """Answers each POST with what `answer(body, number of the request)` gives: a status and a JSON value or bytes.
+
+    The body of a GET is None.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -35,7 +38,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
         with server.lock:
             server.requests += 1
             number = server.requests
@@ -67,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(text)
         except OSError:
             return
+
+    do_GET = do_POST
 
     def log_message(self, *_) -> None: ...
 

@@ -47,8 +47,8 @@ class RolloutServer(Settings):
 
     Attributes:
       urls: Addresses, such as `http://localhost:8000`, of servers with one model; a prompt's responses come from one.
-      api: Kind of server. vLLM, on GPU or TPU, is started with `VLLM_SERVER_DEV_MODE=1`, so that it loads weights when
-        it is asked to, and with `--logprobs-mode processed_logprobs`, so that the temperature counts.
+      api: Kind of server. vLLM from 0.27 on, on GPU, CPU or TPU, is started with `VLLM_SERVER_DEV_MODE=1`, so that it
+        loads weights when it is asked to, and `--logprobs-mode processed_logprobs`, so that the temperature counts.
       folder: Folder on a file system that run and servers share, for one checkpoint of the newest weights, in
         `<name of the run>/server_weights` there; None is `server_weights` in the run's workdir.
       concurrency: Requests under way at once.

@@ -13,6 +13,7 @@ import random
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -59,36 +60,54 @@ _opener = urllib.request.build_opener(_NoRedirect)
 
 
 def post_json(
-    url: str, body: Any, *, api_key_env: str | None, attempt_s: float, total_s: float, may_be_empty: bool = False
+    url: str,
+    body: Any,
+    *,
+    api_key_env: str | None,
+    attempt_s: float,
+    total_s: float,
+    final: Collection[int] = (),
 ) -> Any:
-    """The JSON that `url` answers to `body`.
+    """The JSON that `url` answers to `body`; None if it answers nothing.
 
     Args:
       api_key_env: Environment variable with the key that is sent as bearer token; None sends none.
       attempt_s: Limit of one attempt.
       total_s: Limit of all attempts and the pauses between them.
-      may_be_empty: An answer without a body is None, not an error.
+      final: Statuses of errors that do not pass here.
 
     Raises:
       EndpointError: One of its kinds above.
       Refusal: If the body is no JSON or there is no key in the environment.
     """
     data = json.dumps(body, allow_nan=False).encode()
-    headers = {"Content-Type": "application/json", "User-Agent": "jaxrlhf"}
-    if api_key_env is not None:
-        headers["Authorization"] = f"Bearer {api_key(api_key_env)}"
-    request = urllib.request.Request(url, data, headers, method="POST")
+    headers = {"Content-Type": "application/json", **_headers(api_key_env)}
+    return _asked(urllib.request.Request(url, data, headers), attempt_s, total_s, final)
+
+
+def get_json(url: str, *, api_key_env: str | None, total_s: float) -> Any:
+    """The JSON that is at `url`; see `post_json`."""
+    return _asked(urllib.request.Request(url, headers=_headers(api_key_env)), total_s, total_s)
+
+
+def _headers(api_key_env: str | None) -> dict[str, str]:
+    named = {"User-Agent": "jaxrlhf"}
+    return named if api_key_env is None else {**named, "Authorization": f"Bearer {api_key(api_key_env)}"}
+
+
+def _asked(request: urllib.request.Request, attempt_s: float, total_s: float, final: Collection[int] = ()) -> Any:
     end = time.monotonic() + total_s
     for attempt in itertools.count(1):
         try:
             left_s = max(end - time.monotonic(), LEAST_ATTEMPT_S)
-            text = _post(request, min(attempt_s, left_s))
-            return None if may_be_empty and not text else _parsed(request.full_url, text)
+            text = _post(request, min(attempt_s, left_s), final)
+            return _parsed(request.full_url, text) if text else None
         except _Passing as error:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             pause_s = max(pause_s, error.retry_after_s)
             if time.monotonic() + pause_s >= end:
                 tries = f"{attempt} attempt{'s' if attempt > 1 else ''}"
+                url = request.full_url
                 raise Unreachable(f"{url} gave no answer within {total_s:g} s in {tries}; the last: {error}") from error
         time.sleep(pause_s)
 
@@ -112,7 +131,7 @@ def check_health(url: str, *, limit_s: float = 10.0) -> None:
         raise Refusal(f"{url}/health does not answer: {error}; start the server first, or mend its address") from error
 
 
-def _post(request: urllib.request.Request, limit_s: float) -> bytes:
+def _post(request: urllib.request.Request, limit_s: float, final: Collection[int]) -> bytes:
     end = time.monotonic() + limit_s
     try:
         with _opener.open(request, timeout=limit_s) as reply:
@@ -120,7 +139,7 @@ def _post(request: urllib.request.Request, limit_s: float) -> bytes:
     except urllib.error.HTTPError as error:
         what = f"{error.code} {error.reason}"
         with error:  # its connection
-            if error.code in PASSING or error.code >= 500:
+            if error.code not in final and (error.code in PASSING or error.code >= 500):
                 raise _Passing(what, _retry_after_s(error)) from error
             with suppress(OSError, http.client.HTTPException):
                 what += f": {error.read(500).decode(errors='replace')}"

@@ -1,7 +1,8 @@
 """Requests to servers of vLLM and SGLang, and their answers: token ids both ways, never text.
 
-Source: the request and response models of vLLM (`/v1/completions`, `/collective_rpc`, `/reset_prefix_cache`; the last
-two with `VLLM_SERVER_DEV_MODE=1`) and of SGLang (`/generate`, `/update_weights_from_disk`).
+Source: the request and response models of vLLM 0.27 and later (`/v1/completions`; `/collective_rpc`,
+`/reset_prefix_cache`, `/update_weight_version`, `/weight_info` with `VLLM_SERVER_DEV_MODE=1`) and of SGLang
+(`/generate`, `/update_weights_from_disk`).
 """
 
 from collections.abc import Sequence
@@ -11,19 +12,22 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrlhf.config import Sampling
 
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Settings that vLLM would take from the model's `generation_config.json`, as Qwen2.5's 1.05."""
+
 
 class ServerResponse(NamedTuple):
     """One response of a server.
 
     Attributes:
       truncated: Ended by the length limit.
-      version: Version of the weights that the server says it drew with; None if it says none.
+      weights: Name of the weights that the server says it drew with; None if it does not say.
     """
 
     tokens: tuple[int, ...]
     logps: tuple[float, ...]
     truncated: bool
-    version: str | None
+    weights: str | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,13 @@ class ResponseEnds:
 
 
 class ServerProtocol(Protocol):
-    """Requests of one kind of server, each a path and a JSON body."""
+    """Requests of one kind of server, each a path and a JSON body.
+
+    Attributes:
+      weights_path: Path that says the name of the loaded weights as `weight_version`, in place of the responses.
+    """
+
+    weights_path: str | None
 
     def generate(
         self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
@@ -55,8 +65,11 @@ class ServerProtocol(Protocol):
           LookupError, TypeError, ValueError: The reply has another form.
         """
 
-    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
-        """Requests after which the server draws with the checkpoint in a folder, and with nothing kept from before."""
+    def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+        """Requests after which the server draws with the checkpoint in a folder, and with nothing kept from before.
+
+        The folder is the weights' name, too.
+        """
 
     def check_reloaded(self, reply: Any) -> None:
         """Raise `ValueError` if a reply to one of those says that it failed."""
@@ -64,6 +77,8 @@ class ServerProtocol(Protocol):
 
 class Vllm:
     """vLLM, on GPU, CPU or TPU."""
+
+    weights_path: str | None = "/weight_info"
 
     def generate(
         self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
@@ -84,24 +99,29 @@ class Vllm:
             "return_token_ids": True,
             "add_special_tokens": False,
             "skip_special_tokens": False,
+            **NO_PENALTIES,
         }
         return "/v1/completions", body
 
     def answer(self, reply: Any) -> ServerResponse:
         [choice] = reply["choices"]
         logps = tuple(float(logp) for logp in choice["logprobs"]["token_logprobs"])
-        return ServerResponse(tuple(choice["token_ids"]), logps, choice["finish_reason"] == "length", None)
+        return ServerResponse(tuple(choice["token_ids"]), logps, _is_cut(choice["finish_reason"]), None)
 
-    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
+    def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        return [("/collective_rpc", load), ("/reset_prefix_cache", {})]
+        named = {"new_version": str(folder)}
+        return [("/collective_rpc", load), ("/reset_prefix_cache", {}), ("/update_weight_version", named)]
 
     def check_reloaded(self, reply: Any) -> None:
-        """It answers a failure with an error's status."""
+        if reply and reply.get("success") is False:  # requests of others hold the cache
+            raise ValueError("keys and values of older weights are in use; does another run use the server?")
 
 
 class Sglang:
     """SGLang."""
+
+    weights_path: str | None = None
 
     def generate(
         self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
@@ -118,6 +138,7 @@ class Sglang:
             "stop": list(ends.stop_texts),
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
+            **NO_PENALTIES,
         }
         body = {"input_ids": list(prompt_tokens), "sampling_params": settings, "return_logprob": True}
         return "/generate", body
@@ -125,18 +146,22 @@ class Sglang:
     def answer(self, reply: Any) -> ServerResponse:
         about = reply["meta_info"]
         drawn = about["output_token_logprobs"]
-        reason = about["finish_reason"]["type"]
-        if reason == "abort":
-            raise ValueError(f"it gave the response up: {about['finish_reason']}")
         tokens, logps = tuple(int(token) for _, token, *_ in drawn), tuple(float(logp) for logp, *_ in drawn)
-        return ServerResponse(tokens, logps, reason == "length", about.get("weight_version"))
+        return ServerResponse(tokens, logps, _is_cut(about["finish_reason"]["type"]), about.get("weight_version"))
 
-    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
-        return [("/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(version)})]
+    def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
+        return [("/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(folder)})]
 
     def check_reloaded(self, reply: Any) -> None:
         if not reply["success"]:
             raise ValueError(str(reply.get("message")))
+
+
+def _is_cut(reason: str) -> bool:
+    """Check that a response is whole or ended by the length limit, and say if by that."""
+    if reason not in ("stop", "length"):
+        raise ValueError(f"it gave the response up: {reason}")
+    return reason == "length"
 
 
 PROTOCOLS: dict[str, ServerProtocol] = {"vllm": Vllm(), "sglang": Sglang()}

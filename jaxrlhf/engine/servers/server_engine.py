@@ -19,7 +19,9 @@ from jaxrlhf.config import RolloutServer, Sampling
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.engine.servers.protocols import PROTOCOLS, ResponseEnds, ServerResponse
-from jaxrlhf.rewards.endpoint import Unreadable, post_json
+from jaxrlhf.rewards.endpoint import Unreadable, get_json, post_json
+
+_OTHER_WEIGHTS = "was the server started anew, or does another run use it?"
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class ServerEngine:
     stop_texts: Sequence[str]
     _waiting: PolicyWeights | None = None
     _version: int = -1
+    _loaded: str = ""
 
     def update_weights(self, weights: PolicyWeights) -> None:
         """Take weights for the next requests."""
@@ -59,20 +62,29 @@ class ServerEngine:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed run left of it
         self.save(weights, folder)
         with ThreadPoolExecutor(len(self.server.urls)) as pool:
-            list(pool.map(partial(self._reload, folder=folder, version=weights.version), self.server.urls))
+            list(pool.map(partial(self._reload, folder=folder), self.server.urls))
         for older in self.folder.glob("version_*"):
             if older.name != folder.name:
                 shutil.rmtree(older)
-        self._version = weights.version
+        self._version, self._loaded = weights.version, str(folder)
 
-    def _reload(self, url: str, *, folder: Path, version: int) -> None:
+    def _reload(self, url: str, *, folder: Path) -> None:
         protocol = PROTOCOLS[self.server.api]
-        for path, body in protocol.reload(folder, version):
-            reply = self._post(url + path, body, limit_s=self.server.reload_s)
+        for path, body in protocol.reload(folder):
+            # vLLM answers 500 where it cannot read the folder, and is gone then.
+            reply = self._post(url + path, body, limit_s=self.server.reload_s, final=(500,))
             try:
                 protocol.check_reloaded(reply)
-            except (LookupError, TypeError, ValueError) as error:
-                raise Unreadable(f"{url}{path} did not load version {version} from {folder}: {error}") from error
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise Unreadable(f"{url}{path} did not load {folder}: {error}") from error
+
+    def _check_weights(self, url: str) -> None:
+        """Raise `Unreadable` if a server has other weights than it was sent: it may have been started anew."""
+        if (path := PROTOCOLS[self.server.api].weights_path) is None:
+            return
+        reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
+        if not isinstance(reply, dict) or reply.get("weight_version") != self._loaded:
+            raise Unreadable(f"{url}{path} answers {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
 
     def unload(self) -> None:
         """Let go of weights that no server has drawn with."""
@@ -115,6 +127,8 @@ class ServerEngine:
                     progress(done, len(requests))
         finally:
             pool.shutdown(cancel_futures=True)
+        for url in urls:
+            self._check_weights(url)
         return found
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
@@ -147,16 +161,17 @@ class ServerEngine:
             raise ValueError(f"token ids {wrong[:3]}, expected ids below {self.vocab_size}")
         if impossible := [logp for logp in logps if not (math.isfinite(logp) and logp <= 1e-3)]:
             raise ValueError(f"log-probabilities {impossible[:3]}, expected finite ones that are not above 0")
-        if answer.version not in (None, str(self._version)):
+        if answer.truncated and len(tokens) < ends.max_tokens:
             raise ValueError(
-                f"drawn with weights {answer.version!r}, expected version {self._version}; does another run use the "
-                "server?"
+                f"cut after {len(tokens)} of {ends.max_tokens} tokens; start the server with a context (vLLM: "
+                "--max-model-len, SGLang: --context-length) for the longest prompt and response together"
             )
+        if answer.weights not in (None, self._loaded):
+            raise ValueError(f"drawn with weights {answer.weights!r}, expected {self._loaded!r}; {_OTHER_WEIGHTS}")
 
-    def _post(self, url: str, body: dict[str, Any], *, limit_s: float) -> Any:
-        return post_json(
-            url, body, api_key_env=self.server.api_key_env, attempt_s=limit_s, total_s=limit_s, may_be_empty=True
-        )
+    def _post(self, url: str, body: dict[str, Any], *, limit_s: float, final: Sequence[int] = ()) -> Any:
+        key = self.server.api_key_env
+        return post_json(url, body, api_key_env=key, attempt_s=limit_s, total_s=limit_s, final=final)
 
 
 def _seed(seed: int, request_id: int) -> int:

@@ -1,0 +1,89 @@
+"""A run whose responses come from vLLM itself, on CPU, where an interpreter has it."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from tiny_runs import get_config, records, training, write_policy
+
+import jaxrlhf
+from jaxrlhf.config import GRPO, Pretrained, RolloutServer, Sampling
+
+PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+START_S = 600
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="vllm is not installed; VLLM_PYTHON may name an interpreter that has it"),
+]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A model with heads of 32, the least that vLLM has on CPU, and defaults for sampling that a run has to undo."""
+    folder = write_policy(tmp_path_factory.mktemp("served") / "policy", hidden_size=128)
+    defaults = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(defaults | {"repetition_penalty": 1.5, "top_k": 5}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(policy):
+    """Address of a vLLM that serves it in float32."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = {"model": policy, "dtype": "float32", "max-model-len": 128, "logprobs-mode": "processed_logprobs"}
+    flags |= {"host": "127.0.0.1", "port": port}
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    for name, value in flags.items():
+        command += [f"--{name}", str(value)]
+    dropped = ("PYTHON", "JAX", "XLA")  # the other interpreter finds its own packages
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    log = policy.parent / "vllm.log"
+    with log.open("w") as written:
+        server = subprocess.Popen(command, env=environment, stdout=written, stderr=written, start_new_session=True)
+    try:
+        for _ in range(START_S):
+            assert server.poll() is None, log.read_text()[-4000:]
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(1)
+        else:
+            raise AssertionError(log.read_text()[-4000:])
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def test_vllm_generates_for_a_run(address, policy, tmp_path):
+    config = get_config()
+    config = replace(
+        config,
+        model=Pretrained(str(policy)),
+        tokenizer=str(policy),
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=8),
+        rollout=replace(config.rollout, sampling=Sampling(temperature=0.7), server=RolloutServer((address,))),
+        actor=training(),
+        steps=4,
+        evaluation=replace(config.evaluation, every_steps=0, problems=2),
+        workdir=str(tmp_path),
+    )
+    jaxrlhf.run(config)
+    steps = [record for record in records(tmp_path / "metrics.jsonl") if "sampler/logp_gap_max" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    # vLLM's log-probabilities are those of the weights that each step trains, at the temperature.
+    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
+    assert all(record["actor/grad_norm"] > 0 for record in steps)
+    with urllib.request.urlopen(f"{address}/weight_info", timeout=30) as answer:
+        assert json.load(answer)["weight_version"] == str(tmp_path / "server_weights" / "version_4")
