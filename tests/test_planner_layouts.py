@@ -196,6 +196,40 @@ def test_a_training_copy_over_machines_does_not_become_replicas_that_it_would_te
     assert not switches(Layout(1, 1, 2, 4), 2, 1, within=4)
 
 
+@pytest.mark.parametrize("machine", [2, 4, 8])
+def test_replicas_that_share_a_cache_lie_within_machines(machine):
+    hardware = machines(machines=8 // machine, devices_per_machine=machine, network_bytes_per_s=2e9)
+    seen = set()
+    for layout in training_layouts(actor(MODELS["even"]), 8, hardware, fsdp=True, context=True):
+        for context, tensor in itertools.product([1, 2, 4], [1, 2]):
+            whole = dataclasses.replace(layout, generation_context=context, generation_tensor=tensor)
+            inside = in_one(replicas(generation_mesh(whole, jax.devices()), ("context", "stage", "tensor")), machine)
+            assert switches(layout, 1, tensor, within=machine, context=context) == inside, whole
+            seen.add((layout.context > 1, inside))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)} or machine == 8
+
+
+def test_a_cache_of_long_sequences_is_shared_where_no_more_heads_can_be_split():
+    one = machines(machines=1, devices_per_machine=8)
+    role = actor(MODELS["few key-value heads"])
+    problem = a_problem(role, one)
+    assert {own.generation_context for own in role_layouts(problem, role, 8, generates=True)} == {1}
+    problem = dataclasses.replace(problem, workload=dataclasses.replace(problem.workload, longest_tokens=8192))
+    found = {
+        (own.generation_tensor, own.generation_context)
+        for own in role_layouts(problem, role, 8, generates=True)
+        if own.generation_stage == 1
+    }
+    heads = role.model.num_kv_heads
+    assert found == {
+        (tensor, context)
+        for tensor, context in itertools.product([1, 2, 4, 8], repeat=2)
+        if context == 1 or (tensor % heads == 0 and tensor * context <= 8)
+    }
+    assert any(context > 1 for _, context in found)
+    assert {own.generation_context for own in role_layouts(problem, role, 8)} == {1}
+
+
 def test_a_layout_that_does_not_refine_becomes_replicas_that_follow_one_another():
     # Whatever the training copy spans; 0 and 1, 2 and 3, and so on are replicas of 2.
     for layout in (Layout(8, 1, 1, 1), Layout(1, 1, 8, 1), Layout(1, 8)):

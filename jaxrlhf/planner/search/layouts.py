@@ -5,13 +5,14 @@ from dataclasses import replace
 from itertools import product
 
 from jaxrlhf.config import Layout
+from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS
 from jaxrlhf.models.config import ModelConfig, padded_rows
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
 
 LONG_ROW_TOKENS = 8192
-"""Tokens of the longest sequence from which on a search tries to split rows; shorter ones fit a device."""
+"""Tokens of the longest sequence from which on a search tries to split rows and caches; shorter ones fit a device."""
 
 _WIDEST_TENSOR = 16
 """More devices than this compute too little each between two all-reduces, however fast the links."""
@@ -34,12 +35,16 @@ def role_layouts(
         hardware = replace(hardware, devices_per_machine=devices)
     within = problem.devices_per_host or hardware.devices_per_machine
     replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
-    long = problem.fsdp and problem.workload.longest_tokens >= LONG_ROW_TOKENS
-    own = training_layouts(role, devices, hardware, fsdp=problem.fsdp, context=long) if trains else [Layout(data=1)]
+    long = problem.workload.longest_tokens >= LONG_ROW_TOKENS
+    rows = problem.fsdp and long
+    own = training_layouts(role, devices, hardware, fsdp=problem.fsdp, context=rows) if trains else [Layout(data=1)]
     for layout in own:
         for stage, tensor in replicas:
-            if switches(layout, stage, tensor, within=within):
-                yield replace(layout, generation_stage=stage, generation_tensor=tensor)
+            for context in _shared_caches(role.model, stage, tensor, within) if generates and long else [1]:
+                fills = devices % (context * stage * tensor) == 0
+                if fills and switches(layout, stage, tensor, within=within, context=context):
+                    generation = {"generation_stage": stage, "generation_tensor": tensor, "generation_context": context}
+                    yield replace(layout, **generation)
 
 
 def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates: bool) -> Iterator[Layout]:
@@ -114,17 +119,35 @@ def generation_layouts(
                 yield stage, tensor
 
 
-def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
-    """Return whether a training layout can become replicas of `stage x tensor` devices, each in a process of `within`.
+def _shared_caches(model: ModelConfig, stage: int, tensor: int, within: int) -> list[int]:
+    """Ways to split the positions of a cache: one where more tensor shards would split the heads that are kept."""
+    splits_heads = model.latent is None and tensor % model.num_kv_heads
+    if stage > 1 or splits_heads:
+        return [1]
+    return [ways for ways in divisors(within // tensor) if (CHUNK_TOKENS // CHUNK_PARTS[0]) % ways == 0]
+
+
+def switches(layout: Layout, stage: int, tensor: int, *, within: int, context: int = 1) -> bool:
+    """Return whether a training layout can become replicas of so many devices, each in a process of `within`.
 
     Where training refines generation, the replicas that share a training copy lie interleaved in it, so its split
     dimensions have to lie in one process where the replica splits them too.
+
+    Args:
+      stage: Stages of a replica.
+      tensor: Tensor shards of a replica.
+      context: Parts of a replica's positions.
     """
-    if layout.stage % stage or layout.tensor % tensor:
-        return within % (layout.expert * stage * tensor) == 0
+    if layout.stage % stage or layout.tensor % tensor or layout.context % context:
+        return within % (layout.expert * context * stage * tensor) == 0
+    whole = layout.context * layout.stage * layout.tensor
     if layout.expert > 1:
-        return within % (layout.expert * layout.stage * layout.tensor) == 0
-    return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
+        return within % (layout.expert * whole) == 0
+    return (
+        (context == 1 or whole <= within)
+        and (stage == 1 or layout.stage * layout.tensor <= within)
+        and (tensor == 1 or layout.tensor <= within)
+    )
 
 
 def _tensors(role: Role, hardware: Hardware) -> list[int]:
