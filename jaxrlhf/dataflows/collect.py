@@ -43,8 +43,12 @@ def respond(
     began now or earlier.
     """
     settings = work.config.rollout
-    if work.in_flight is not None and sampling is None and responses_per_prompt is None:
+    own = sampling is None and responses_per_prompt is None
+    if work.in_flight is not None and own:
         return gone_on(roles, work, work.in_flight, problems)
+    if settings.stream_parts > 1 and own:
+        how = {"responses_per_prompt": settings.responses_per_prompt, "seed": work.seed}
+        return begun(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
     return answered(
         roles,
         work.config,
@@ -80,8 +84,6 @@ def answered(
     how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
         return gone_through(roles, config.environment, problems, sampling, **how)
-    if (parts := config.rollout.stream_parts) > 1:
-        return begun(roles, problems, sampling, parts=parts, **how)
     rollout = roles.actor.generate_sequences(problems, sampling, **how)
     return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
 
