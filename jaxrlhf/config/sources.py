@@ -176,8 +176,8 @@ class PromptFields:
 
 
 @dataclass(frozen=True)
-class PromptFile(PromptFields):
-    """Prompts from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+class RecordFiles(Settings):
+    """Records from `.jsonl`, `.jsonl.gz` or `.parquet`, one a line.
 
     Attributes:
       train: File of training records.
@@ -186,6 +186,11 @@ class PromptFile(PromptFields):
 
     train: str
     evaluation: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptFile(PromptFields, RecordFiles):
+    """Prompts from files, whose columns are those of `PromptFields`."""
 
 
 @dataclass(frozen=True)
@@ -302,16 +307,12 @@ class PairFields(Settings):
 
 
 @dataclass(frozen=True)
-class PairFile(PairFields):
-    """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+class PairFile(PairFields, RecordFiles):
+    """Preference pairs from files, whose columns are those of `PairFields`.
 
     Attributes:
-      train: File of training records.
       evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
     """
-
-    train: str
-    evaluation: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,16 +370,8 @@ class StepFields(Settings):
 
 
 @dataclass(frozen=True)
-class StepFile(StepFields):
-    """Labelled steps from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
-
-    Attributes:
-      train: File of training records.
-      evaluation: File of held-out records; None trains without evaluation.
-    """
-
-    train: str
-    evaluation: str | None = None
+class StepFile(StepFields, RecordFiles):
+    """Labelled steps from files, whose columns are those of `StepFields`."""
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ def platform(cluster: RayCluster) -> str:
     return next((name for name in ("tpu", "cuda") if resources.get(ACCELERATORS[name])), "cpu")
 
 
+_MORE_ROOM = "join more machines with `ray start --address=...`, or set smaller pools or cluster.cpus_per_host"
+
+
 def needs(cluster: RayCluster) -> dict[str, float]:
     """Ray resources of one host process."""
     accelerator = ACCELERATORS.get(platform(cluster))
@@ -101,13 +104,13 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
     asked = f"asks for {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
     grows = cluster.address is not None  # an autoscaler may add machines
     if not grows and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
-        raise HostNotStarted(HostId(name), f"{name}.start", asked)
+        raise HostNotStarted(HostId(name), f"{name}.start", f"{asked}; {_MORE_ROOM}")
     group = ray.util.placement_group([wanted] * hosts, strategy="SPREAD")
     if not group.wait(timeout_seconds=timeout_s):
         ray.util.remove_placement_group(group)
         free = _text(ray.available_resources(), wanted)
         waited = f"{asked}, of which {free} are free on all machines together, and no room came up in {timeout_s:g} s"
-        raise HostNotStarted(HostId(name), f"{name}.start", waited)
+        raise HostNotStarted(HostId(name), f"{name}.start", f"{waited}; {_MORE_ROOM}")
     return group
 
 
