@@ -48,12 +48,20 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_learning", "test_learning_tools", "test_run_ray", "test_dataflows_learn", "test_models_recent"),
-    *("test_run_asynchronous", "test_run_ray_failures", "test_run_resume", "test_run_lora", "test_ray_failures"),
-    *("test_run_resume_algorithms", "test_docs_first_week", "test_run_placed", "test_run_episodes"),
-    *("test_workers_gradient", "test_models_transformers", "test_models_own", "test_models_families"),
-    *("test_models_context", "test_engine_states", "test_run_vision", "test_run_gsm8k", "test_workers_lora"),
-    *("test_checkpoint_pretrained", "test_run_policy", "test_models_experts"),
+    *("test_learning", "test_run_ray", "test_run_ray_failures", "test_run_gsm8k", "test_dataflows_learn"),
+    *("test_run_asynchronous", "test_run_resume", "test_run_placed", "test_run_lora", "test_run_vision"),
+    *("test_ray_failures", "test_run_ray_vision", "test_docs_first_week", "test_run_resume_algorithms"),
+    *(
+        "test_models_own",
+        "test_run_episodes",
+        "test_models_transformers",
+        "test_models_recent",
+        "test_workers_gradient",
+    ),
+    *("test_checkpoint_pretrained", "test_run_auto", "test_serving_load", "test_planner_compiled", "test_run_mixtures"),
+    *("test_rewards_failing", "test_checkpoint_hosts", "test_agent_loop_images", "test_workers_lora"),
+    *("test_models_families", "test_models_context", "test_engine_rings", "test_engine_turns", "test_engine_stages"),
+    *("test_learning_experts", "test_learning_lora", "test_run_metrics", "test_run_policy", "test_models_experts"),
 )
 """Files that take long in either tier, the longest first."""
 
@@ -63,6 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Counter(item.path.stem for item in items)
     rank = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than cores: tests wait for processes that start, and for limits of time."""
+    return (os.cpu_count() or 1) + 1
 
 
 _BUDGET_S = {
