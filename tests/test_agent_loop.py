@@ -24,6 +24,8 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 TOKENIZER = embedded_tokenizer()
 MODEL = ModelConfig(
     family="qwen2",

@@ -37,6 +37,8 @@ from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 PROMPT, RESPONSE, TURNS = 32, 128, 3
 SHOWS = Environment(
     factory="seeing_environments:Shows", max_turns=8, turn_tokens=5, cut_turns="close", observation_tokens=48

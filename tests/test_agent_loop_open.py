@@ -15,6 +15,8 @@ from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
 from jaxrlhf.environments.pool import EnvironmentPool
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 engine, loop, weights = test_agent_loop.engine, test_agent_loop.loop, test_agent_loop.weights
 COPIES = 2
 SLOW_S = 0.1

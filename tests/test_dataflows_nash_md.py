@@ -32,6 +32,8 @@ from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.mixture import GeometricMixture
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 SHARE, TEMPERATURE = 0.3, 0.8
 
 

@@ -18,6 +18,8 @@ from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 MODEL = ModelConfig(
     family="qwen3_moe",
     vocab_size=32,

@@ -6,39 +6,19 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_models import logits, sharp
+from tiny_models import SMALL, logits, sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.models.config import Experts, ModelConfig, YarnRope
+from jaxrlhf.models.config import Experts, YarnRope
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-WINDOWS = ModelConfig(
-    family="qwen3",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    sliding_window=9,
-    sliding_layers=(True, False),
-)
-MIXTURE = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    experts=Experts(6, 2, 8),
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+WINDOWS = replace(SMALL, qk_norm=True, sliding_window=9, sliding_layers=(True, False))
+MIXTURE = replace(SMALL, family="qwen3_moe", experts=Experts(6, 2, 8))
 LONGEST_PROMPT, LONGEST_RESPONSE = 40, 8
 
 

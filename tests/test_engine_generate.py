@@ -16,6 +16,8 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 MODEL = ModelConfig(
     family="qwen2",
     vocab_size=48,

@@ -18,6 +18,8 @@ from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, not_begun
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.models.config import LinearAttention
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 SCALES = (1.0, 0.8, 1.2)
 """Weights of each version, over those of the first: a policy that is less sure of itself, and one that is more."""
 
@@ -64,7 +66,11 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+FURTHER = ("few slots", "pages")
+"""Engines of the `seeds` tier."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.seeds] * (n in FURTHER)) for n in ENGINES])
 def test_rounds_of_one_policy_draw_what_it_draws_at_once_and_run_no_token_twice(monkeypatch, name):
     build_engine, model = ENGINES[name]
     engine = build_engine()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import sharp
+from tiny_models import SMALL, sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -19,17 +19,9 @@ from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+MODEL = replace(SMALL, qk_norm=True)
 LATENT = ModelConfig(
     family="deepseek_v3",
     vocab_size=32,

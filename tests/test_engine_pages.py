@@ -2,10 +2,12 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from tiny_models import SMALL
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -13,23 +15,12 @@ from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.cache.kv_cache import PageCache
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    sliding_window=40,
-    sliding_layers=(True, False),
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+MODEL = replace(SMALL, qk_norm=True, sliding_window=40, sliding_layers=(True, False))
 LONGEST_PROMPT, LONGEST_RESPONSE = 72, 96
 
 

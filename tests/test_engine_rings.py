@@ -17,6 +17,8 @@ from jaxrlhf.models.config import FullHeads, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 WINDOW, STEP, DISPATCH, LONGEST_PROMPT, LONGEST_RESPONSE = 8, 4, 2, 56, 24
 ENTRIES = WINDOW + 2 * DISPATCH + 2 * STEP
 
@@ -93,7 +95,13 @@ def generated(engine: Engine, *, keep: bool = False):
     return engine.generate(asked, Sampling(temperature=1.1), seed=7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixed", "everywhere", "borrowing"),
+        *(pytest.param(name, marks=pytest.mark.seeds) for name in ("sinks", "apart")),
+    ],
+)
 def test_responses_are_those_of_caches_that_keep_everything(name):
     ringed, whole = (build(MODELS[name], rings=rings) for rings in (True, False))
     assert ringed.execution.ring_entries == ENTRIES < LONGEST_PROMPT
@@ -103,7 +111,9 @@ def test_responses_are_those_of_caches_that_keep_everything(name):
     assert ringed.compilations <= ringed.most_compilations
 
 
-@pytest.mark.parametrize("sizes", [{"stage": 2}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"stage": 2}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.seeds)], ids=str
+)
 def test_split_over_devices_too(sizes):
     same(generated(build(MIXED, rings=True, **sizes)), generated(build(MIXED, rings=False)))
 
@@ -129,7 +139,7 @@ def turns(engine: Engine, *, keep: bool, cut: int):
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10])
-@pytest.mark.parametrize("name", ["mixed", "borrowing"])
+@pytest.mark.parametrize("name", ["mixed", pytest.param("borrowing", marks=pytest.mark.seeds)])
 def test_conversations_go_on_where_the_window_is_there_and_are_run_whole_where_it_is_not(name, cut):
     ringed, whole = (build(MODELS[name], rings=rings) for rings in (True, False))
     before = ringed.prefill.reused_tokens

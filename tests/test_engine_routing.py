@@ -1,12 +1,13 @@
 """Choices of experts recorded while sampling, and taken again by the trainer."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import sharp
+from tiny_models import SMALL, sharp
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
@@ -20,17 +21,9 @@ from jaxrlhf.sharding.mesh import mesh_of
 from jaxrlhf.workers.generation.rollouts import to_rollout
 from jaxrlhf.workers.router_replay import router_inputs, router_metrics
 
-MODEL = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    experts=Experts(6, 2, 8),
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+MODEL = replace(SMALL, family="qwen3_moe", experts=Experts(6, 2, 8))
 WIDTH = 20
 
 

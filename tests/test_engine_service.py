@@ -12,6 +12,8 @@ from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.service import EngineService
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 SAMPLING = Sampling(temperature=1.1)
 ASKED = [Request(number, prompt, max_tokens=12) for number, prompt in enumerate(prompts() * 3)]
 

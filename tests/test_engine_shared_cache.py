@@ -19,6 +19,8 @@ from jaxrlhf.planner.hlo import Collective, collectives
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 SLOTS = tuple(axis for axis in SLOT_AXES if axis != "context")
 PLAIN = replace(DECODER, vocab_size=32, hidden_size=16, intermediate_size=32)
 KINDS = {

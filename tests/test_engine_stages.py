@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import sharp
+from tiny_models import SMALL, sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -19,17 +19,9 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+MODEL = replace(SMALL, num_layers=4, qk_norm=True)
 DIMS = models.param_dims(MODEL, "lm")
 SAMPLING = Sampling(temperature=0.8)
 
@@ -163,7 +155,9 @@ def running(staged, requests):
     staged.free()
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "stage": 2, "tensor": 2}, {"data": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "stage": 2, "tensor": 2}, pytest.param({"data": 4}, marks=pytest.mark.seeds)], ids=str
+)
 def test_replicas_leave_idle_slots_together(params, one_device, sizes, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)
     stop = (3, 5, 7, 9, 11)

@@ -15,6 +15,8 @@ from jaxrlhf.models.config import FullHeads, LayerInputs, LinearAttention
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 STATES = dataclasses.replace(
     DECODER,
     family="qwen3_5_text",

@@ -7,30 +7,20 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_models import gaussian
+from tiny_models import SMALL, gaussian
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Engine, InterruptibleEngine, Request
 from jaxrlhf.engine.cache.contents import Contents, Known
 from jaxrlhf.engine.programs import Prompts
-from jaxrlhf.models.config import LatentAttention, ModelConfig
+from jaxrlhf.models.config import LatentAttention
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    sliding_window=40,
-    sliding_layers=(True, False),
-)
+pytestmark = pytest.mark.usefixtures("programs")
+
+MODEL = replace(SMALL, qk_norm=True, sliding_window=40, sliding_layers=(True, False))
 LATENT = replace(
     MODEL,
     family="deepseek_v3",

@@ -18,6 +18,8 @@ from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Sections, Vision
 from jaxrlhf.workers.generation.rollouts import to_rollout
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 IMAGE = 90
 VISION = Vision(
     family="qwen2_5_vl",

@@ -166,6 +166,7 @@ def test_little_without_a_score_is_no_reason_to_stop(functions, most, batches):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functions, tmp_path):
     broken = functions.with_name("broken")
     wanted = replace(

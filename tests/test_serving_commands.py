@@ -15,7 +15,7 @@ from jaxrlhf import chat
 from jaxrlhf.config import Refusal
 from jaxrlhf.tracking import default_console
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from tiny_runs import write_policy
 from jaxrlhf.__main__ import COMMANDS, main
 from jaxrlhf.trainer.served_policy.completions import best_of_groups
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 QUICK = "--rollout.max-response-tokens 4 --rollout.slots 4 --rollout.max-prompt-tokens 32 --rollout.prompts-per-step 2"
 LONGER = """
 def score(prompt, response, answer, record, question):

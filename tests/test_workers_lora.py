@@ -31,6 +31,8 @@ from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.role_weights import RoleWeights
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 LORA = Lora(rank=2, alpha=4.0)
 
 

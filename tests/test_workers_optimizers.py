@@ -20,6 +20,8 @@ from jaxrlhf.optimizers.rounded import rounded, stochastically_rounded
 from jaxrlhf.optimizers.state import state_bytes_per_weight, state_layout
 from jaxrlhf.trainer.policy import average_of
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 MUON = Optimizer(
     factory="optax.contrib:muon",
     arguments=("consistent_rms=0.2", "eps=1e-4"),  # Adam turns rounding of tiny slopes into whole steps

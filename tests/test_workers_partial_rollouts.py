@@ -18,6 +18,8 @@ from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 SEED, COPIES, WIDTH, STEP = 9, 2, 64, 5
 PROMPTS = ((4, 9, 1), (8,), (30, 2, 2, 7, 19), (11, 12))
 

@@ -15,6 +15,8 @@ from jaxrlhf.data.sources import load_problems
 from jaxrlhf.models.lora.quantized import Quantized
 from jaxrlhf.workers import role_weights
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 MODEL = FromScratch(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
 
 

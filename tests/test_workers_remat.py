@@ -27,6 +27,8 @@ from jaxrlhf.workers import remat
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.summary import pool_rows
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 ROLES = ("actor", "critic", "reference", "reward")
 
 

@@ -18,6 +18,8 @@ from jaxrlhf.models.attention.attention import ROWS, attend_blocks
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 WIDTH, REPLICAS = 40, 2
 SETTINGS = SFT(examples_per_update=16)
 DENSE = FromScratch(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8)
@@ -90,8 +92,8 @@ def between_replicas(found: list[Collective], worker) -> list[Collective]:
     ("model", "layout", "devices"),
     [
         pytest.param(DENSE, Layout(fsdp=2), 4, marks=pytest.mark.seeds),
-        (MIXTURE, Layout(expert=2), 4),
-        pytest.param(DENSE, Layout(stage=2, tensor=2), 8, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, Layout(expert=2), 4, marks=pytest.mark.slow),
+        pytest.param(DENSE, Layout(stage=2, tensor=2), 8, marks=pytest.mark.seeds),
         pytest.param(DENSE, Layout(), 2, marks=pytest.mark.seeds),
         pytest.param(MIXTURE, Layout(fsdp=2, expert=2), 8, marks=pytest.mark.seeds),
         pytest.param(MIXTURE, Layout(tensor=2), 4, marks=pytest.mark.seeds),

@@ -16,6 +16,8 @@ import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, SFT, Config, FromScratch, Lora, Pool, Training, TruncatedImportance
 from jaxrlhf.models.lora.quantized import Quantized, quantize
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 MODEL = FromScratch(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
 MATRICES = 2 * (4 * 64 * 4 * 32 + 3 * 64 * 128)
 SPLIT = {"fsdp": 2, "stage": 2, "tensor": 2}

@@ -21,6 +21,18 @@ DECODER = ModelConfig(
 )
 """What tests need beside this they replace."""
 
+SMALL = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+"""A smaller one, for engines."""
+
 
 def drawn(config):
     """Weights large enough that every part shows, norms and biases included."""
