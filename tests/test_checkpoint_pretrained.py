@@ -40,7 +40,9 @@ def converted(source, tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module", params=["1GB", "20KB"], ids=["one-file", "several"])
+@pytest.fixture(
+    scope="module", params=["1GB", pytest.param("20KB", marks=pytest.mark.seeds)], ids=["one-file", "several"]
+)
 def mixed(request, tmp_path_factory):
     """A bfloat16 mixture with a float32 bias in its routers, and others of another dtype in one layer only."""
     model = build("deepseek-v3").to(torch.bfloat16)
@@ -164,7 +166,7 @@ def test_both_kinds_load_the_same_parameters(source, converted, head):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
     """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""

@@ -38,6 +38,7 @@ def hub(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_page_and_docstrings_say_what_the_plans_are():
     planned = [plan_recipes.plan(recipe) for recipe in plan_recipes.RECIPES]
     assert {one.recipe.name for one in planned} == {*NAMES}

@@ -43,9 +43,9 @@ from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.workers.score_model import ScoreModel
 
 README = "the file that README shows"
-SLOW = ("PPO", "GRPO", "DAPO", README, "DPO", "RewardModel")
-"""Learnt by in the slow tier: with a critic and without, with dynamic sampling, by a user's own, from pairs by a policy
-and by a judge. Others share their way and differ by a formula, which the fast tests compare with naive ones."""
+SLOW = ("PPO", "GRPO", README, "DPO", "RewardModel")
+"""Learnt by in the slow tier: with a critic and without, by a user's own, from pairs by a policy and by a judge. Others
+share their way and differ by a formula, which the fast tests compare with naive ones."""
 
 EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
 
@@ -194,13 +194,8 @@ def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
     assert last["kl/ref_sequence_mean"] <= 0.2 * first["kl/ref_sequence_mean"]
 
 
-@pytest.mark.parametrize(
-    "distillation",
-    [
-        pytest.param(SpanDistillation, marks=pytest.mark.seeds),
-        pytest.param(LogitDistillation, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.seeds
+@pytest.mark.parametrize("distillation", [SpanDistillation, LogitDistillation])
 def test_it_learns_from_a_teacher_with_another_tokenizer(distillation, folder, guessing, tmp_path):
     pairs_of_digits(tmp_path / "tokenizer")
     judge = exported(write_records(tmp_path), "answer", seed=3, tokenizer=str(tmp_path / "tokenizer"))

@@ -56,6 +56,7 @@ def unexplained(workdir: Path, *, files: int) -> list[str]:
     return [name for name in sorted(written) if not PATTERN.fullmatch(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_what_a_run_writes_is_on_the_page(tmp_path):
     """Runs of SFT and GRPO; `test_run_policy.py` looks at a run of PPO."""

@@ -56,7 +56,11 @@ class MadeUpServer:
 
 
 @pytest.mark.usefixtures("programs", "undrawn")
-@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), Lora(rank=2)], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(None, marks=pytest.mark.seeds), pytest.param(Lora(rank=2), marks=pytest.mark.slow)],
+    ids=["whole", "lora"],
+)
 def test_a_run_generates_with_an_engine_of_another_kind(lora, tmp_path, monkeypatch):
     policy, servers = write_policy(tmp_path / "policy"), []
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)

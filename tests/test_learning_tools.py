@@ -1,6 +1,6 @@
 """Agents learn from scratch: to call a calculator where that is what pays, and to play a game of several turns.
 
-`scripts/agents_learning.py` draws the same of more seeds.
+The slow tier has the game of the notebook, in `test_learning.py`; `scripts/agents_learning.py` draws more seeds.
 """
 
 from dataclasses import replace
@@ -9,10 +9,10 @@ import pytest
 from tiny_runs import records
 
 import jaxrlhf
-from jaxrlhf.config import Checkpointing, Evaluation, FromScratch, Optimizer, Pretrained, Tools, Training, load
+from jaxrlhf.config import Checkpointing, Evaluation, Pretrained, Tools, load
 from jaxrlhf.trainer.policy import export_policy
 
-pytestmark = pytest.mark.usefixtures("programs", "optimized", "undrawn")
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "optimized", "undrawn")]
 
 
 def run(config, workdir, **changes):
@@ -47,29 +47,6 @@ def useless(expression: str) -> str:
     return "error"
 
 
-@pytest.mark.slow
-def test_a_small_model_takes_to_the_calculator(tmp_path):
-    """It copies results less surely than the model that is shipped, and learns as fast that calling pays."""
-
-    def optimizer(rate: float, **settings) -> Optimizer:
-        return Optimizer(learning_rate=rate, weight_decay=0.0, **settings)
-
-    config = load("tools_arithmetic")
-    imitating = optimizer(3e-3, warmup_updates=10, decay="linear")
-    smaller = {
-        "model": FromScratch(
-            hidden_size=96, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=24
-        ),
-        "cold_start": replace(config.cold_start, steps=150, optimizer=imitating),
-        "actor": Training(optimizer(4e-4, warmup_updates=4), tokens_per_microbatch=4096, remat="none"),
-        "devices": 1,
-    }
-    metrics = run(config, tmp_path, steps=4, **smaller)
-    assert_guesses_are_wrong(metrics[0], tmp_path)
-    assert metrics[-1]["tool/calls_mean"] > 0.85
-    assert metrics[-1]["eval/accuracy"] >= 0.6
-
-
 def assert_guesses_are_wrong(first, workdir):
     """Before, the likeliest answer is a guess and wrong."""
     assert first["eval/accuracy_at_start"] <= 0.1
@@ -79,7 +56,6 @@ def assert_guesses_are_wrong(first, workdir):
     assert first["tool/calls_mean"] < 0.7
 
 
-@pytest.mark.seeds
 def test_products_are_worked_out_by_the_calculator(imitates, tmp_path):
     """After, nearly all call and are right."""
     metrics = run(load("tools_arithmetic"), tmp_path, steps=4, **imitates)
@@ -88,14 +64,12 @@ def test_products_are_worked_out_by_the_calculator(imitates, tmp_path):
     assert metrics[-1]["eval/accuracy"] >= 0.95
 
 
-@pytest.mark.seeds
 def test_without_an_answer_of_the_tool_products_stay_unknown(imitates, tmp_path):
     tools = Tools(functions=(f"{__file__}:useless",), max_turns=3, observation_tokens=16)
     metrics = run(load("tools_arithmetic"), tmp_path, steps=4, environment=tools, **imitates)
     assert metrics[-1]["eval/accuracy"] < 0.30
 
 
-@pytest.mark.seeds
 def test_the_way_to_the_treasure_is_found_by_playing(tmp_path):
     """Sampled games reach it about as rarely as the demonstrations at first, and nearly always at the end."""
     metrics = run(load("game_treasure"), tmp_path, steps=7)

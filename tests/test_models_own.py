@@ -225,7 +225,7 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
     assert metrics["eval/accuracy"] == logged[-1]["eval/accuracy"]
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_critic_starts_from_it_on_a_mesh(own, tmp_path):
     config = replace(get_config(), model=own, steps=2, devices=4, actor=training(fsdp=2))

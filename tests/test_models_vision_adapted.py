@@ -22,7 +22,7 @@ from jaxrlhf.models.parameters import path_name
 from jaxrlhf.sharding.mesh import BATCH_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
-KINDS = tiered(seeing.KINDS, fast=["gemma3"], slow=["qwen3-vl"])
+KINDS = tiered(seeing.KINDS, fast=(), slow=["gemma3"])
 PARTS = [
     ("gemma3", Lora(rank=3, alpha=6.0, targets=("query", "output", "up"), part="both")),
     ("gemma3", Lora(rank=3, alpha=6.0, part="tower")),

@@ -174,6 +174,7 @@ def test_a_program_of_collectives_runs_them(kind: measure.Kind) -> None:
     np.testing.assert_allclose(np.asarray(program(held)).reshape(2, 4, 8), expected)
 
 
+@pytest.mark.slow
 def test_cpu_devices_are_measured(tmp_path) -> None:
     told: list[tuple[str, int, int]] = []
     progress = lambda *call: told.append(call)  # noqa: E731

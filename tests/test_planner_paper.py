@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # one search of seconds for all
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -42,6 +42,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_samples_show_conversations_and_metrics_their_turns(whole):
     first = samples(whole)[0]
     roles = [message["role"] for message in first["episode"]["messages"]]

@@ -44,7 +44,7 @@ def test_eight_devices_go_on_from_the_checkpoint_of_one_in_a_generation_layout_t
     assert metrics(workdir, "relayout/")["relayout/received_bytes"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.seeds  # test_run_ray.py has it with a host for each pool
 def test_a_pool_each_for_policy_value_and_generation(alone, tmp_path):
     actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 2}
     run(tmp_path, pools=pools_of(4, 2, 2), actor=actor, critic={"fsdp": 2}, steps=STEPS)
@@ -65,6 +65,7 @@ def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_p
     assert all(moved[f"offload/{role}_bytes"] > 0 for role in offload)
 
 
+@pytest.mark.slow
 def test_devices_that_share_the_positions_of_caches(alone, tmp_path):
     actor = {"fsdp": 2, "context": 2, "tensor": 2, "generation_context": 2, "generation_tensor": 2}
     run(tmp_path, devices=8, actor=actor, critic={"fsdp": 8}, steps=STEPS)

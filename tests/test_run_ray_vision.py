@@ -67,8 +67,7 @@ def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp
     own["rollout"] = replace(own["rollout"], max_response_tokens=64)
     here = run(tmp_path / "here", **own)
     passing = ray_world.message_bytes(monkeypatch.setattr)
-    hosts = replace(CLUSTER, devices_per_host=1)
-    there = run(tmp_path / "there", devices=2, cluster=hosts, actor={"data": 2}, **own)
+    there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=LAYOUT, **own)
     assert_same_numbers(there, here)
     episodes = 2 * 8 * 2
     assert 0 < passing["written"] + passing["read"] < episodes * 2 * seeing_environments.PADDING / 10

@@ -30,7 +30,7 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.serving.server import Server
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 ROOT = Path(__file__).parents[1]
 NEW_TOKENS = 12
@@ -129,6 +129,7 @@ def answered(policy, monkeypatch):
     return answer.choices[0].token_ids
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_see_the_pictures(trained, exported):
     metrics = records(trained.folder / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2]
@@ -137,6 +138,7 @@ def test_training_and_evaluation_see_the_pictures(trained, exported):
     assert ours["eval/accuracy"] == metrics[-1]["eval/accuracy"] == theirs["eval/accuracy"]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_are_served_with_pictures(trained, exported, monkeypatch):
     """And answer as transformers does with its own image processor."""
     answer = answered(trained.folder, monkeypatch)
@@ -161,6 +163,7 @@ def test_a_run_and_its_export_are_served_with_pictures(trained, exported, monkey
     assert generated(-pixels) != answer, "another picture makes another answer"
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_answered_with_its_pictures(trained, monkeypatch, tmp_path):
     """By `generate`, whose records keep them."""
     short = "--rollout.max-response-tokens 4 --rollout.slots 8 --rollout.max-prompt-tokens 64"
@@ -173,6 +176,7 @@ def test_a_file_of_prompts_is_answered_with_its_pictures(trained, monkeypatch, t
     assert all(row["completion"] for row in rows)
 
 
+@pytest.mark.seeds
 def test_the_notebook_runs_with_few_steps(tmp_path):
     """Its last cell is read alone, since its checkpoint is on the hub."""
     few = {"steps": 1, "cold_start.steps": 1, "evaluation.every_steps": 1, "evaluation.problems": 8}

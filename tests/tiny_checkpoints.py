@@ -334,7 +334,10 @@ KINDS = {
 """Every family, with its flags one way and another."""
 
 RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
-FAST = (*(kind for kind in KINDS if kind not in RECENT), "smollm3", "granite", "gpt-oss")
+TWINS = ("qwen2-tied", "mistral-full", "olmo2-grouped", "gemma2-uncapped", "qwen3-moe-tied", "mixtral-window")
+"""Older kinds of which each mechanism is another one's too."""
+
+FAST = (*(kind for kind in KINDS if kind not in (*RECENT, *TWINS)), "smollm3", "granite", "gpt-oss")
 """Older kinds, and recent ones whose mechanisms no older one has and that compile fast."""
 
 SLOW = ("mistral4", "gpt-oss", "qwen3-next", "granite4", "deepseek-v3.2", "gemma4", "gemma4-moe", "gemma3n")
