@@ -147,12 +147,15 @@ def test_no_program_is_compiled_once_responses_go_on():
     assert under_way.ended_B.all() and engine.compilations == compiled
 
 
-def test_more_responses_than_slots_are_refused_and_leave_the_engine_empty():
-    first, *_ = in_rounds(build(slots=8, window=2), SCALES)
-    engine = load(build(slots=2, window=2), 1.0, 1)
-    with pytest.raises(Refusal, match=r"hold keys and values, and the engine has 2 slots; resume with rollout\.slots"):
-        keeping(engine).go_on(problems(), first, Sampling(), Round(4, 4, 0))
-    assert not engine.unfinished and not engine.book.active
+def test_responses_that_there_are_no_slots_for_any_more_are_computed_again():
+    wide, narrow = (load(build(slots=slots, window=2), 1.0, 0) for slots in (8, 2))
+    first = keeping(wide).go_on(problems(), begun().holding(True), Sampling(), Round(1, 4, 0))
+    assert sum(held is not None for held in first.held_B) > 2
+    last = keeping(narrow).go_on(problems(), first, Sampling(), Round(4, 4, 0))
+    expected = whole(wide, Sampling())
+    np.testing.assert_array_equal(last.rollout.sequences.token_BT, expected.sequences.token_BT)
+    np.testing.assert_allclose(last.rollout.sampler_logp_BT, expected.sampler_logp_BT, atol=1e-5)
+    assert narrow.prefill.prompt_tokens and not narrow.unfinished and not narrow.book.active
 
 
 def test_a_model_with_states_is_refused_before_anything_is_compiled():

@@ -15,14 +15,15 @@ from pathlib import Path
 import odd_hosts
 import pytest
 import ray_world
-from placed_runs import placed
+from placed_runs import assert_same_numbers, placed
 from tiny_runs import numbers
 
 import jaxrlhf
 from jaxrlhf.config import Pool, RayCluster
 from jaxrlhf.single_controller import ray_backend
+from jaxrlhf.single_controller.ray import cluster as ray_cluster
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
-from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostId
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostId, HostNotStarted
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.trainer import run as controller
 
@@ -205,6 +206,26 @@ def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undis
     assert sorted(sniper.struck) == ["generate_sequences", "load_weights", "take_metrics"]
     assert (sniper.attempts, sniper.launches.count("policy"), sniper.launches.count("generation")) == (1, 1, 4)
     assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_pool_that_only_generates_comes_back_with_fewer_hosts_where_there_is_no_room_for_all(
+    undisturbed, tmp_path, monkeypatch
+):
+    sniper, asked, place = Sniper(monkeypatch, "generation", {"generate_sequences": 3}), [], ray_cluster.place
+
+    def with_less_room(name, hosts, *args, **kwargs):
+        asked.append((name, hosts))
+        if name == "generation" and hosts > 1 and sniper.struck:
+            raise HostNotStarted(HostId(name), f"{name}.start", f"asks for {hosts} host processes")
+        return place(name, hosts, *args, **kwargs)
+
+    monkeypatch.setattr(ray_cluster, "place", with_less_room)
+    pools = (GENERATION[0], Pool("generation", 2, ("rollout",)))
+    jaxrlhf.run(placed(tmp_path, steps=STEPS, pools=pools, cluster=replace(CLUSTER, restarts=1)))
+    assert sniper.attempts == 1
+    assert [hosts for name, hosts in asked if name == "generation"] == [2, 2, 1]
+    assert_same_numbers(tmp_path, undisturbed)
 
 
 @pytest.mark.seeds

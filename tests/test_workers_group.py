@@ -181,7 +181,7 @@ class Trainer:
     """An actor that trains only; counts its versions."""
 
     def __init__(self):
-        self.version = 0
+        self.version, self.withdrawn = 0, []
 
     @worker_method(ONE_TO_ALL)
     def update_actor(self):
@@ -195,21 +195,25 @@ class Trainer:
     def offer_weights(self, wanted, *, waiting=0):
         return self.version, wanted
 
+    @worker_method(ONE_TO_ALL)
+    def withdraw_weights(self, wanted):
+        self.withdrawn.append(wanted)
+
 
 class Writer:
-    """A rollout group that notes which weights it was sent."""
+    """A rollout group that notes which weights it was sent, all in the splits that it asked for."""
 
     def __init__(self):
-        self.received = []
+        self.received, self.splits = [], "splits"
 
     @worker_method(ONE_TO_ALL)
     def wanted_weights(self):
-        return "splits"
+        return self.splits
 
     @worker_method(ONE_TO_ALL)
     def load_weights(self, offer):
         version, wanted = offer
-        assert wanted == "splits"
+        assert wanted == self.splits
         self.received.append(version)
         return version
 
@@ -241,6 +245,20 @@ def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_i
     assert [rollout[-1] for rollout in rollouts] == ["0", "0", "2", "0", "1", "2"]
     assert writer.received == [0, 0, 2, 0, 1, 2], "the first was sent as the splits were asked for"
     assert third.compute_log_prob(rollouts[0]).result(PATIENCE_S) == ("logp", "rollout of version 0")
+
+
+def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights_in_place_of_those_offered(queues):
+    trainer, writer = Trainer(), Writer()
+    actor = ActorApart(group_of("actor", trainer, queues[0]), group_of("rollout", writer, queues[1]))
+    begun, waiting = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
+    assert begun.generate_sequences().result(PATIENCE_S)[-1] == "0"
+    actor.update_actor()
+    writer.splits = "fewer"
+    actor.send_again()
+    after = actor.as_of_now(waiting=2)
+    actor.update_actor()
+    rollouts = [one.generate_sequences().result(PATIENCE_S)[-1] for one in (waiting, waiting, after, actor)]
+    assert rollouts == ["2", "2", "1", "2"] and trainer.withdrawn == ["splits"]
 
 
 def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(queues):

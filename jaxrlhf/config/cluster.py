@@ -22,7 +22,8 @@ class RayCluster(Settings):
       start_timeout_s: Seconds in which a pool's processes are placed, started and joined.
       call_timeout_s: Seconds in which every host answers a call, compilation included.
       restarts: Times that a run whose hosts failed starts them again, from its newest checkpoint. A pool that only
-        generates and scores is started again by itself, as often, and what it had under way is begun again.
+        generates and scores is started again by itself, as often, with fewer hosts where there is no room for all in
+        `start_timeout_s`, and what it had under way is begun again.
       weights: Transfer of weights between pools: `direct`, from device to device by JAX's transfer server, or `host`,
         through the hosts' memory where the backend has no such server.
     """

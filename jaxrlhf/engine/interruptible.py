@@ -57,17 +57,11 @@ class InterruptibleEngine(Engine):
     def go_on(self, sequences: Sequence[SequenceState], held: Sequence[HeldCache]) -> None:
         """Have responses go on from what was held of them, whatever weights that is of, before others take slots.
 
-        The prompts of their requests are all that they had, of which the newest token is run next.
-
-        Raises:
-          Refusal: There are fewer slots than responses.
+        The prompts of their requests are all that they had, of which the newest token is run next. There are slots for
+        all of them.
         """
         assert len(self.book.slot_B) == self.slots and not self.book.unread, "a round begins with them"
-        if len(sequences) > self.slots - self.book.active:
-            raise Refusal(
-                f"{len(sequences)} responses under way hold keys and values, and the engine has {self.slots} slots; "
-                "resume with rollout.slots, pools and hosts as they were, or with rollout.on_new_weights='recompute'"
-            )
+        assert len(sequences) <= self.slots - self.book.active, "others are enqueued"
         for group in together([one.length for one in held], self.prefill):
             own = [held[place] for place in group.places]
             placements = [self._scheduler.seat(sequences[place], row) for row, place in enumerate(group.places)]

@@ -255,6 +255,10 @@ class Exchange:
             received[device] += grids[block.leaf].block_bytes
         return tree, Delivery(max(received.values(), default=0), time.perf_counter() - start, offers[0].carrier)
 
+    def withdraw(self, splits: Splits) -> None:
+        """Take back what was offered for these splits, whose target is gone."""
+        self._withdraw(splits)
+
     def close(self) -> None:
         """Withdraw what was offered and never taken."""
         for splits in list(self._offers):

@@ -194,15 +194,19 @@ class ActorApart(GeneratesElsewhere):
         self._newest: Pending[Any] | None = None
         self._there: Pending[Any] | None = None
         self._wanted: Any = None
-        self._waiting = 0
+        self._waiting, self.launches = 0, 1
+        self._order = threading.Lock()  # an update is before or after an offer
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
-        self._newest = None
-        return self._actor.update_actor(*args, **kwargs)
+        return self._updated(self._actor.update_actor, *args, **kwargs)
 
     def update_by_gradients(self, *args: object, **kwargs: object) -> Pending[Any]:
-        self._newest = None
-        return self._actor.update_by_gradients(*args, **kwargs)
+        return self._updated(self._actor.update_by_gradients, *args, **kwargs)
+
+    def _updated(self, update: Callable[..., Pending[Any]], *args: object, **kwargs: object) -> Pending[Any]:
+        with self._order:
+            self._newest = None
+            return update(*args, **kwargs)
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
@@ -219,14 +223,23 @@ class ActorApart(GeneratesElsewhere):
         self._waiting = 2 * waiting + 1  # between two of these the newest weights may be offered, for an evaluation
         if self._there is None:
             self._sent()
-        if self._wanted is None:  # from the second time on always the same, so that no offer waits for generation
-            self._wanted = self._rollout.wanted_weights().result()
-        return ActorAsOf(self, self._rollout, self._actor.offer_weights(self._wanted, waiting=self._waiting))
+        launches, wanted = self.launches, self._wanted
+        if wanted is None:  # from the second time on always the same, so that no offer waits for generation
+            self._wanted = wanted = self._rollout.wanted_weights().result()
+        return ActorAsOf(
+            self, self._rollout, wanted, self._actor.offer_weights(wanted, waiting=self._waiting), launches
+        )
 
     def send_again(self) -> None:
-        """Send the newest weights, all of them, to a group that was launched anew and has none."""
-        self._newest = self._there = None
+        """Send the newest weights, all of them, to a group that was launched anew and has none, nor its former size."""
+        self.launches += 1
+        self._newest = self._there = self._wanted = None
         self._sent()
+
+    def instead(self, wanted: Any) -> Pending[Any]:
+        """Version of the newest weights, sent in place of some that were offered to a group that is gone."""
+        self._actor.withdraw_weights(wanted)
+        return self._sent()
 
     def load(self, offer: Pending[Any]) -> Pending[Any]:
         """Have offered weights on the rollout's devices; returns their version."""
@@ -238,7 +251,9 @@ class ActorApart(GeneratesElsewhere):
         if self._newest is None or self._newest is not self._there:
             # Brought here: what lies on a host that dies would take down the pool that comes to read it.
             wanted = self._rollout.wanted_weights().result()
-            self._newest = self.load(self._actor.offer_weights(wanted, waiting=self._waiting))
+            with self._order:
+                self._newest = sent = self.load(self._actor.offer_weights(wanted, waiting=self._waiting))
+            return sent
         return self._newest
 
 
@@ -247,12 +262,17 @@ class ActorAsOf(GeneratesElsewhere):
 
     Nothing else may have its devices generate between its first call and its last.
 
+    Where the group that generates was launched anew meanwhile, it has the newest weights at its first call.
+
     Args:
+      wanted: Splits of the weights that the group asked for.
       offer: The weights, which wait for the first call.
+      launches: Launches of the group as they were asked for.
     """
 
-    def __init__(self, apart: ActorApart, rollout: Group, offer: Pending[Any]) -> None:
-        self._apart, self._rollout, self._offer = apart, rollout, offer
+    def __init__(self, apart: ActorApart, rollout: Group, wanted: Any, offer: Pending[Any], launches: int) -> None:
+        self._apart, self._rollout = apart, rollout
+        self._wanted, self._offer, self._launches = wanted, offer, launches
         self._versions: Pending[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
@@ -260,5 +280,6 @@ class ActorAsOf(GeneratesElsewhere):
 
     def _sent(self) -> Pending[Any]:
         if self._versions is None:
-            self._versions = self._apart.load(self._offer)
+            there = self._launches == self._apart.launches
+            self._versions = self._apart.load(self._offer) if there else self._apart.instead(self._wanted)
         return self._versions

@@ -5,6 +5,7 @@ host is gone. A worker method's result stays in the object store of the host tha
 that takes it as an argument fetches it from there, not through the controller.
 """
 
+import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
-from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostNotStarted
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray.stored import Stored, hand_on_images, store_images
 from jaxrlhf.tracking import default_console
@@ -83,16 +84,26 @@ class RayRanks(Ranks):
     """A pool of host processes.
 
     Args:
-      launch: Starts the processes.
+      launch: Starts as many processes as its `hosts` says.
+      hosts: Number of the processes; after a relaunch fewer, where there is no room for all.
+      multiple: Fewer than all are a multiple of this.
       relaunches: Times that they may be started again while other pools go on.
     """
 
     def __init__(
-        self, name: str, launch: Callable[[], HostProcesses], progress: Progress, *, relaunches: int = 0
+        self,
+        name: str,
+        launch: Callable[..., HostProcesses],
+        progress: Progress,
+        *,
+        hosts: int,
+        multiple: int = 1,
+        relaunches: int = 0,
     ) -> None:
         super().__init__(name)
         self._launch, self._progress, self._relaunches = launch, progress, relaunches
-        self._processes, self._relaunching = launch(), threading.RLock()
+        self._most, self._multiple = hosts, multiple
+        self._processes, self._relaunching = launch(hosts=hosts), threading.RLock()
         self._phase: Phase | None = None
 
     def build(self, phase: Phase) -> None:
@@ -119,10 +130,24 @@ class RayRanks(Ranks):
             text = f"{failed}\nlaunching pool {self.name!r} anew; {self._relaunches} more would be allowed"
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             self._processes.close()
-            self._processes = self._launch()
+            self._processes = self._launched_again()
             if self._phase is not None:
                 super().build(self._phase)
             return True
+
+    def _launched_again(self) -> HostProcesses:
+        """Processes as at the start, or fewer where there is no room for those in time."""
+        hosts = self._most
+        while True:
+            try:
+                return self._launch(hosts=hosts)
+            except HostNotStarted as failed:
+                fewer = (hosts - 1) // self._multiple * self._multiple
+                if not fewer:
+                    raise
+                text = f"{failed}\nlaunching pool {self.name!r} with {fewer} hosts of {self._most}"
+                default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+                hosts = fewer
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Gathered:
         protocol = self.protocols[role][method]
@@ -236,12 +261,16 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
                 HostProcesses,
                 pool.name,
                 partial(make_host, config=config, pool=pool, output=output),
-                hosts=pool.devices // cluster.devices_per_host,
                 cluster=cluster,
                 log_directory=folder / LOGS,
             )
             relaunches = cluster.restarts if STATELESS.issuperset(pool.roles) else 0
-            ranks.append(RayRanks(pool.name, start, progress, relaunches=relaunches))
+            replica = config.actor.layout.replica_devices  # hosts of those that generate hold whole ones
+            sizes = {
+                "hosts": pool.devices // cluster.devices_per_host,
+                "multiple": replica // math.gcd(replica, cluster.devices_per_host),
+            }
+            ranks.append(RayRanks(pool.name, start, progress, relaunches=relaunches, **sizes))
     except BaseException:
         RayPools(ranks, connection, after).close()
         raise

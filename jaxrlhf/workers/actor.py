@@ -232,6 +232,11 @@ class Actor(TrainedWorker):
             asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
             return self.version, self._exchange.offer(asked, wanted[0], keep=keep, waiting=max(waiting, 1))
 
+    @worker_method(ONE_TO_ALL, part="relayout")
+    def withdraw_weights(self, wanted: Sequence[Splits]) -> None:
+        """Take back weights that were offered to ranks that are gone."""
+        self._exchange.withdraw(wanted[0])
+
     @worker_method(THREE_D_PROTO)
     def compute_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi of every response token under the current policy. `temperature=None` is the rollout's.

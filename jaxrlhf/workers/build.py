@@ -166,7 +166,7 @@ class Builder(PoolRoles):
         rollout = self.config.rollout
         if rollout.server is not None:
             return self._server_engine(rollout.server)
-        return self._engine(self.model, submesh, share, slots=rollout.slots or rollout.responses_per_step)
+        return self._engine(self.model, submesh, share, slots=self.slots)
 
     def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> InterruptibleEngine:
         """The engine of a model that keeps what the policy keeps, or twice as much."""

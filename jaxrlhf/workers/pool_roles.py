@@ -79,6 +79,13 @@ class PoolRoles:
         """Names of the roles with a model that is not trained."""
         return [role for role in self.roles if role not in self.config.trained and self.spec(role).head is not None]
 
+    @property
+    def slots(self) -> int:
+        """Responses decoded at once on the whole pool; one that came back smaller has as many per device as before."""
+        rollout, there = self.config.rollout, len(self.pool.devices)
+        asked = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
+        return (rollout.slots or rollout.responses_per_step) * there // max(there, asked)
+
     def spec(self, role: str) -> RoleSpec:
         """Declaration of a role."""
         return self.config.all_roles[role]

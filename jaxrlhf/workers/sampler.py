@@ -183,11 +183,10 @@ class Sampler:
                 row: engine.begun(request, sampling, seed=int(under_way.seed_B[row]))
                 for row, request in requests.items()
             }
-            going = [row for row in states if held_B[row] is not None]
+            going = [row for row in states if held_B[row] is not None][: engine.slots]  # fewer where hosts are gone
             engine.go_on([states[row] for row in going], [held_B[row] for row in going])
-            for row, state in states.items():
-                if held_B[row] is None:
-                    engine.enqueue(state)
+            for row in [row for row in states if row not in going]:
+                engine.enqueue(states[row])
             while not enough():
                 ended(engine.step())
                 self.progress("generate", int(ended_B.sum()), len(ended_B))
