@@ -1,6 +1,7 @@
 """Attention kernels against a naive reference, alone and on a mesh; those of accelerators are interpreted."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -28,29 +29,38 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(DECODE, "pallas", partial(pallas_decode, interpret=True))
 
 
-def softmax(score):
+def softmax(score, sink=-np.inf):
+    """Weights of scores, of which a sink takes its share."""
     weight = np.exp(score - score.max())
-    return weight / weight.sum()
+    return weight / (weight.sum() + np.exp(sink - score.max()))
 
 
-def naive_rows(query, key, value, segment, weight, *, divisor=None, cap=np.inf, window=np.inf):
-    """The output, and the gradients of its product with `weight`: token by token, in float64."""
+SINKS = np.array([0.4, -1.0, 2.0, 0.1])
+
+
+def naive_rows(query, key, value, segment, weight, *, divisor=None, cap=np.inf, window=np.inf, sinks=None):
+    """The output, and the gradients of its product with `weight`: token by token, in float64.
+
+    The last is that of sinks, if there are any.
+    """
     rows, width, heads, head_dim = query.shape
     group = heads // key.shape[2]
     divisor = divisor or np.sqrt(head_dim)
     out = np.zeros_like(query)
-    grads = [np.zeros_like(array) for array in (query, key, value)]
+    grads = [np.zeros_like(array) for array in (query, key, value, *([] if sinks is None else [sinks]))]
     for r, t, n in np.ndindex(rows, width, heads):
         k = n // group
         seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t] and s > t - window]
         score, slope = capped(key[r, seen, k] @ query[r, t, n] / divisor, cap)
-        chance = softmax(score)
+        chance = softmax(score) if sinks is None else softmax(score, sinks[n])
         out[r, t, n] = chance @ value[r, seen, k]
         pull = value[r, seen, k] @ weight[r, t, n]
         change = slope * chance * (pull - chance @ pull) / divisor
         grads[0][r, t, n] += change @ key[r, seen, k]
         grads[1][r, seen, k] += change[:, None] * query[r, t, n]
         grads[2][r, seen, k] += chance[:, None] * weight[r, t, n]
+        if sinks is not None:
+            grads[3][n] -= (1 - chance.sum()) * (chance @ pull)
     return out, *grads
 
 
@@ -61,7 +71,7 @@ def capped(score, cap):
     return cap * np.tanh(score / cap), 1 / np.cosh(score / cap) ** 2
 
 
-def naive_cache(query, key, value, position, *, divisor=None, cap=np.inf, window=np.inf):
+def naive_cache(query, key, value, position, *, divisor=None, cap=np.inf, window=np.inf, sinks=None):
     slots, heads, head_dim = query.shape
     group, capacity = heads // key.shape[1], key.shape[3]
     out = np.zeros_like(query)
@@ -69,7 +79,7 @@ def naive_cache(query, key, value, position, *, divisor=None, cap=np.inf, window
         newest = min(position[b], capacity - 1)
         k, seen = n // group, slice(int(max(0, newest + 1 - window)), newest + 1)
         score, _ = capped(query[b, n] @ key[b, k, :, seen] / (divisor or np.sqrt(head_dim)), cap)
-        out[b, n] = softmax(score) @ value[b, k, seen]
+        out[b, n] = softmax(score, -np.inf if sinks is None else sinks[n]) @ value[b, k, seen]
     return out
 
 
@@ -126,6 +136,36 @@ def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
         there = OTHER if slides else OTHER | {"window": np.inf}
         for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **there), strict=True):
             close(got, true)
+
+
+def run_rows_with_sinks(execution, query, key, value, segment, weight, sinks):
+    def rows(query, key, value, sinks):
+        return attend(query, key, value, segment, replace(other_scores(), sink_N=sinks), execution=execution)
+
+    out, pull = jax.vjp(rows, query, key, value, sinks)
+    return out, *pull(weight)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "flash"])
+def test_sinks_take_their_share_of_rows(kernel):
+    query, key, value, weight = (np.float32(array) for array in drawn(*[(2, 18, count, 16) for count in (4, 2, 2, 4)]))
+    segment = np.array(SEGMENTS[18], np.int32)
+    run = jax.jit(partial(run_rows_with_sinks, Execution(rows_kernel=kernel)))
+    ours = run(query, key, value, segment, weight, np.float32(SINKS))
+    expected = naive_rows(*(np.float64(x) for x in (query, key, value)), segment, weight, **OTHER, sinks=SINKS)
+    for got, true in zip(ours, expected, strict=True):
+        close(got, true)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+def test_sinks_take_their_share_of_a_cache(kernel):
+    query, key, value = (np.float32(x) for x in drawn((3, 4, 16), (3, 2, 16, 600), (3, 2, 600, 16)))
+    position = np.array([0, 66, 599], np.int32)
+    scores = replace(other_scores(), sink_N=np.float32(SINKS))
+    ours = jax.jit(partial(attend_cache, execution=Execution(decode_kernel=kernel)))(
+        query, key, value, position, scores
+    )
+    close(ours, naive_cache(query, key, value, position, **OTHER, sinks=SINKS))
 
 
 @pytest.mark.parametrize("slides", [None, True, False])
@@ -288,11 +328,29 @@ def test_rows_and_heads_stay_where_they_are_on_a_mesh():
     assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
 
 
+def test_rows_and_sinks_of_heads_stay_where_they_are_on_a_mesh():
+    head, row = ("data", None, "tensor"), ("data",)
+    execution, layout = on_mesh([head, head, head, row, head, ("tensor",)])
+    run = partial(run_rows_with_sinks, replace(execution, rows_kernel="flash"))
+    query, key, value, weight = (np.float32(x) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
+    arrays = query, key, value, np.ones((4, 20), np.int32), weight, np.float32(SINKS)
+    program = jax.jit(run, in_shardings=layout).lower(*arrays).compile()
+    expected = naive_rows(*arrays[:5], **OTHER, sinks=SINKS)
+    for ours, theirs in zip(program(*jax.device_put(arrays, tuple(layout))), expected, strict=True):
+        close(ours, theirs)
+    assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
+
+
 def test_slots_and_heads_stay_where_they_are_on_a_mesh():
     head, slot = ("data", "tensor"), ("data",)
-    execution, layout = on_mesh([head, head, head, slot])
+    execution, layout = on_mesh([head, head, head, slot, ("tensor",)])
     query, key, value = (np.asarray(x, np.float32) for x in drawn((4, 4, 8), (4, 2, 8, 30), (4, 2, 30, 8)))
-    arrays = query, key, value, np.array([0, 3, 17, 29], np.int32)
-    program = jax.jit(partial(attend_cache, execution=execution), in_shardings=layout).lower(*arrays).compile()
-    close(program(*jax.device_put(arrays, tuple(layout))), naive_cache(*arrays))
+    arrays = query, key, value, np.array([0, 3, 17, 29], np.int32), np.float32(SINKS)
+
+    def run(*arrays):
+        *arrays, sinks = arrays
+        return attend_cache(*arrays, ScoreMod(sink_N=sinks), execution=execution)
+
+    program = jax.jit(run, in_shardings=layout).lower(*arrays).compile()
+    close(program(*jax.device_put(arrays, tuple(layout))), naive_cache(*arrays[:4], sinks=SINKS))
     assert "all-" not in program.as_text() and "collective" not in program.as_text()

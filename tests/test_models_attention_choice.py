@@ -159,6 +159,15 @@ def test_latents_are_decoded_by_the_kernel_that_reads_them():
         assert choose(replace(CONFIG, latent=latent)) == ("splash", "xla")
 
 
+@pytest.mark.parametrize(("chip", "kernels"), [("h100", ("flash", "pallas")), ("v5e-1", ("xla", None))])
+def test_sinks_have_the_kernels_that_know_of_them(chip, kernels, recwarn):
+    mesh = Mesh(np.array(topology(hardware(chip))[:1]), ("data",), axis_types=(AxisType.Auto,))
+    how = {"row_axes": ("data",), "head_axes": (), "decodes": True, "cache": "auto"}
+    execution = models.choose_execution(replace(CONFIG, attention_sinks=True), "bfloat16", mesh, **how)
+    assert (execution.rows_kernel, execution.pages_kernel) == kernels
+    assert any("no attention sinks" in str(warning.message) for warning in recwarn) == (kernels[0] == "xla")
+
+
 def test_a_cache_lies_in_pages_where_a_kernel_reads_them(monkeypatch):
     assert choose(cache="auto") == ("xla", "pallas")
     assert choose(cache="slots") == ("pallas", None)

@@ -35,12 +35,13 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(PAGES, "pallas", partial(pallas_pages, interpret=True))
 
 
-def softmax(score):
+def softmax(score, sink=-np.inf):
+    """Weights of scores, of which a sink takes its share."""
     weight = np.exp(score - score.max())
-    return weight / weight.sum()
+    return weight / (weight.sum() + np.exp(sink - score.max()))
 
 
-def naive_pages(query, pages, table, position, *, divisor=None, cap=np.inf, window=np.inf):
+def naive_pages(query, pages, table, position, *, divisor=None, cap=np.inf, window=np.inf, sinks=None):
     """Entry by entry, in float64; a slot that has run past its pages sees all of them."""
     slots, heads, head_dim = query.shape
     page_tokens, group = pages.shape[1], 2 * heads // pages.shape[2]
@@ -51,7 +52,8 @@ def naive_pages(query, pages, table, position, *, divisor=None, cap=np.inf, wind
         entries = [pages[table[b, s // page_tokens], s % page_tokens, :, :head_dim] for s in seen]
         score = np.array([entry[2 * (n // group)] @ query[b, n] for entry in entries]) / (divisor or np.sqrt(head_dim))
         score = score if cap == np.inf else cap * np.tanh(score / cap)
-        out[b, n] = softmax(score) @ np.array([entry[2 * (n // group) + 1] for entry in entries])
+        sink = -np.inf if sinks is None else sinks[n]
+        out[b, n] = softmax(score, sink) @ np.array([entry[2 * (n // group) + 1] for entry in entries])
     return out
 
 
@@ -80,7 +82,9 @@ def close(ours, theirs, tolerance=1e-5):
 )
 def test_a_token_attends_to_what_is_filled_of_its_pages(kernel, heads, kv_heads, head_dim, width):
     arrays = drawn(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width)
-    for scores, there in ((PLAIN, {}), (ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"]), OTHER)):
+    sinks = np.linspace(-1, 2, heads, dtype=np.float32)
+    other = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], sink_N=sinks)
+    for scores, there in ((PLAIN, {}), (other, OTHER | {"sinks": sinks})):
         ours = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))(*arrays, scores)
         close(ours, naive_pages(*arrays, **there))
 
@@ -132,7 +136,8 @@ def test_the_gpu_kernel_reads_a_shared_prompt_once_for_several_slots(heads, kv_h
     query = np.float32(rng.standard_normal((8, heads, head_dim)))
     pages = np.float32(rng.standard_normal((8 * 12, 16, 2 * kv_heads, head_dim)))
     run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="pallas")))
-    near = ScoreMod(1.3, 0.8, 60), {"divisor": 1.3, "cap": 0.8, "window": 60}
+    sinks = np.linspace(-1, 2, heads, dtype=np.float32)
+    near = ScoreMod(1.3, 0.8, 60, sink_N=sinks), {"divisor": 1.3, "cap": 0.8, "window": 60, "sinks": sinks}
     for scores, there in [near] if most == 4 else [(PLAIN, {})]:
         ours = run(query, pages, table, position, scores)
         close(ours[:7], naive_pages(query[:7], pages, table[:7], position[:7], **there))

@@ -47,7 +47,7 @@ def attend(
         value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
         row = PartitionSpec(execution.row_axes)
         head = PartitionSpec(execution.row_axes, None, execution.head_axes)
-        kernel = execution.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
+        kernel = _on_devices(kernel, (head, head, head, row), head, execution)
     return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod)[..., :value_dim]
 
 
@@ -77,7 +77,7 @@ def attend_cache(
     if execution.decode_kernel != "xla":
         slot = PartitionSpec(execution.row_axes)
         head = PartitionSpec(execution.row_axes, execution.head_axes)
-        kernel = execution.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
+        kernel = _on_devices(kernel, (head, head, head, slot), head, execution)
     return kernel(query_BNH, key_BKHS, value_BKSH, position_B, score_mod)
 
 
@@ -93,8 +93,7 @@ def _attend_shared(
     axes, capacity = execution.cache_axes, key_BKHS.shape[3]
     kernel = PARTS[execution.decode_kernel]
 
-    def run(query_BNH, key_BKHS, value_BKSH, position_B, slides, sink_N):
-        score_mod = replace(scores, slides=slides, sink_N=sink_N)
+    def run(query_BNH, key_BKHS, value_BKSH, position_B, score_mod):
         own = seen_of_device(position_B, capacity, score_mod, execution)
         parts = of_devices(kernel(query_BNH, key_BKHS, value_BKSH, *own, score_mod), axes)
         return joined([parts, *sinks_part(score_mod, key_BKHS.shape[1])], like=query_BNH)
@@ -102,9 +101,26 @@ def _attend_shared(
     slot, head = PartitionSpec(execution.row_axes), PartitionSpec(execution.row_axes, execution.head_axes)
     keys = PartitionSpec(execution.row_axes, execution.head_axes, None, axes)
     values = PartitionSpec(execution.row_axes, execution.head_axes, axes)
-    specs = head, keys, values, slot, PartitionSpec(), PartitionSpec(execution.head_axes)
-    run = execution.on_devices(run, specs, head)
-    return run(query_BNH, key_BKHS, value_BKSH, position_B, scores.slides, scores.sink_N)
+    run = _on_devices(run, (head, keys, values, slot), head, execution)
+    return run(query_BNH, key_BKHS, value_BKSH, position_B, scores)
+
+
+def _on_devices(
+    kernel: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec, execution: Execution
+) -> Callable[..., Any]:
+    """A kernel of causal attention, run by every device on its part of the arrays, with the sinks of its heads."""
+
+    def on_devices(*given: Any) -> Any:
+        *arrays, score_mod = given
+        assert score_mod.block_RW is None, "kernels are causal"
+
+        def run(slides, sink_N, *arrays):
+            return kernel(*arrays, replace(score_mod, slides=slides, sink_N=sink_N))
+
+        specs = PartitionSpec(), PartitionSpec(execution.head_axes), *in_specs
+        return execution.on_devices(run, specs, out_spec)(score_mod.slides, score_mod.sink_N, *arrays)
+
+    return on_devices
 
 
 def attend_pages(
@@ -134,11 +150,11 @@ def attend_pages(
         newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
         return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, score_mod)
 
-    slot, whole = PartitionSpec(execution.row_axes), PartitionSpec()
+    slot = PartitionSpec(execution.row_axes)
     head = PartitionSpec(execution.row_axes, execution.head_axes)
     page = PartitionSpec(execution.row_axes, None, execution.head_axes)
     query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
-    run = execution.on_devices(run, (head, page, slot, slot, whole), head)
+    run = _on_devices(run, (head, page, slot, slot), head, execution)
     return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 
@@ -237,6 +253,9 @@ PAGES: dict[str, Callable[..., Array]] = {
     "pallas": _lazy("gpu_pages", "pallas_pages"),
     "ragged": _lazy("tpu", "ragged_pages"),
 }
+
+WITHOUT_SINKS = ("splash", "ragged")
+"""Kernels of JAX that know of no attention sinks."""
 
 LANES: dict[str, int] = {"ragged": 128}
 """Multiples of which the width of heads in pages has to be, by kernel."""

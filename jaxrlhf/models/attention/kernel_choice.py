@@ -31,6 +31,7 @@ from jaxrlhf.models.attention.attention import (
     PAGES,
     ROWS,
     WIDEST,
+    WITHOUT_SINKS,
 )
 from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
@@ -126,11 +127,11 @@ def choose_execution(
             _warn(use, kernel, platform, problems[0][0], name, "another process of the mesh cannot use it")
         return everywhere
 
-    no_sinks = _no_sinks(config)
+    no_sinks = _no_sinks(config, rows)
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
         paged = pages if usable("pages", pages, _no_pages(config, pages)) else "xla" if cache == "pages" else None
-    no_latents = no_sinks or (None if config.latent is None else "it reads no latents")
+    no_latents = _no_sinks(config, decode) or (None if config.latent is None else "it reads no latents")
     both_ways = config.vision is not None and config.vision.both_ways
     causal = no_sinks or ("tokens of an image see those behind them, and it is causal" if both_ways else None)
     return replace(
@@ -172,13 +173,13 @@ def _pageless(config: AnyModel, execution: Execution = ONE_DEVICE) -> str | None
     return "devices that share the positions of a sequence have them in slots" if execution.cache_ways > 1 else None
 
 
-def _no_sinks(config: ModelConfig) -> str | None:
-    return "it knows of no attention sinks" if config.attention_sinks else None
+def _no_sinks(config: ModelConfig, kernel: str) -> str | None:
+    return "it knows of no attention sinks" if config.attention_sinks and kernel in WITHOUT_SINKS else None
 
 
 def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
     too_wide = config.head_dim > WIDEST.get(kernel, config.head_dim)
-    return _no_sinks(config) or (f"it reads heads of {WIDEST[kernel]} or fewer numbers" if too_wide else None)
+    return _no_sinks(config, kernel) or (f"it reads heads of {WIDEST[kernel]} or fewer numbers" if too_wide else None)
 
 
 def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:

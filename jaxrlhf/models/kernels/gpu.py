@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
-from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen, sinks_part
 
 BLOCK, _SMALLEST_PART = 64, 512
 """Cache positions of a tile, and of one program of a kernel at least."""
@@ -48,7 +48,8 @@ def pallas_decode(
         first_B, end_B = first_B % capacity, first_B % capacity + end_B - first_B
     entries = capacity if ring else None
     arrays = query_BNH, key_BKHS, value_BKSH, first_B, end_B, score_mod
-    return joined([pallas_parts(*arrays, entries=entries, interpret=interpret)], like=query_BNH)
+    own = pallas_parts(*arrays, entries=entries, interpret=interpret)
+    return joined([own, *sinks_part(score_mod, key_BKHS.shape[1])], like=query_BNH)
 
 
 def pallas_parts(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
-from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen
+from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen, sinks_part
 from jaxrlhf.models.kernels.gpu import BLOCK, decode_parts, part_of, whole_width
 
 SHARED_FROM = 2048
@@ -49,9 +49,10 @@ def pallas_pages(
     sizes: Any = {"kv_heads": both // 2, "part": part_of(capacity), "parts": pl.cdiv(capacity, part_of(capacity))}
     sizes |= {"interpret": interpret}
     first_B, end_B = seen(newest_B, score_mod)
+    sinks = sinks_part(score_mod, both // 2)
     if capacity < SHARED_FROM or min(slots, most) < 2:
         own = _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod, **sizes)
-        return joined([own], like=query_BNH)
+        return joined([own, *sinks], like=query_BNH)
     # Slots whose prompts begin with one page lie side by side.
     order_B = jnp.argsort(table_BQ[:, 0])
     query_BNH, table_BQ, first_B, end_B = (leaf[order_B] for leaf in (query_BNH, table_BQ, first_B, end_B))
@@ -59,7 +60,7 @@ def pallas_pages(
     shared = _shared(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, bundles, score_mod, most=most, **sizes)
     first_B = jnp.maximum(first_B, bundles[2][bundles[3]])
     own = _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod, **sizes)
-    return joined([shared, own], like=query_BNH)[jnp.argsort(order_B)]
+    return joined([shared, own, *sinks], like=query_BNH)[jnp.argsort(order_B)]
 
 
 def _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod: ScoreMod, **sizes: Any) -> Parts:

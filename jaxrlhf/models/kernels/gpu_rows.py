@@ -49,7 +49,7 @@ def flash_rows(
     padding = ((0, 0), (0, 0), (0, 0), (0, wide - head_dim))
     query, key, value = (jnp.pad(array, padding) for array in (query, key, value))
     scores = _Scores(score_mod.divide_by(head_dim), score_mod.soft_cap, interpret)
-    out_RWNH = _flash(query, key, value, first_seen(segment, score_mod), scores)
+    out_RWNH = _flash(query, key, value, score_mod.sink_N, first_seen(segment, score_mod), scores)
     return out_RWNH[:, :width, :, :head_dim]
 
 
@@ -86,14 +86,16 @@ def _product(left: Array, right: Array) -> Array:
     return triton.dot(left, right, precision=precision)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _flash(query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, first_RW: Array, scores: _Scores) -> Array:
-    return _forward(query_RWNH, key_RWKH, value_RWKH, first_RW, scores)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _flash(
+    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, sink_N: Array | None, first_RW: Array, scores: _Scores
+) -> Array:
+    return _forward(query_RWNH, key_RWKH, value_RWKH, sink_N, first_RW, scores)[0]
 
 
 def _forward(
-    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, first_RW: Array, scores: _Scores
-) -> tuple[Array, tuple[Array, ...]]:
+    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, sink_N: Array | None, first_RW: Array, scores: _Scores
+) -> tuple[Array, tuple[Array | None, ...]]:
     rows, width, heads, _ = query_RWNH.shape
     specs = _Specs(query_RWNH, key_RWKH, _tile(query_RWNH))
     out_RWNH, norm_RNW = _call(
@@ -104,11 +106,15 @@ def _forward(
         [query_RWNH, jax.ShapeDtypeStruct((rows, heads, width), jnp.float32)],
         scores,
     )(first_RW, query_RWNH, key_RWKH, value_RWKH)
-    return out_RWNH, (query_RWNH, key_RWKH, value_RWKH, first_RW, out_RWNH, norm_RNW)
+    if sink_N is not None:  # which takes its share of what was given to the others
+        whole_RNW = jnp.logaddexp(norm_RNW, sink_N.astype(jnp.float32)[None, :, None])
+        left_RWN = jnp.swapaxes(jnp.exp(norm_RNW - whole_RNW), 1, 2)
+        out_RWNH, norm_RNW = (out_RWNH * left_RWN[..., None]).astype(out_RWNH.dtype), whole_RNW
+    return out_RWNH, (query_RWNH, key_RWKH, value_RWKH, sink_N, first_RW, out_RWNH, norm_RNW)
 
 
-def _backward(scores: _Scores, saved: tuple[Array, ...], change_RWNH: Array) -> tuple[Array | None, ...]:
-    query_RWNH, key_RWKH, value_RWKH, first_RW, out_RWNH, norm_RNW = saved
+def _backward(scores: _Scores, saved: tuple[Any, ...], change_RWNH: Array) -> tuple[Array | None, ...]:
+    query_RWNH, key_RWKH, value_RWKH, sink_N, first_RW, out_RWNH, norm_RNW = saved
     heads, kv_heads = query_RWNH.shape[2], key_RWKH.shape[2]
     pull_RNW = jnp.einsum("RWNH,RWNH->RNW", out_RWNH, change_RWNH, preferred_element_type=jnp.float32)
     specs = _Specs(query_RWNH, key_RWKH, _tile(query_RWNH) // 2)
@@ -140,7 +146,11 @@ def _backward(scores: _Scores, saved: tuple[Array, ...], change_RWNH: Array) -> 
         [key_RWKH, value_RWKH],
         scores,
     )(last_RW, first_RW, query_RWNH, key_RWKH, value_RWKH, *of_query)
-    return change_query, change_key, change_value, None
+    change_sink = None
+    if sink_N is not None:
+        taken_RNW = jnp.exp(sink_N.astype(jnp.float32)[None, :, None] - norm_RNW)
+        change_sink = -(taken_RNW * pull_RNW).sum(axis=(0, 2)).astype(sink_N.dtype)
+    return change_query, change_key, change_value, change_sink, None
 
 
 _flash.defvjp(_forward, _backward)
