@@ -1,6 +1,7 @@
 """Agent programs that ask the policy through OpenAI's client."""
 
 import asyncio
+from pathlib import Path
 
 
 async def asks_twice(session, record):
@@ -29,3 +30,16 @@ async def hangs(session, record):
 
 def raises(session, record):
     raise ValueError("no agent today")
+
+
+async def pauses(session, record):
+    """Two answers; before the second it waits until there is a file, if its record names one."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        for said in ("1", "2"):
+            messages = [{"role": "user", "content": said}]
+            await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+            while said == "1" and record.get("waits_for") and not Path(record["waits_for"]).exists():
+                await asyncio.sleep(0.02)
+    return 1.0

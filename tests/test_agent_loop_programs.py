@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from test_agent_loop import PROMPT, RESPONSE, TOKENIZER, engine, run, weights  # noqa: F401 - two are fixtures
+from test_agent_loop_open import go_on, groups, load, prompts
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
@@ -50,6 +52,29 @@ def test_programs_that_ask_nothing_end_by_themselves(engine, program, settings, 
     assert {(record.stop, record.environment_reward) for record in batch.record_E} == {(stop, paid)}
     assert not batch.rollout.sequences.mask_BT.any()
     assert bool(batch.record_E[0].failure) == (stop != "done")
+
+
+def test_programs_go_on_under_the_next_policy_and_seconds_between_do_not_count(engine, weights, tmp_path):  # noqa: F811
+    agent = Agent(program="talking_agents:pauses", episode_s=60.0)
+    gate = tmp_path / "go on"
+    asked = [replace(PROBLEMS[number], record=record) for number, record in enumerate([{}, {"waits_for": str(gate)}])]
+    with EnvironmentPool((agent,)) as pool:
+        agents = AgentLoop(agent, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
+        try:
+            first = go_on(agents, engine, asked, groups(2), complete=1)
+            [slow, _] = [run for group in agents._open._groups.values() for run in group.runs]
+            left_s = slow._left_s
+            load(engine, jax.tree.map(lambda leaf: np.float32(1.5) * leaf, weights), 4)
+            gate.touch()
+            rest = go_on(agents, engine, asked, groups(2, ended=(0,)))
+        finally:
+            agents._open.close()
+            load(engine, weights, 3)
+    assert (prompts(first), prompts(rest)) == ([0], [1]) and 0 < left_s < 60
+    assert {record.stop for batch in (first, rest) for record in batch.record_E} == {"done"}
+    version_BT, mask_BT = rest.rollout.version_BT, rest.rollout.sequences.mask_BT
+    versions = [{*row[chosen].tolist()} for row, chosen in zip(version_BT, mask_BT, strict=True)]
+    assert len(versions) == 4 and versions.count({4}) >= 2 and all(len(own) == 1 for own in versions)
 
 
 def test_limits_of_calls_are_told_to_the_program(engine):  # noqa: F811

@@ -84,6 +84,10 @@ class EpisodeRun:
         """Seed of the environment, which all episodes of the problem share: they begin in one state."""
         return _seed(self.seed, self.problem.prompt_id, 0)
 
+    async def finished(self) -> Finished:
+        """Go through the episode, by its kind."""
+        return await (self.agent() if isinstance(self.settings, Agent) else self.turns())
+
     async def turns(self) -> Finished:
         """Go through the episode turn by turn."""
         try:
@@ -128,7 +132,7 @@ class EpisodeRun:
         history = self.settings.history
         base_url, api_key = self.sessions.open(self.episode, self.seed, limits, history=history)
         try:
-            async with asyncio.timeout(self.settings.episode_s):
+            async with asyncio.timeout(self.settings.episode_s) as self._clock:
                 call = self.pool.run_agent(
                     self.place, self.environment, self.problem.record, self.group_seed, base_url, api_key
                 )
@@ -138,6 +142,7 @@ class EpisodeRun:
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
         finally:
+            self._clock = None
             self.pool.drop(self.place)
             recorded = self.sessions.close(self.episode)
         return recorded_episode(

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
@@ -19,6 +20,7 @@ from jaxrlhf.batch import EpisodeBatch, Problem
 from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
 from jaxrlhf.config.environments import choice, choices
+from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.service import EngineService
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 _NO_BOUND = 1 << 30
 """Episodes that come one after another, without an end."""
+
+_NO_LIMIT_S = 7 * 24 * 3600.0
+"""Seconds of a call that waits for updates; the episode's own limit, which stands still meanwhile, ends it before."""
 
 
 @dataclass
@@ -105,7 +110,9 @@ class AgentLoop:
           The groups that are complete now and were not before, in the order of `problems`.
         """
         if self._open is None:
-            self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine)
+            patient = ServingLimits(request_s=_NO_LIMIT_S)  # an update is none of the policy's seconds
+            serve = partial(self._server, sampling=sampling, limits=patient)
+            self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine, serve)
         assert self._open.engine is engine, "episodes go on with the engine that they began with"
         try:
             finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
@@ -121,12 +128,16 @@ class AgentLoop:
         self.pool.close()
 
     @contextmanager
-    def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
+    def _server(
+        self, service: EngineService, sampling: Sampling, *, limits: ServingLimits | None = None
+    ) -> Iterator[SessionBook | None]:
         """Sessions of agent programs, whose calls a server answers; None where no environment is one."""
         if not self._has_agents:
             yield None
             return
-        model = ServedModel("policy", service, self.format.tokenizer, self.stop_tokens, images=self.format.reader)
+        form, stops = self.format, self.stop_tokens
+        bounds = limits or ServingLimits()
+        model = ServedModel("policy", service, form.tokenizer, stops, limits=bounds, images=form.reader)
         with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
             yield server.sessions
 
@@ -147,7 +158,7 @@ class AgentLoop:
             number = problem.prompt_id * copies + copy
             run = self.episode(problem, number, sampling=sampling, seed=seed, service=service, sessions=sessions)
             async with doors[run.environment]:
-                finished = await (run.agent() if isinstance(run.settings, Agent) else run.turns())
+                finished = await run.finished()
             over += 1
             progress(over, total)
             return finished

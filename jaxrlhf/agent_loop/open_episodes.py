@@ -7,6 +7,7 @@ they wait for its end with their next reply, and their tools run on meanwhile.
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.service import EngineService
+from jaxrlhf.serving.sessions import SessionBook
 
 Key = tuple[int, int]
 """Prompt and step of beginning, by which a group of episodes is known from call to call."""
@@ -42,12 +44,21 @@ class OpenEpisodes:
       make: `AgentLoop.episode`, which makes one that is to begin.
       doors: Semaphore of each kind of environment.
       engine: Draws their replies in `go_on`; between two calls its weights may be changed.
+      serve: Serves the calls of agent programs, which wait between two calls of `go_on`; gives their sessions.
     """
 
-    def __init__(self, make: Callable[..., EpisodeRun], doors: Sequence[asyncio.Semaphore], engine: Engine) -> None:
+    def __init__(
+        self,
+        make: Callable[..., EpisodeRun],
+        doors: Sequence[asyncio.Semaphore],
+        engine: Engine,
+        serve: Callable[[EngineService], AbstractContextManager[SessionBook | None]],
+    ) -> None:
         self.engine = engine
         self._make, self._doors, self._service = make, doors, EngineService(engine)
         self._service.hold()
+        self._serving = ExitStack()
+        self._sessions = self._serving.enter_context(serve(self._service))
         self._groups: dict[Key, _EpisodeGroup] = {}
         self._begun = 0
         self._changed, self._failure = asyncio.Event(), list[BaseException]()
@@ -91,6 +102,7 @@ class OpenEpisodes:
         """Give all episodes up, and end the threads."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._drop([*self._groups]), self._events).result()
+            self._serving.close()
             self._service.close()
             self._events.call_soon_threadsafe(self._events.stop)
             self._thread.join()
@@ -143,6 +155,7 @@ class OpenEpisodes:
                 sampling=sampling,
                 seed=seed,
                 service=self._service,
+                sessions=self._sessions,
                 # Evaluation, with numbers from 0 on, may go through episodes of its own between two rounds.
                 place=-self._begun,
             )
@@ -154,7 +167,7 @@ class OpenEpisodes:
 
     async def _play(self, run: EpisodeRun) -> Finished:
         async with self._doors[run.environment]:
-            return await run.turns()
+            return await run.finished()
 
     def _note(self, task: "asyncio.Task[Finished]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

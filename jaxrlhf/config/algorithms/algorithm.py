@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxrlhf.config.environments import Agent, choices
+from jaxrlhf.config.environments import choices
 from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
@@ -247,11 +247,6 @@ def check_schedule(config: Config) -> None:
         f"rollout.over_provision={over} takes the groups that are complete first, and which episodes are hangs on the "
         "seconds that their tools take, so that no run could be repeated; say that this is meant by "
         "rollout.order='arrival', or drop over_provision",
-    )
-    require(
-        not any(isinstance(one, Agent) for one in environments),
-        f"rollout.over_provision={over} has episodes wait while the policy is updated, and the client of an agent "
-        "program has time limits of its own, which would run out; drop it, or use tools or an environment",
     )
     require(
         rollout.server is None,
