@@ -65,7 +65,11 @@ def expected():
 
 @pytest.mark.parametrize(
     ("sizes", "replicas"),
-    [({"data": 8}, 8), ({"data": 2, "tensor": 2, "micro_tensor": 2}, 4), ({"stage": 2, "micro_stage": 4}, 4)],
+    [
+        ({"data": 8}, 8),
+        ({"data": 2, "tensor": 2, "micro_tensor": 2}, 4),
+        pytest.param({"stage": 2, "micro_stage": 4}, 4, marks=pytest.mark.seeds),  # test_engine_stages.py has stages
+    ],
 )
 def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
     engine, completions = run(MODEL, **sizes)

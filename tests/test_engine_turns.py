@@ -102,7 +102,9 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("how", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.seeds] * (name == "stages"), id=name) for name, how in ENGINES.items()]
+)
 def test_a_turn_begins_where_the_last_one_ended(how):
     engine = build(**how)
     equal(turns(engine, keep=True), whole(how.get("model", MODEL)))

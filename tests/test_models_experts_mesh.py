@@ -163,6 +163,7 @@ def generated(params, layout, devices):
     return hybrid, engine.generate(requests, Sampling(temperature=0.8), seed=11)
 
 
+@pytest.mark.slow
 def test_eight_devices_generate_with_divided_experts_what_one_does(params):
     """Experts stay where they are when layouts switch; all else is gathered."""
     _, expected = generated(params, Layout(), jax.devices()[:1])

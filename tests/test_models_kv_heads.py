@@ -98,9 +98,9 @@ def run(config, lora, cache, **sizes):
     [
         pytest.param("two and biases", Lora(rank=2), "slots", {"data": 2, "tensor": 4}, marks=pytest.mark.seeds),
         pytest.param(
-            *("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}), marks=pytest.mark.slow
+            *("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}), marks=pytest.mark.seeds
         ),
-        ("three of six", None, "slots", {"fsdp": 4, "tensor": 2}),
+        pytest.param("three of six", None, "slots", {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(
             *("two, and one without a window", Lora(rank=2, targets=("query", "value")), "slots"),
             {"data": 2, "tensor": 4},
