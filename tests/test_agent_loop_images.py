@@ -118,6 +118,7 @@ def played():
     return run(SHOWS, [problem(0), with_picture(1)])
 
 
+@pytest.mark.slow
 def test_every_turn_sees_the_pictures_before_it():
     """Pictures that reset and steps of the environment show, and one in the prompt of a record."""
     batch = played()
@@ -132,6 +133,7 @@ def test_every_turn_sees_the_pictures_before_it():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_other_pictures_make_other_probabilities():
     """Pictures of later turns as well as those of the prompt."""
     sequences = played().rollout.sequences
@@ -152,6 +154,7 @@ def test_other_pictures_make_other_probabilities():
             assert changed_BT[row][own_T & (np.arange(len(own_T)) < start)].max(initial=0) < 1e-4
 
 
+@pytest.mark.slow
 def test_pictures_are_kept_once_by_their_content():
     """Rows and records of a batch share one object for each picture, and a pickle of the batch holds its content."""
     batch = played()
@@ -192,6 +195,7 @@ def test_prompts_with_other_pictures_are_not_shared():
     assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "said"),
     [("Damaged", "no image"), ("TooLarge", "observation_tokens=48")],
@@ -214,6 +218,7 @@ def test_text_beside_pictures_spells_no_mark():
         marked([{"role": "user", "content": [image, {"type": "text", "text": "an <image>"}]}])
 
 
+@pytest.mark.slow
 def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
     """In an earlier reply; in a first prompt it is refused."""
     _, _, reader, _, engine = parts()
@@ -244,6 +249,7 @@ def rewriting():
     return ChatFormat(rewritten, reader=reader)
 
 
+@pytest.mark.slow
 def test_a_history_that_is_rewritten_shows_its_pictures_again():
     """In a further sequence for each reply, trained as it was drawn."""
     batch = run(replace(SHOWS, history="as_templated"), [problem(0), with_picture(1)], form=rewriting())
@@ -259,6 +265,7 @@ def test_a_history_that_is_rewritten_shows_its_pictures_again():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reply_that_spells_a_mark_is_no_picture_in_a_rewritten_history():
     form, one = rewriting(), with_picture(0)
     conversation = Conversation(form, with_sources(one.messages, one.images), history="as_templated")
