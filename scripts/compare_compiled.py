@@ -180,6 +180,7 @@ def row_of(name: str, chips: str, program: CompiledProgram) -> dict[str, Any]:
         "program": program.name.partition("[")[0],
         "estimated_bytes": program.estimated_bytes,
         "compiled_bytes": program.compiled_bytes,
+        "needed_bytes": program.needed_bytes,
         "argument_bytes": program.argument_bytes,
         "temporary_bytes": program.temporary_bytes,
         "collectives": [vars(each) for each in program.collectives or ()],

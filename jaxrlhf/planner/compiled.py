@@ -26,6 +26,8 @@ class CompiledProgram:
       name: `role.program[sizes]`.
       seconds: Seconds that it took to compile.
       alias_bytes: Outputs that take the memory of donated arguments.
+      needed_bytes: Most of all these that there is at a time, which the compiler compares with its chip's memory; on
+        TPUs less than `compiled_bytes`, as their temporaries are counted with those that took their place.
       estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
       beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
       collectives: Largest first; None where the compiler cannot print the program.
@@ -38,6 +40,7 @@ class CompiledProgram:
     temporary_bytes: int
     output_bytes: int
     alias_bytes: int
+    needed_bytes: int
     estimated_bytes: float | None
     beside_bytes: float
     collectives: tuple[Collective, ...] | None
@@ -51,7 +54,7 @@ class CompiledProgram:
     @property
     def peak_bytes(self) -> float:
         """All that is in a device's memory while the program runs."""
-        return self.compiled_bytes + self.beside_bytes
+        return self.needed_bytes + self.beside_bytes
 
     def seconds_at_best(self, hardware: Hardware) -> float:
         """Seconds of multiplying, of reading arguments and writing outputs, and of receiving, one beside another.
@@ -118,6 +121,7 @@ def _compiled(
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
+        memory.peak_memory_in_bytes,
         expected.program,
         expected.beside,
         None if text is None else _collectives(program, text),
@@ -151,7 +155,7 @@ def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
     estimate = fullest.estimated_bytes
     counted = "" if estimate is None else f" (plans count {_gib(estimate)} for it)"
     raise Refusal(
-        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(fullest.compiled_bytes)} by its compiler's "
+        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(fullest.needed_bytes)} by its compiler's "
         f"word{counted}, and {_gib(fullest.beside_bytes)} is there beside it; a plan may fill {_gib(usable)} of "
         f"a device. {_HELP.get(base, _HELP['gradient'])}"
     )
