@@ -114,11 +114,6 @@ def higher_lower() -> Config:
     return load("game_higher_lower")
 
 
-def lake() -> Config:
-    """A game of gymnasium's."""
-    return load("game_frozen_lake")
-
-
 def python() -> Config:
     """Programs, some of which never end."""
     return load("tools_python")
@@ -142,9 +137,8 @@ RUNS: dict[str, Callable[[], Config]] = {
     "treasure": treasure,
     "treasure, GRPO": treasure_without_states,
     "higher or lower": higher_lower,
-    "frozen lake": lake,
 }
-GAMES = ("treasure", "treasure, GRPO", "higher or lower", "frozen lake")
+GAMES = ("treasure", "treasure, GRPO", "higher or lower")
 WHOLE = ("smolagents", "Python", "search", *GAMES)
 """Runs with a cold start of their own."""
 
