@@ -1,9 +1,11 @@
 """Measures steps with groups that are put off beside the synchronous one, on one pool.
 
     python scripts/bench_staleness.py [--steps 10] [--workload longtail] [--kept]
+    JAX_NUM_CPU_DEVICES=2 python scripts/bench_staleness.py --parts [--responses 4]
 
-Each row is `bench_step.py` in a process of its own. Writes `docs/staleness.json` and the table in docs/async.md; with
-`--kept` rows whose keys and values are computed again or kept, in `docs/staleness_kept.json` and a table of their own.
+Each row is `bench_step.py` in a process of its own, which takes further flags too. Writes `docs/staleness.json` and the
+table in docs/async.md; with `--kept` rows whose keys and values are computed again or kept, and with `--parts` rows of
+two pools that learn from a step at once or in parts, in files and tables of their own.
 """
 
 import argparse
@@ -37,6 +39,15 @@ KEPT: dict[str, list[str]] = {
 """Flags of rows that say what it gains to keep keys and values."""
 
 
+PARTS: dict[str, list[str]] = {
+    "one pool": [],
+    "two pools": ["--apart"],
+    "two pools, 2 parts": ["--apart", "--stream-parts", "2"],
+    "two pools, 4 parts": ["--apart", "--stream-parts", "4"],
+}
+"""Flags of rows at staleness 0 that say what it gains to learn from a step in parts."""
+
+
 def measured(flags: list[str], *, workload: str, steps: int) -> dict[str, Any]:
     """Figures of a run of `bench_step.py`, by name."""
     command = [sys.executable, str(SCRIPTS / "bench_step.py"), "--workload", workload, "--steps", str(steps), *flags]
@@ -60,25 +71,44 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def table_of_pools(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Seconds a step and of its parts, the gain over two pools without parts, and shares in which pools were idle."""
+    lines = [
+        "| staleness 0 | step s | times | generate s | prepare s | update s | idle: generation, policy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = runs["two pools"]["step_s"]
+    for name, run in runs.items():
+        seconds = [f"{run[part]:.2f}" for part in ("generate_s", "prepare_s", "update_s")]
+        shares = [run.get(f"time/{pool}_idle_share") for pool in ("generation", "policy")]
+        idle = ", ".join("" if share is None else f"{share:.0%}" for share in shares).strip(", ")
+        lines.append(f"| {name} | {run['step_s']:.2f} | {first / run['step_s']:.2f} | {' | '.join(seconds)} | {idle} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", choices=bench.WORKLOADS, default="longtail")
     parser.add_argument("--steps", type=int, default=10, help="the first two are not counted")
     parser.add_argument("--kept", action="store_true", help="compare keys and values kept and computed again")
-    flags = parser.parse_args()
+    parser.add_argument("--parts", action="store_true", help="compare steps that are learnt from at once and in parts")
+    flags, further = parser.parse_known_args()
     runs: dict[str, Any] = {}
     rows, page, place = (KEPT, "staleness_kept.json", "kept") if flags.kept else (ROWS, "staleness.json", "speed")
+    if flags.parts:
+        rows, page, place = PARTS, "staleness_parts.json", "parts"
     load = os.getloadavg()[0]
     for name, own in rows.items():
-        runs[name] = measured(own, workload=flags.workload, steps=flags.steps)
+        runs[name] = measured([*own, *further], workload=flags.workload, steps=flags.steps)
         print(name, runs[name]["step_s"], flush=True)
     about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
+    about |= {"flags": " ".join(further)} if further else {}
     about["load"] = f"{load:.0f} to {os.getloadavg()[0]:.0f}"
     (DOCS / page).write_text(json.dumps({"rows": runs, "about": about}, indent=1) + "\n")
-    text = (
-        f"{table(runs)}\n\n{about['processor']}, at commit `{about['commit']}`, {about['date']}, load {about['load']}."
-    )
+    shown = (table_of_pools if flags.parts else table)(runs)
+    where = ", ".join([about["processor"], *further])
+    text = f"{shown}\n\n{where}, at commit `{about['commit']}`, {about['date']}, load {about['load']}."
     document = DOCS / "async.md"
     document.write_text(written(document.read_text(), {place: text}))
 
