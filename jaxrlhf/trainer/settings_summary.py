@@ -84,6 +84,9 @@ def _step_rows(config: Config) -> list[SummaryRow]:
         product = f"{rollout.prompts_per_step} prompts x {rollout.responses_per_prompt}"
         rows.insert(1, ("step", "responses", f"{rollout.responses_per_step}", product))
         rows.insert(2, ("step", "minibatch", f"{algorithm.responses_per_update} responses", "per update"))
+        if (parts := rollout.stream_parts) > 1:
+            each = f"{parts} of {rollout.prompts_per_step // parts} prompts"
+            rows.append(("step", "parts", each, "learnt from as they are complete, while others are drawn"))
         rows += _staleness_rows(config, algorithm)
     saving = config.saving
     every = f"every {saving.every_steps} steps" if saving.every_steps else "at the end"
