@@ -20,14 +20,12 @@ from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
-from jaxrlhf.conversations.conversation import Conversation, TokenSequence
+from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
 
@@ -35,7 +33,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "agents_learning.json"
 HELD_OUT = 256
 BLUE, GREY = "#3b6fb6", "#999999"
-PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "smolagents", "gymnasium")
+PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "gymnasium")
 CALLS = "eval/tool/episodes_share"
 
 
@@ -59,11 +57,6 @@ def useless() -> Config:
     return replace(load("tools_arithmetic"), steps=8, environment=tools)
 
 
-def unmasked() -> Config:
-    """What the tool said is trained on as if the policy had; `learn` takes the masks away."""
-    return calculator()
-
-
 def client() -> Config:
     """Called by a program that talks through OpenAI's client."""
     config = load("agent_openai")
@@ -84,19 +77,6 @@ def graph() -> Config:
     assert isinstance(config.environment, Agent)
     program = f"{Path(__file__).resolve().with_name('langgraph_agent.py')}:run"
     return replace(config, environment=replace(config.environment, program=program))
-
-
-def smol() -> Config:
-    """Called by an agent of smolagents, whose demonstrations are in its form."""
-    config, there = client(), Path(__file__).resolve().with_name("smolagents_agent.py")
-    assert isinstance(config.environment, Agent) and config.cold_start is not None
-    steps = Generated(f"{there}:steps", train_problems=12_800)
-    return replace(
-        config,
-        environment=replace(config.environment, program=f"{there}:run"),
-        cold_start=replace(config.cold_start, data=steps, max_prompt_tokens=192),
-        rollout=replace(config.rollout, max_prompt_tokens=64, max_response_tokens=192),
-    )
 
 
 def treasure() -> Config:
@@ -127,11 +107,9 @@ def retrieval() -> Config:
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
-    "no mask": unmasked,
     "OpenAI's client": client,
     "openai-agents": framework,
     "LangGraph": graph,
-    "smolagents": smol,
     "Python": python,
     "search": retrieval,
     "treasure": treasure,
@@ -139,19 +117,8 @@ RUNS: dict[str, Callable[[], Config]] = {
     "higher or lower": higher_lower,
 }
 GAMES = ("treasure", "treasure, GRPO", "higher or lower")
-WHOLE = ("smolagents", "Python", "search", *GAMES)
+WHOLE = ("Python", "search", *GAMES)
 """Runs with a cold start of their own."""
-
-
-def without_masks(conversation: Conversation) -> tuple[TokenSequence, ...]:
-    """Rows of an episode in which all that follows the first prompt is trained on, whoever said it."""
-    rows = SEQUENCES(conversation)
-    begun = [row.mask.index(1) if 1 in row.mask else len(row.mask) for row in rows]
-    masks = [(0,) * first + (1,) * (len(row.mask) - first) for row, first in zip(rows, begun, strict=True)]
-    return tuple(replace(row, mask=mask) for row, mask in zip(rows, masks, strict=True))
-
-
-SEQUENCES = Conversation.sequences
 
 
 def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -166,9 +133,7 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int,
     )
     if name not in WHOLE:
         config = replace(config, model=imitating(config, folder, seed), cold_start=None)
-    sequences = without_masks if name == "no mask" else SEQUENCES
-    with mock.patch.object(Conversation, "sequences", sequences):
-        jaxrlhf.run(config)
+    jaxrlhf.run(config)
     curves = read_curves(config.folder / "metrics.jsonl")
     return dict(curves["score/mean" if name in GAMES else "eval/accuracy"]), dict(curves.get(CALLS, {}))
 
