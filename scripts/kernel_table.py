@@ -79,13 +79,16 @@ Program = Callable[..., Any]
 
 
 def config_of(family: str) -> ModelConfig:
-    """A few narrow layers of a family whose heads are as published: transformers' defaults, but for `SIZES`."""
+    """A few narrow layers of a family whose heads are as published: transformers' defaults, but for `SIZES`.
+
+    Experts, which have no part in attention and take compilers minutes, are an MLP.
+    """
     fields = AutoConfig.for_model(family, num_hidden_layers=LAYERS, **SIZES.get(family, {})).to_dict()
     with TemporaryDirectory() as directory:
         fields["architectures"] = [FAMILIES[family].causal]
         (Path(directory) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         config = models.read_config(directory)
-    return replace(config, vocab_size=1024, hidden_size=1024, intermediate_size=2048)
+    return replace(config, vocab_size=1024, hidden_size=1024, intermediate_size=2048, experts=None, dense_layers=0)
 
 
 def execution_of(config: ModelConfig, mesh: Mesh, cache: Literal["slots", "auto"]) -> Execution:
