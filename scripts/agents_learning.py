@@ -20,12 +20,14 @@ from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
 
@@ -55,6 +57,11 @@ def useless() -> Config:
     """A tool of the same name that works out nothing."""
     tools = Tools(functions=(f"{Path(__file__).resolve()}:broken",), max_turns=3, observation_tokens=16)
     return replace(load("tools_arithmetic"), steps=8, environment=tools)
+
+
+def unmasked() -> Config:
+    """What the tool said is trained on as if the policy had; `learn` takes the masks away."""
+    return calculator()
 
 
 def client() -> Config:
@@ -94,6 +101,11 @@ def higher_lower() -> Config:
     return load("game_higher_lower")
 
 
+def lake() -> Config:
+    """A game of gymnasium's."""
+    return load("game_frozen_lake")
+
+
 def python() -> Config:
     """Programs, some of which never end."""
     return load("tools_python")
@@ -107,6 +119,7 @@ def retrieval() -> Config:
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
+    "no mask": unmasked,
     "OpenAI's client": client,
     "openai-agents": framework,
     "LangGraph": graph,
@@ -115,10 +128,31 @@ RUNS: dict[str, Callable[[], Config]] = {
     "treasure": treasure,
     "treasure, GRPO": treasure_without_states,
     "higher or lower": higher_lower,
+    "frozen lake": lake,
 }
-GAMES = ("treasure", "treasure, GRPO", "higher or lower")
+GAMES = ("treasure", "treasure, GRPO", "higher or lower", "frozen lake")
 WHOLE = ("Python", "search", *GAMES)
 """Runs with a cold start of their own."""
+
+
+def without_masks(conversation: Conversation) -> tuple[TokenSequence, ...]:
+    """Rows of an episode in which all that follows the first prompt is trained on, whoever said it."""
+    return tuple(unmasked_row(row) for row in SEQUENCES(conversation))
+
+
+def unmasked_row(row: TokenSequence) -> TokenSequence:
+    """A row whose tokens from the first that the policy drew on pass for its own, of the reply before them."""
+    if 1 not in row.mask:
+        return row
+    first, turn = row.mask.index(1), list(row.turn)
+    for place in range(first + 1, len(turn)):
+        turn[place] = turn[place] if row.mask[place] else turn[place - 1]
+    drawn = len(row.mask) - first
+    version = (-1,) * first + (max(row.version),) * drawn
+    return replace(row, mask=(0,) * first + (1,) * drawn, turn=tuple(turn), version=version)
+
+
+SEQUENCES = Conversation.sequences
 
 
 def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int, float], dict[int, float]]:
@@ -133,7 +167,9 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int,
     )
     if name not in WHOLE:
         config = replace(config, model=imitating(config, folder, seed), cold_start=None)
-    jaxrlhf.run(config)
+    sequences = without_masks if name == "no mask" else SEQUENCES
+    with mock.patch.object(Conversation, "sequences", sequences):
+        jaxrlhf.run(config)
     curves = read_curves(config.folder / "metrics.jsonl")
     return dict(curves["score/mean" if name in GAMES else "eval/accuracy"]), dict(curves.get(CALLS, {}))
 

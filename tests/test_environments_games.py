@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxrlhf.config import Environment
+from jaxrlhf.config import Environment, load
+from jaxrlhf.data.generated import generated_records
+from jaxrlhf.environments import games
 from jaxrlhf.environments.nemo_rl import NemoRL
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply
@@ -74,6 +76,20 @@ def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
         rewards.append(seen.reward)
     assert len(rewards) == 6 and rewards[-1] == 1.0
     assert values[0] == pytest.approx(0.9**5)
+
+
+def test_demonstrations_of_the_lake_walk_as_gymnasium_does():
+    ends = set()
+    for row in generated_records(load("game_frozen_lake").data.function, "train", 200, 0):
+        lake, messages = games.lake(), [{"content": row.record["prompt"]}, *row.record["solution"]]
+        seen, done = lake.reset(row.record, 0), False
+        for asked, said in zip(messages[::2], messages[1::2], strict=True):
+            assert asked["content"] == seen and not done
+            told = lake.step(Reply(said["content"], said["content"]))
+            seen, done = told.state, told.done
+        assert done or len(messages) == 24
+        ends.add((seen, told.reward) if done else "tired")
+    assert ends == {("5", 0.0), ("7", 0.0), ("11", 0.0), ("12", 0.0), ("15", 1.0), "tired"}
 
 
 def test_taxi_and_blackjack(pool):

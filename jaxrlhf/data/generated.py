@@ -166,3 +166,25 @@ def secrets(split: str, count: int, seed: int, *, highest: int = 64, guesses: in
             low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
         records.append({"prompt": solution[0]["content"], "answer": str(secret), "solution": solution[1:]})
     return records
+
+
+def lake_walks(split: str, count: int, seed: int, *, moves: int = 12, ahead: float = 0.7) -> list[dict[str, Any]]:
+    """Walks over gymnasium's frozen lake of 4 x 4 cells, which end in a hole, at the goal, or tired.
+
+    Args:
+      moves: Steps of a walk, at most.
+      ahead: Share of steps to the right or down, where the goal is; the holes are not looked at.
+    """
+    dice, ends = random.Random(f"{seed} {split}"), {5, 7, 11, 12, 15}
+    records = []
+    for _ in range(count):
+        cell, solution = 0, list[dict[str, Any]]()
+        while len(solution) < 2 * moves and cell not in ends:
+            letter = dice.choice("RD" if dice.random() < ahead else "LU")
+            solution += [{"role": "user", "content": str(cell)}, {"role": "assistant", "content": letter}]
+            row, column = divmod(cell, 4)
+            row += {"D": 1, "U": -1}.get(letter, 0)
+            column += {"R": 1, "L": -1}.get(letter, 0)
+            cell = min(max(row, 0), 3) * 4 + min(max(column, 0), 3)
+        records.append({"prompt": "0", "solution": solution[1:]})
+    return records

@@ -4,7 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.environments.gymnasium import Gymnasium
 from jaxrlhf.episode import Observation, Opening, Reply
+
+lake = Gymnasium("FrozenLake-v1", actions=("L", "D", "R", "U"), is_slippery=False)
+"""Gymnasium's frozen lake of 4 x 4 cells, told by the number of the cell; needs `jaxrlhf[environments]`."""
 
 
 class Treasure:
