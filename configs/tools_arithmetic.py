@@ -5,7 +5,7 @@
 Three in ten demonstrations call the calculator and read its answer, the others guess. A short supervised cold start
 imitates both; GRPO sees only whether the number at the end is right, and learns to call.
 
-Result: no held-out answer is right after the cold start, 98.8 % are after eight steps.
+Result: no held-out answer is right after the cold start, 99.2 % are after four steps.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Schick et al. 2023 (Toolformer, arXiv:2302.04761) for calculators.
 """
@@ -38,7 +38,7 @@ def get_config() -> Config:
         ),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=300,
+            steps=400,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, decay="linear", weight_decay=0.0),
         ),
