@@ -60,7 +60,7 @@ def useless() -> Config:
 
 
 def unmasked() -> Config:
-    """What the tool said is trained on as if the policy had; `learn` takes the masks away."""
+    """Calculator whose answers are trained on like the policy's own tokens; `learn` takes the masks away."""
     return calculator()
 
 

@@ -27,7 +27,8 @@ class CompiledProgram:
       seconds: Seconds that it took to compile.
       alias_bytes: Outputs that take the memory of donated arguments.
       needed_bytes: Most of all these that there is at a time, which the compiler compares with its chip's memory; on
-        TPUs less than `compiled_bytes`, as their temporaries are counted with those that took their place.
+        TPUs less than `compiled_bytes`, as their temporaries are counted with those that took their place. 0
+        of a compiler that does not count it, whose `compiled_bytes` are taken for it.
       estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
       beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
       collectives: Largest first; None where the compiler cannot print the program.
@@ -54,7 +55,7 @@ class CompiledProgram:
     @property
     def peak_bytes(self) -> float:
         """All that is in a device's memory while the program runs."""
-        return self.needed_bytes + self.beside_bytes
+        return (self.needed_bytes or self.compiled_bytes) + self.beside_bytes
 
     def seconds_at_best(self, hardware: Hardware) -> float:
         """Seconds of multiplying, of reading arguments and writing outputs, and of receiving, one beside another.
@@ -152,10 +153,10 @@ def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
     if fullest.peak_bytes <= usable:
         return
     base = fullest.name.partition("[")[0].rpartition(".")[2]
-    estimate = fullest.estimated_bytes
+    estimate, needed = fullest.estimated_bytes, fullest.peak_bytes - fullest.beside_bytes
     counted = "" if estimate is None else f" (plans count {_gib(estimate)} for it)"
     raise Refusal(
-        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(fullest.needed_bytes)} by its compiler's "
+        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(needed)} by its compiler's "
         f"word{counted}, and {_gib(fullest.beside_bytes)} is there beside it; a plan may fill {_gib(usable)} of "
         f"a device. {_HELP.get(base, _HELP['gradient'])}"
     )
