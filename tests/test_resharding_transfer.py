@@ -15,7 +15,7 @@ from compiled import host_reads
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from transfer_peer import GENERATED, TRAINED, in_place, mesh_of, placed, values
 
-from jaxrlhf.resharding import blocks
+from jaxrlhf.resharding import blocks, offload, transfer
 from jaxrlhf.resharding.transfer import Exchange, splits_of
 from jaxrlhf.tracking.device_memory import bytes_in_use
 from jaxrlhf.tracking.timing import CompileCounter
@@ -96,6 +96,40 @@ def test_a_split_of_another_dimension_takes_one_gather() -> None:
 def test_the_cast_comes_before_the_gather() -> None:
     program = compiled(PartitionSpec("tensor"), PartitionSpec(), 1, 1, 4, dtype=jnp.float16)
     assert re.findall(r"(\w+)\[[\d,]*\]\S* all-gather", program) == ["f16"]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 29], ids=["a leaf at a time", "at once"])
+def test_what_is_fetched_waits_in_host_memory_and_takes_one_bucket_of_the_devices(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(transfer, "to_host", watched := Watched(offload.to_host))
+    tree, layout, exchange = trained(1, 2, 2), target_of(1, 1, 4), Exchange()
+    before = bytes_in_use(TARGET)
+    waiting, delivery = exchange.fetch([exchange.offer(tree, splits_of(layout, tree), keep=False)], layout)
+    for leaf in tree.values():
+        leaf.delete()
+    assert bytes_in_use(TARGET) == before and delivery.bytes_per_device > 0
+    parts = [np.prod(layout[name].shard_shape(leaf.shape)) * leaf.dtype.itemsize for name, leaf in values(1).items()]
+    taken = [most - then for most, then in zip(watched.most, before, strict=True)]
+    assert taken == [max(parts) if bucket_bytes == 1 else sum(parts)] * 4
+    weights, _ = offload.to_device(waiting)
+    assert {name: leaf.sharding for name, leaf in weights.items()} == layout and in_place(weights, values(1))
+
+
+class Watched:
+    """A function that sees how many bytes the target's devices hold as it is called.
+
+    Attributes:
+      most: The most of each device.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.most = function, [0] * len(TARGET)
+
+    def __call__(self, arrays: Any) -> Any:
+        self.most = [max(pair) for pair in zip(self.most, bytes_in_use(TARGET), strict=True)]
+        return self.function(arrays)
 
 
 def test_leaves_that_fit_are_offered_as_they_are() -> None:

@@ -15,6 +15,8 @@ import jax
 import pytest
 from transfer_peer import GENERATED, in_place, mesh_of, placed, values
 
+from jaxrlhf.resharding import transfer
+from jaxrlhf.resharding.offload import to_device
 from jaxrlhf.resharding.transfer import Exchange, Offer, splits_of
 from jaxrlhf.resharding.wire import TransferError
 
@@ -115,6 +117,19 @@ def test_every_shard_arrives_from_another_process(source: Remote, target: tuple[
         assert delivery.carrier == {"direct": "wire", "host": "host"}[carrier]
 
 
+def test_what_is_fetched_comes_bucket_by_bucket(source: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, exchange = here(1, 1, 4), Exchange(limit_s=LIMIT_S)
+    source.tell("make", (1, 2, 2), 1, 16)
+    for bucket_bytes, buckets in ((1, len(layout)), (1 << 29, 1)):
+        monkeypatch.setattr(transfer, "BUCKET_BYTES", bucket_bytes)
+        source.tell("bucket", bucket_bytes)
+        offer = source.tell("offer", splits_of(layout, values(0)), "direct")
+        assert len(offer.parcels[0].tickets) == buckets
+        waiting, delivery = exchange.fetch([offer], layout)
+        assert delivery.bytes_per_device == bytes_lacked(layout)
+        assert in_place(to_device(waiting)[0], values(1))
+
+
 def test_over_the_wire_no_block_comes_twice_to_a_process(source: Remote) -> None:
     source.tell("make", (1, 2, 2), 1, 16)
     offer = source.tell("offer", splits_of(here(4, 1, 1), values(0)), "host")
@@ -188,7 +203,7 @@ def test_a_source_that_died_is_named_at_once(doomed: Remote) -> None:
     offer = doomed.tell("offer", splits, "direct")
     doomed.kill()
     error, seconds = failure(exchange, offer, layout)
-    assert error.address == offer.parcels[0].ticket.address
+    assert error.address == offer.parcels[0].address
     assert error.address in str(error) and "may have died" in str(error)
     assert seconds < LIMIT_S / 2
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -259,7 +274,7 @@ def test_others_are_given_an_address_in_numbers(source: Remote, host: str, addre
     source.tell("reach_at", host)
     layout, exchange = here(1, 1, 2), Exchange(host, limit_s=LIMIT_S)
     offer = source.tell("offer", splits_of(layout, values(0)), "direct")
-    assert offer.parcels[0].ticket.address.startswith(address)
+    assert offer.parcels[0].address.startswith(address)
     weights, _ = exchange.take([offer], layout)
     assert in_place(weights, values(1))
 

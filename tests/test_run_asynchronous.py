@@ -61,6 +61,9 @@ def test_responses_of_whole_batches_are_as_old_as_the_staleness(name, folder):
     # Responses of the policy that learns are as likely to it as to the sampler; those of older ones are not.
     assert logged[0]["sampler/kl"] < 1e-9 and all(record["sampler/kl"] > 1e-6 for record in logged[1:])
     assert all(record["correction/weight_mean"] != 1 for record in logged[1:])
+    steps = records(folder(name) / "whole" / "metrics.jsonl")
+    fetched = [record["time/fetch_s"] > 0 for record in steps]
+    assert fetched[:5] == ["two pools" in name] * 5, "whenever a pool of its own is to draw for a later step"
 
 
 @pytest.mark.parametrize("name", cases(PUT_OFF))

@@ -60,6 +60,14 @@ def queues(timeline):
         queue.close()
 
 
+@pytest.fixture
+def beside(timeline):
+    """A queue for what runs beside the calls of the second."""
+    queue = DeviceQueue("beside", timeline)
+    yield queue
+    queue.close()
+
+
 def test_calls_of_one_queue_run_in_order(queues):
     calls = []
     actor, critic = (group_of(role, Recorder(calls), queues[0]) for role in ("actor", "critic"))
@@ -201,10 +209,15 @@ class Trainer:
 
 
 class Writer:
-    """A rollout group that notes which weights it was sent, all in the splits that it asked for."""
+    """A rollout group that notes which weights it was sent, all in the splits that it asked for.
+
+    `begun` tells that it generates, which ends as `end` is set.
+    """
 
     def __init__(self):
-        self.received, self.splits = [], "splits"
+        self.received, self.splits, self.fetched = [], "splits", {}
+        self.begun, self.end = threading.Event(), threading.Event()
+        self.end.set()
 
     @worker_method(ONE_TO_ALL)
     def wanted_weights(self):
@@ -218,13 +231,33 @@ class Writer:
         return version
 
     @worker_method(ONE_TO_ALL)
+    def fetch_weights(self, offer, *, number):
+        version, wanted = offer
+        assert wanted == self.splits
+        self.fetched[number] = version
+        return number
+
+    @worker_method(ONE_TO_ALL)
+    def load_fetched(self, number):
+        self.received.append(self.fetched.pop(number))
+        return self.received[-1]
+
+    @worker_method(ONE_TO_ALL)
     def generate_sequences(self, *, versions):
+        self.begun.set()
+        assert self.end.wait(PATIENCE_S)
         return f"rollout of version {versions}"
 
 
-def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues):
+def apart(trainer, writer, queues, beside):
+    """An actor whose responses a group on other devices generates."""
+    rollout, fetching = (group_of("rollout", writer, queue) for queue in (queues[1], beside))
+    return ActorApart(group_of("actor", trainer, queues[0]), rollout, fetching)
+
+
+def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues, beside):
     trainer, writer = Trainer(), Writer()
-    actor = ActorApart(group_of("actor", trainer, queues[0]), group_of("rollout", writer, queues[1]))
+    actor = apart(trainer, writer, queues, beside)
     rollouts = [actor.generate_sequences(), actor.generate_sequences()]
     actor.update_actor()
     rollouts.append(actor.generate_sequences())
@@ -233,9 +266,11 @@ def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues):
     assert actor.compute_log_prob(rollouts[0]).result(PATIENCE_S) == ("logp", "rollout of version 0")
 
 
-def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_in_between_with_the_newest(queues):
+def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_in_between_with_the_newest(
+    queues, beside
+):
     trainer, writer = Trainer(), Writer()
-    actor = ActorApart(group_of("actor", trainer, queues[0]), group_of("rollout", writer, queues[1]))
+    actor = apart(trainer, writer, queues, beside)
     first, second = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
     actor.update_actor()
     third = actor.as_of_now(waiting=2)
@@ -247,9 +282,28 @@ def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_i
     assert third.compute_log_prob(rollouts[0]).result(PATIENCE_S) == ("logp", "rollout of version 0")
 
 
-def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights_in_place_of_those_offered(queues):
+def test_weights_come_while_others_draw_and_are_loaded_after_them(queues, beside):
     trainer, writer = Trainer(), Writer()
-    actor = ActorApart(group_of("actor", trainer, queues[0]), group_of("rollout", writer, queues[1]))
+    actor = apart(trainer, writer, queues, beside)
+    actor.generate_sequences().result(PATIENCE_S)
+    writer.begun.clear()
+    writer.end.clear()
+    drawing = actor.as_of_now(waiting=2).generate_sequences()
+    assert writer.begun.wait(PATIENCE_S)
+    actor.update_actor()
+    later = actor.as_of_now(waiting=2)
+    beside.submit(lambda *_: None, "nobody", "wait").result(PATIENCE_S)  # behind the fetch
+    assert [*writer.fetched.values()] == [1] and not drawing.done() and writer.received[-1] == 0
+    writer.end.set()
+    assert drawing.result(PATIENCE_S)[-1] == "0"
+    assert later.generate_sequences().result(PATIENCE_S)[-1] == "1" and not writer.fetched
+
+
+def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights_in_place_of_those_offered(
+    queues, beside
+):
+    trainer, writer = Trainer(), Writer()
+    actor = apart(trainer, writer, queues, beside)
     begun, waiting = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
     assert begun.generate_sequences().result(PATIENCE_S)[-1] == "0"
     actor.update_actor()
@@ -261,11 +315,11 @@ def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights
     assert rollouts == ["2", "2", "1", "2"] and trainer.withdrawn == ["splits"]
 
 
-def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(queues):
+def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(queues, beside):
     writer = Writer()
     writer.load_weights = None  # not callable, so sending raises
 
-    actor = ActorApart(group_of("actor", Trainer(), queues[0]), group_of("rollout", writer, queues[1]))
+    actor = apart(Trainer(), writer, queues, beside)
     with pytest.raises(TypeError, match="NoneType") as caught:
         actor.generate_sequences().result(PATIENCE_S)
     assert caught.value.__notes__ == ["raised in rollout.load_weights"]

@@ -23,9 +23,9 @@ from jaxrlhf.config import Layout, Refusal, Sampling
 from jaxrlhf.sharding.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.critic import Critic
+from jaxrlhf.workers.generation.worker import RolloutWorker
 from jaxrlhf.workers.reference import Reference
 from jaxrlhf.workers.reward import Reward
-from jaxrlhf.workers.sampler import RolloutWorker
 
 
 def places(hosts: int, **layout: int) -> list[RankCoordinates]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.resharding import transfer
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 
 Spec = tuple[Any, ...]
@@ -91,6 +92,9 @@ class Peer:
 
     def offer(self, splits: Splits, carrier: str, keep: bool = True) -> Offer:
         return self.exchanges[carrier].offer(self.tree, splits, keep=keep)
+
+    def bucket(self, size: int) -> None:
+        transfer.BUCKET_BYTES = size
 
     def take(self, offers: list[Offer], step: int) -> tuple[bool, int, str]:
         tree, delivery = self.exchanges["direct"].take(offers, self.target)

@@ -260,7 +260,7 @@ class Awaited(Protocol[Value_co]):
         """Wait for the value."""
 
 
-Part = Literal["relayout", "generate", "reward", "prepare", "update"]
+Part = Literal["relayout", "fetch", "generate", "reward", "prepare", "update"]
 """Part of a step that a call belongs to; a step's time and memory are reported by part."""
 
 

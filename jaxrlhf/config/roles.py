@@ -70,5 +70,5 @@ def process_reward(training: Training) -> RoleSpec:
 REWARD = RoleSpec("reward", "jaxrlhf.workers.reward:Reward", head=None)
 """The parts of `Config.rewards`, which score responses."""
 
-ROLLOUT_COPY = RoleSpec(ROLLOUT, "jaxrlhf.workers.sampler:RolloutWorker", head=None)
+ROLLOUT_COPY = RoleSpec(ROLLOUT, "jaxrlhf.workers.generation.worker:RolloutWorker", head=None)
 """The actor's copy on another pool, which generates there."""

@@ -3,6 +3,7 @@
     splits = splits_of(shardings, shapes)                   # on the target: what its devices need
     offer = exchange.offer(params, splits)                  # in every process of the source pool
     weights, delivery = exchange.take(offers, shardings)    # in every process of the target pool
+    waiting, delivery = exchange.fetch(offers, shardings)   # or so, while the target's devices compute
 
 The source casts, gathers and cuts, in one compiled program, until it holds the very blocks that
 the target's devices need. Those travel as they are, by one of three carriers:
@@ -12,6 +13,9 @@ the target's devices need. Those travel as they are, by one of three carriers:
 - `host`: numpy arrays inside the offer, which travel with the message that carries it. Only
   where that is asked for.
 
+They come in buckets of leaves, one after another. `fetch` moves each bucket on into the target's host memory, from
+where `offload.to_device` has the tree on its devices: of them it takes room for one bucket.
+
 `Splits` and `Offer` travel in messages: between processes both are pickled. An offer has a parcel
 for each process of the target, and the parcels of all the source's processes together hold each
 block that the target's process needs once. Of the devices that hold a block, the one that has
@@ -20,29 +24,28 @@ sent least sends it.
 Source: HybridFlow (arXiv:2409.19256), section 5.
 """
 
+import itertools
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from jaxrlhf.resharding.blocks import BlockId, Blocks, LeafGrid, as_blocks, block_numbers, grid_of
-from jaxrlhf.resharding.offload import copied_to
-from jaxrlhf.resharding.wire import Ticket, Wire
+from jaxrlhf.resharding.offload import to_host
+from jaxrlhf.resharding.parcels import Held, Landed, Packed, Parcel, Posted, Wanted
+from jaxrlhf.resharding.wire import Wire
 
 _PROCESS = uuid.uuid4().hex
 
-Wanted = Mapping[BlockId, Sequence[jax.Device]]
-"""For each block that this process needs, the devices that need it."""
-
-Landed = dict[tuple[BlockId, jax.Device], jax.Array]
-"""Blocks on devices of the target."""
+BUCKET_BYTES = 512 * 2**20
+"""Bytes of a device's blocks that travel at once; a leaf of which a device needs more is a bucket of its own."""
 
 
 @dataclass(frozen=True)
@@ -77,86 +80,6 @@ def splits_of(shardings: Any, shapes: Any) -> Splits:
     return Splits(
         grids, tuple((process, tuple(sorted(blocks))) for process, blocks in sorted(needs.items())), _this_process()
     )
-
-
-class Held:
-    """Blocks for a target in the same process: the arrays themselves, each as often as the source holds it."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-
-    @property
-    def blocks(self) -> tuple[BlockId, ...]:
-        return tuple(self._blocks.here)
-
-    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], _: Wire) -> Landed:
-        """The blocks on every device that wants them; what existed for the offer only is freed."""
-        load: Counter[jax.Device] = Counter()
-        arrays, places = [], []
-        for block, targets in wanted.items():
-            for target in targets:
-                array = min(self._blocks.here[block].values(), key=lambda copy: load[copy.device])
-                load[array.device] += grids[block.leaf].block_bytes
-                arrays.append(array)
-                places.append((block, target))
-        if shared := set(load) & {target for _, target in places}:
-            raise ValueError(
-                f"source and target share devices {sorted(shared, key=lambda device: device.id)}; a transfer is "
-                "between disjoint pools, and inside one pool the HybridEngine switches layouts"
-            )
-        landed = jax.block_until_ready(jax.device_put(arrays, [target for _, target in places]))
-        self.release()
-        return dict(zip(places, landed, strict=True))
-
-    def release(self) -> None:
-        """Free what exists for the offer only, and let go of the rest."""
-        self._blocks.free()
-        self._blocks = Blocks({}, {}, [])
-
-    def __reduce__(self) -> Any:
-        # Pickling would take the arrays through host memory without a word.
-        raise TypeError(
-            "an offer to a target in this process cannot leave it; for a target in another process, call "
-            "splits_of there"
-        )
-
-
-@dataclass(frozen=True)
-class Posted:
-    """Blocks for one process of the target, to be pulled from a process of the source, in this order."""
-
-    blocks: tuple[BlockId, ...]
-    ticket: Ticket
-
-    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], wire: Wire) -> Landed:
-        """The blocks on their way to one device each, in turns."""
-        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.blocks)]
-        shapes = [
-            jax.ShapeDtypeStruct(grid.block_shape, grid.dtype, sharding=SingleDeviceSharding(device))
-            for grid, device in ((grids[block.leaf], device) for block, device in places)
-        ]
-        return dict(zip(places, wire.pull(self.ticket, shapes), strict=True))
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Blocks for one process of the target, in the memory of the host."""
-
-    arrays: Mapping[BlockId, np.ndarray]
-
-    @property
-    def blocks(self) -> tuple[BlockId, ...]:
-        return tuple(self.arrays)
-
-    def land(self, wanted: Wanted, _: Sequence[LeafGrid], __: Wire) -> Landed:
-        """The blocks on one device each, in turns."""
-        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.arrays)]
-        # Copied: the numpy arrays may be pages of a store that wants them back.
-        landed = copied_to(list(self.arrays.values()), [device for _, device in places])
-        return dict(zip(places, landed, strict=True))
-
-
-Parcel = Held | Posted | Packed
 
 
 @dataclass(frozen=True)
@@ -241,19 +164,14 @@ class Exchange:
             devices that the target itself uses.
           TransferError: A source failed, or nothing came from it within the limit.
         """
-        start = time.perf_counter()
-        layout = _layout(offers, shardings)
-        grids = offers[0].splits.grids
-        wanted = _wanted(grids, layout)
-        parcels = [parcel for offer in offers if (parcel := offer.parcels.get(jax.process_index()))]
-        _check_complete(parcels, grids, wanted)
-        landed = self._land(parcels, grids, wanted)
-        _spread(landed, wanted)
-        tree = jax.tree.unflatten(jax.tree.structure(shardings), _assembled(grids, layout, landed))
-        received: Counter[jax.Device] = Counter()
-        for block, device in landed:
-            received[device] += grids[block.leaf].block_bytes
-        return tree, Delivery(max(received.values(), default=0), time.perf_counter() - start, offers[0].carrier)
+        return self._taken(offers, shardings, lambda leaves: leaves)
+
+    def fetch(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Delivery]:
+        """The tree in the host memory of the target, for `offload.to_device`; errors as of `take`.
+
+        A thread may call this while others have the target's devices compute.
+        """
+        return self._taken(offers, shardings, lambda leaves: to_host(leaves)[0])
 
     def withdraw(self, splits: Splits) -> None:
         """Take back what was offered for these splits, whose target is gone."""
@@ -264,25 +182,55 @@ class Exchange:
         for splits in list(self._offers):
             self._withdraw(splits)
 
+    def _taken(
+        self, offers: Sequence[Offer], shardings: Any, kept: Callable[[list[jax.Array]], list[Any]]
+    ) -> tuple[Any, Delivery]:
+        """The tree as it is kept, bucket after bucket."""
+        start, deadline = time.perf_counter(), time.monotonic() + self._limit_s
+        layout = _layout(offers, shardings)
+        grids = offers[0].splits.grids
+        wanted = _wanted(grids, layout)
+        parcels = [parcel for offer in offers if (parcel := offer.parcels.get(jax.process_index()))]
+        _check_complete(parcels, grids, wanted)
+        leaves: list[Any] = []
+        received: Counter[jax.Device] = Counter()
+        for bucket in _buckets(grids):
+            own = {block: devices for block, devices in wanted.items() if block.leaf in bucket}
+            landed = self._land(parcels, grids, own, deadline)
+            _spread(landed, own)
+            for block, device in landed:
+                received[device] += grids[block.leaf].block_bytes
+            leaves += kept([_assembled(leaf, grids[leaf], layout[leaf], landed) for leaf in bucket])
+        for parcel in parcels:
+            if isinstance(parcel, Held):
+                parcel.release()
+        tree = jax.tree.unflatten(jax.tree.structure(shardings), leaves)
+        return tree, Delivery(max(received.values(), default=0), time.perf_counter() - start, offers[0].carrier)
+
     def _offer(self, blocks: Blocks, splits: Splits) -> Offer:
         if self._carrier == "direct" and splits.process == _this_process():
             return Offer(splits, "device", {process: Held(blocks) for process, _ in splits.needs})
         served = _served(blocks, splits)
         if self._carrier == "direct":
             # The server alone keeps the blocks alive from here on: what is pulled is free.
-            posts = {to: Posted(tuple(parts), self._wire.publish(list(parts.values()))) for to, parts in served}
+            posts = {to: self._posted(parts, splits.grids) for to, parts in served}
             return Offer(splits, "wire", posts)
         packed = {to: _packed(parts) for to, parts in served}
         blocks.free()
         return Offer(splits, "host", packed)
 
-    def _land(self, parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted) -> Landed:
+    def _posted(self, parts: Mapping[BlockId, jax.Array], grids: Sequence[LeafGrid]) -> Posted:
+        buckets = [[block for block in parts if block.leaf in bucket] for bucket in _buckets(grids)]
+        return Posted(
+            {self._wire.publish([parts[block] for block in blocks]): tuple(blocks) for blocks in buckets if blocks}
+        )
+
+    def _land(self, parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted, deadline: float) -> Landed:
         """Every block on a device that wants it, at least."""
-        deadline = time.monotonic() + self._limit_s
         each = [parcel.land(wanted, grids, self._wire) for parcel in parcels]
         for parcel, landed in zip(parcels, each, strict=True):
             if isinstance(parcel, Posted):
-                self._wire.settle(parcel.ticket.address, list(landed.values()), deadline=deadline)
+                self._wire.settle(parcel.address, list(landed.values()), deadline=deadline)
         return {place: array for landed in each for place, array in landed.items()}
 
     def _withdraw(self, splits: Splits, *, but: int = 0) -> None:
@@ -293,7 +241,8 @@ class Exchange:
             if isinstance(parcel, Held):
                 parcel.release()
             elif isinstance(parcel, Posted):
-                self._wire.withdraw(parcel.ticket)
+                for ticket in parcel.tickets:
+                    self._wire.withdraw(ticket)
         if offers[gone:]:
             self._offers[splits] = offers[gone:]
 
@@ -374,8 +323,18 @@ def _spread(landed: Landed, wanted: Wanted) -> None:
     landed.update(zip(rest, jax.block_until_ready(copies), strict=True))
 
 
-def _assembled(grids: Sequence[LeafGrid], layout: Sequence[Sharding], landed: Landed) -> Iterator[jax.Array]:
-    for leaf, (grid, sharding) in enumerate(zip(grids, layout, strict=True)):
-        numbers = block_numbers(sharding, grid)
-        own = [landed[BlockId(leaf, numbers[device]), device] for device in sharding.addressable_devices]
-        yield jax.make_array_from_single_device_arrays(grid.shape, sharding, own)
+def _assembled(leaf: int, grid: LeafGrid, sharding: Sharding, landed: Landed) -> jax.Array:
+    numbers = block_numbers(sharding, grid)
+    own = [landed[BlockId(leaf, numbers[device]), device] for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(grid.shape, sharding, own)
+
+
+def _buckets(grids: Sequence[LeafGrid]) -> list[range]:
+    """Leaves that travel together, the same for source and target."""
+    starts, size = [0], 0
+    for leaf, grid in enumerate(grids):
+        size += grid.block_bytes
+        if size > BUCKET_BYTES and leaf > starts[-1]:
+            starts.append(leaf)
+            size = grid.block_bytes
+    return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(grids)])]

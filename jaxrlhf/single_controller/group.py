@@ -9,6 +9,7 @@ A call's result may live in other processes. A future among the arguments of ano
 hands on where its value lies; only `result()` brings the value here.
 """
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -187,10 +188,12 @@ class ActorApart(GeneratesElsewhere):
     Args:
       actor: The group that trains.
       rollout: The group that generates.
+      fetching: The same group, whose calls run beside its others.
     """
 
-    def __init__(self, actor: Group, rollout: Group) -> None:
-        self._actor, self._rollout = actor, rollout
+    def __init__(self, actor: Group, rollout: Group, fetching: Group) -> None:
+        self._actor, self._rollout, self._fetching = actor, rollout, fetching
+        self._fetches = itertools.count()
         self._newest: Pending[Any] | None = None
         self._there: Pending[Any] | None = None
         self._wanted: Any = None
@@ -217,6 +220,8 @@ class ActorApart(GeneratesElsewhere):
     def as_of_now(self, *, waiting: int) -> "ActorAsOf":
         """The actor that generates with the weights of this moment, whatever is updated before it does.
 
+        They are fetched at once, while the group that generates may be drawing with those before.
+
         Args:
           waiting: Most of these that may exist and have not begun to generate; a copy of the weights waits for each.
         """
@@ -226,9 +231,9 @@ class ActorApart(GeneratesElsewhere):
         launches, wanted = self.launches, self._wanted
         if wanted is None:  # from the second time on always the same, so that no offer waits for generation
             self._wanted = wanted = self._rollout.wanted_weights().result()
-        return ActorAsOf(
-            self, self._rollout, wanted, self._actor.offer_weights(wanted, waiting=self._waiting), launches
-        )
+        offer = self._actor.offer_weights(wanted, waiting=self._waiting)
+        fetched = self._fetching.fetch_weights(offer, number=next(self._fetches))
+        return ActorAsOf(self, self._rollout, wanted, fetched, launches)
 
     def send_again(self) -> None:
         """Send the newest weights, all of them, to a group that was launched anew and has none, nor its former size."""
@@ -241,9 +246,9 @@ class ActorApart(GeneratesElsewhere):
         self._actor.withdraw_weights(wanted)
         return self._sent()
 
-    def load(self, offer: Pending[Any]) -> Pending[Any]:
-        """Have offered weights on the rollout's devices; returns their version."""
-        self._there = self._rollout.load_weights(offer)
+    def load(self, fetched: Pending[Any]) -> Pending[Any]:
+        """Have weights that were fetched on the rollout's devices; returns their version."""
+        self._there = self._rollout.load_fetched(fetched)
         return self._there
 
     def _sent(self) -> Pending[Any]:
@@ -252,7 +257,8 @@ class ActorApart(GeneratesElsewhere):
             # Brought here: what lies on a host that dies would take down the pool that comes to read it.
             wanted = self._rollout.wanted_weights().result()
             with self._order:
-                self._newest = sent = self.load(self._actor.offer_weights(wanted, waiting=self._waiting))
+                offer = self._actor.offer_weights(wanted, waiting=self._waiting)
+                self._newest = self._there = sent = self._rollout.load_weights(offer)
             return sent
         return self._newest
 
@@ -266,13 +272,13 @@ class ActorAsOf(GeneratesElsewhere):
 
     Args:
       wanted: Splits of the weights that the group asked for.
-      offer: The weights, which wait for the first call.
+      fetched: Number of the weights on the group's hosts, where they wait for the first call.
       launches: Launches of the group as they were asked for.
     """
 
-    def __init__(self, apart: ActorApart, rollout: Group, wanted: Any, offer: Pending[Any], launches: int) -> None:
+    def __init__(self, apart: ActorApart, rollout: Group, wanted: Any, fetched: Pending[Any], launches: int) -> None:
         self._apart, self._rollout = apart, rollout
-        self._wanted, self._offer, self._launches = wanted, offer, launches
+        self._wanted, self._fetched, self._launches = wanted, fetched, launches
         self._versions: Pending[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
@@ -281,5 +287,5 @@ class ActorAsOf(GeneratesElsewhere):
     def _sent(self) -> Pending[Any]:
         if self._versions is None:
             there = self._launches == self._apart.launches
-            self._versions = self._apart.load(self._offer) if there else self._apart.instead(self._wanted)
+            self._versions = self._apart.load(self._fetched) if there else self._apart.instead(self._wanted)
         return self._versions

@@ -141,10 +141,13 @@ class Roles:
                 # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
                 chosen = beside if role == "reward" and not phase.config.rewards.by_model else queue
                 groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
+                if role == ROLLOUT:  # whose next weights come while it draws
+                    self._queues.append(DeviceQueue(ON_HOST, self.timeline))
+                    fetching = Group(role, ranks.protocols[role], ranks.call, self._queues[-1])
         self._groups = sorted(groups)
         vars(self).update(groups)
         if ROLLOUT in groups:
-            vars(self)["actor"] = ActorApart(groups["actor"], groups[ROLLOUT])
+            vars(self)["actor"] = ActorApart(groups["actor"], groups[ROLLOUT], fetching)
 
     if not TYPE_CHECKING:  # or every misspelt role would have a type
 

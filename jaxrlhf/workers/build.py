@@ -39,6 +39,7 @@ from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.generation.mixture import MixtureSampler
+from jaxrlhf.workers.generation.worker import RolloutWorker
 from jaxrlhf.workers.model import ModelSetup, ModelWorker, Progress
 from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_texts, stop_tokens
 from jaxrlhf.workers.reference import FrozenActor
@@ -53,7 +54,7 @@ from jaxrlhf.workers.role_weights import (
     rollout_format,
     saved_params,
 )
-from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
+from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 from jaxrlhf.workers.score_model import ScoreModel
 
 

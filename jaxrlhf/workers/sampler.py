@@ -1,4 +1,4 @@
-"""Generation of rollouts: on the actor's own devices, or on another pool with copies of its weights."""
+"""Sampler: an engine on a process's part of a generation mesh, and what a rollout is of its answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +11,14 @@ from jax.sharding import Mesh
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
-from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, InterruptibleEngine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
-from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.sharding.submesh import hand_over
 from jaxrlhf.workers.generation.rollouts import request_to_go_on, requests_of, to_rollout
-from jaxrlhf.workers.model import Metrics, Progress
+from jaxrlhf.workers.model import Progress
 
 CompletionListener = Callable[[Problem, Completion], None]
 """Told of a response as it ends, with the problem that it answers."""
@@ -250,140 +248,3 @@ class Sampler:
         listener = self.feed.listen()
         asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
         return lambda completion: listener(asked[completion.request_id], completion)
-
-
-class RolloutWorker:
-    """The rollout role: an engine on another pool, which is sent the actor's weights.
-
-    Args:
-      layout: Shardings of the weights over the sampler's whole mesh.
-      shapes: Shapes of the weights, a tree as the layout.
-      exchange: Takes the weights from the actor's pool.
-    """
-
-    def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
-        self.place = RankCoordinates.of(sampler.mesh)
-        self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
-        self._weights: dict[str, Any] = {}
-        self._version = -1
-        self._metrics: Metrics = {}
-        self._parts: Iterator[RolloutBatch] = iter(())
-
-    def take_metrics(self) -> Metrics:
-        """Cost of receiving weights since the last call."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
-    @worker_method(ONE_TO_ALL, part="relayout")
-    def wanted_weights(self) -> Splits:
-        """Splits of every weight that is to be sent."""
-        return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
-
-    def _missing(self) -> list[str]:
-        """Parts of the weights to be sent: the trained ones, and once the frozen ones beside them."""
-        trained = "adapters" if "adapters" in self._layout else "parameters"
-        return [part for part in self._layout if part == trained or part not in self._weights]
-
-    @worker_method(ONE_TO_ALL, part="relayout")
-    def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
-        """Take the weights that every rank of the actor offers; returns their version."""
-        self._sampler.engine.unload()
-        missing = self._missing()
-        for part in missing:
-            jax.tree.map(lambda leaf: leaf.delete(), self._weights.pop(part, {}))
-        [version] = {version for version, _ in offers}
-        layout = {part: self._layout[part] for part in missing}
-        taken, delivery = self._exchange.take([offer for _, offer in offers], layout)
-        self._weights |= taken
-        self._metrics = {
-            "transfer/received_bytes": float(delivery.bytes_per_device),
-            "transfer/seconds": delivery.seconds,
-        }
-        self._version = version
-        self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
-        return self._version
-
-    @worker_method(ONE_TO_ALL, part="generate")
-    def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
-        """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
-        self._at_version(versions).compile_ahead(prompt_lengths)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_sequences(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int],
-    ) -> RolloutBatch:
-        """Sample responses, prompt-major, with the weights last sent; see `Actor.generate_sequences`."""
-        sampler = self._at_version(versions)
-        return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_part(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        part: int,
-        parts: int,
-        versions: Sequence[int],
-    ) -> RolloutBatch:
-        """Sample the next part of the responses with the weights last sent; see `Actor.generate_part`."""
-        sampler = self._at_version(versions)
-        if part == 0:
-            how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
-            self._parts = sampler.generate_parts(problems, sampling, **how)
-        return next(self._parts)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_sequences(
-        self,
-        problems: Sequence[Problem],
-        under_way: PartialRollout,
-        *,
-        sampling: Sampling,
-        until: Round,
-        versions: Sequence[int],
-    ) -> PartialRollout:
-        """Draw further tokens of groups under way with the weights last sent; see `Actor.continue_sequences`."""
-        return self._at_version(versions).go_on(problems, under_way, sampling, until)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def run_episodes(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int],
-    ) -> EpisodeBatch:
-        """Go through episodes, prompt-major, with the weights last sent; see `Actor.run_episodes`."""
-        sampler = self._at_version(versions)
-        return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_episodes(
-        self,
-        problems: Sequence[Problem],
-        groups: OpenGroups,
-        *,
-        sampling: Sampling,
-        responses_per_prompt: int,
-        until: Round,
-        versions: Sequence[int],
-    ) -> EpisodeBatch:
-        """Go on with groups of episodes with the weights last sent; see `Actor.continue_episodes`."""
-        sampler = self._at_version(versions)
-        return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=responses_per_prompt)
-
-    def _at_version(self, versions: Sequence[int]) -> Sampler:
-        """The sampler, whose engine frees its cache by itself; the weights stay."""
-        assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
-        return self._sampler
