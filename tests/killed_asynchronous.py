@@ -1,37 +1,91 @@
-"""Runs at a staleness: each whole, and each killed twice and gone on with.
+"""Runs at a staleness: each whole, and each killed and gone on with; some whole twice, and killed at five moments.
 
-    python killed_asynchronous.py FOLDER
+    python killed_asynchronous.py FOLDER [NAME ...]
 
-Folders and ends are those of `killed_runs.py`.
+FOLDER/NAME/whole, FOLDER/NAME/again and FOLDER/NAME/cut are the workdirs. FOLDER/NAME/ends.json has for each run how
+it ended and the step of the last whole checkpoint that it left. Each run is a fork of this process, which has imported
+everything and started no device.
 """
 
 import gc
 import json
+import os
+import pickle
+import signal
 import sys
-from dataclasses import replace
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax._src import xla_bridge
-from killed_runs import Case, config_of, forked
+from killed_runs import config_of
 
-from jaxrlhf.config import GRPO, PPO, Pool, Rollout
+from jaxrlhf.config import GRPO, PPO, Config, Pool, Rollout
+from jaxrlhf.engine import Engine
 from jaxrlhf.trainer import log
+from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
+from jaxrlhf.trainer.asynchronous.queue_item import QueueItem
+from jaxrlhf.trainer.loop import Loop
+from jaxrlhf.trainer.run import run
+from jaxrlhf.workers.trained_model import TrainedWorker
 
 APART = (Pool("policy", 1, ("actor",)), Pool("generation", 1, ("rollout", "reward")))
 
 
+@dataclass(frozen=True)
+class Death:
+    """A moment of a step, counted from 1, at which the process is killed.
+
+    Attributes:
+      moment: `generate`, tokens of the collection that this step begins are drawn; `update`, a gradient of the actor
+        is computed and not applied yet; `log`, the step is written down and not saved; `write`, half of the responses
+        that wait or go on is in its checkpoint; `commit`, that is complete but for its last rename.
+      count: The so many-th time of the moment within the step.
+    """
+
+    moment: str
+    step: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and how it dies again and again."""
+
+    config: Config
+    deaths: tuple[Death, ...]
+    twice: bool = False
+
+
+FIVE = (Death("generate", 2, 3), Death("update", 3), Death("log", 4), Death("write", 4), Death("commit", 5))
+LEFT = (1, 2, 3, 3, 4)
+"""Step of the last whole checkpoint at each of them."""
+
+
 def cases() -> dict[str, Case]:
-    """By name; gradients are counted in the first of the runs that die, and one fewer in each further one."""
+    """By name."""
     grpo = replace(config_of(GRPO(responses_per_update=64)), devices=None)
     ppo = config_of(PPO(responses_per_update=64))
+    updates = Death("update", 4), Death("update", 5)
     return {
-        "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), gradients=4),
-        "in parts on two pools": Case(replace(grpo, pools=APART, rollout=in_parts(grpo.rollout)), gradients=14),
-        "4 on one pool": Case(replace(ppo, rollout=replace(ppo.rollout, staleness=4)), gradients=4),
-        "1 put off": Case(replace(ppo, rollout=over(ppo.rollout, 1)), gradients=4),
-        "2 put off, two pools": Case(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2)), gradients=3),
-        "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), gradients=4),
+        "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), updates),
+        "in parts on two pools": Case(
+            replace(grpo, pools=APART, rollout=in_parts(grpo.rollout)), (Death("update", 4, 2), Death("update", 6))
+        ),
+        "1 put off": five_kills(replace(ppo, rollout=over(ppo.rollout, 1))),
+        "2 put off, two pools": five_kills(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2))),
+        "4 on one pool": five_kills(
+            replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4, decode_tokens_per_dispatch=1))
+        ),
+        "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), updates),
     }
+
+
+def five_kills(config: Config) -> Case:
+    """The run, saved after every step."""
+    return Case(replace(config, checkpoint=replace(config.checkpoint, every_steps=1)), FIVE, twice=True)
 
 
 def over(rollout: Rollout, staleness: int, **changes: str) -> Rollout:
@@ -46,8 +100,92 @@ def in_parts(rollout: Rollout) -> Rollout:
     return replace(over(rollout, 0), over_provision=1.0, stream_parts=4)
 
 
+def arm(death: Death, config: Config, workdir: Path) -> None:
+    """Have this process killed at the moment, once the checkpoint before it is whole."""
+    before = (death.step - 1) // config.checkpoint.every_steps * config.checkpoint.every_steps
+    left, learning, collecting = death.count, 0, 0
+
+    def reached(step: int) -> None:
+        nonlocal left
+        left -= step == death.step
+        if left == 0:
+            while before and not (workdir / "checkpoints" / f"step_{before}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(original: Callable, self: Loop, number: int, *args: object) -> object:
+        nonlocal learning
+        learning = number
+        result = original(self, number, *args)
+        if death.moment == "log":
+            reached(number)
+        return result
+
+    def collected(original: Callable, self: OffPolicy, number: int, *args: object) -> object:
+        nonlocal collecting
+        collecting = number + 1 - self.config.steps_ahead
+        return original(self, number, *args)
+
+    def drawn(original: Callable, self: Engine) -> object:
+        result = original(self)
+        reached(collecting)
+        return result
+
+    def added(original: Callable, self: TrainedWorker, *args: object, **kwargs: object) -> object:
+        result = original(self, *args, **kwargs)
+        if self.role == "actor":
+            reached(learning)
+        return result
+
+    def saved(original: Callable, self: QueueItem, directory: Path) -> None:
+        original(self, directory)
+        [file] = directory.iterdir()
+        if pickle.loads(file.read_bytes()):
+            os.truncate(file, file.stat().st_size // 2)
+            reached(learning)
+
+    def renamed(event: str, args: tuple) -> None:
+        if event == "os.rename" and os.path.basename(args[1]) == f"step_{death.step}":
+            reached(death.step)
+
+    hook(Loop, "_step", step)
+    if death.moment == "generate":
+        hook(OffPolicy, "_collected", collected)
+        hook(Engine, "step", drawn)
+    if death.moment == "update":
+        hook(TrainedWorker, "_added", added)
+    if death.moment == "write":
+        hook(QueueItem, "save", saved)
+    if death.moment == "commit":
+        sys.addaudithook(renamed)
+
+
+def hook(owner: type, name: str, wrapped: Callable) -> None:
+    """Replace a method by a function that is given the original one before all else."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: wrapped(original, *args, **kwargs))
+
+
+def forked(config: Config, workdir: Path, death: Death | None = None) -> tuple[int, int]:
+    """Exit code of a run in a process of its own: 0, 1, or minus the signal; and the step of its last checkpoint."""
+    process = os.fork()
+    if process:
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        whole = [path.name for path in workdir.glob("checkpoints/step_*") if "tmp" not in path.name]
+        return code, max((int(name.removeprefix("step_")) for name in whole), default=0)
+    try:
+        if death is not None:
+            arm(death, config, workdir)
+        code = 0 if run(replace(config, workdir=str(workdir))).finished else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def main() -> None:
-    """All cases, one after another."""
+    """Cases of these names, or all, one after another."""
     folder, *names = sys.argv[1:]
     log.save_learning_curve = log.save_step_picture = lambda source, png, title: png
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
@@ -57,9 +195,9 @@ def main() -> None:
             continue
         own = Path(folder) / name
         own.mkdir()
-        ends = [forked(case, own / "whole", dies=False), forked(case, own / "cut", dies=True)]
-        ends += [forked(replace(case, gradients=case.gradients - 1), own / "cut", dies=True)]
-        ends += [forked(case, own / "cut", dies=False)]
+        ends = [forked(case.config, own / "whole")]
+        ends += [forked(case.config, own / "again")] if case.twice else []
+        ends += [forked(case.config, own / "cut", death) for death in (*case.deaths, None)]
         (own / "ends.json").write_text(json.dumps(ends))
 
 

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import killed_asynchronous
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from tiny_runs import numbers, records
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -19,7 +23,8 @@ PUT_OFF = {"1 put off": (0, 1), "2 put off, two pools": (1, 2), "1 put off and k
 """Least and most age of tokens, once the run is under way."""
 
 PARTS = "in parts on two pools"
-SLOW = ("1 on two pools", "1 put off", PARTS)
+FIVE_KILLS = ("1 put off", "2 put off, two pools", "4 on one pool")
+SLOW = ("1 on two pools", *FIVE_KILLS, PARTS)
 
 
 def cases(names):
@@ -43,13 +48,46 @@ def folder(programs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", cases([*AGES, *PUT_OFF, PARTS]))
+@pytest.mark.parametrize("name", cases([name for name in [*AGES, *PUT_OFF, PARTS] if name not in FIVE_KILLS]))
 def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
-    whole, cut = folder(name) / "whole", folder(name) / "cut"
-    assert json.loads((folder(name) / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
-    assert numbers(cut / "metrics.jsonl") == numbers(whole / "metrics.jsonl")
+    ends = json.loads((folder(name) / "ends.json").read_text())
+    assert [code for code, _ in ends] == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
+    assert_equal(folder(name) / "cut", folder(name) / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIVE_KILLS)
+def test_two_runs_and_one_that_was_killed_at_five_moments_are_equal_to_the_last_bit(name, folder):
+    ends = json.loads((folder(name) / "ends.json").read_text())
+    killed = [[-signal.SIGKILL, step] for step in killed_asynchronous.LEFT]
+    assert ends == [[0, 6], [0, 6], *killed, [0, 6]]
+    for other in ("again", "cut"):
+        assert_equal(folder(name) / other, folder(name) / "whole")
+
+
+def assert_equal(workdir: Path, other: Path) -> None:
+    """The same metrics, samples and evaluations, and the same bits of all that the last checkpoint holds in arrays."""
+    assert numbers(workdir / "metrics.jsonl") == numbers(other / "metrics.jsonl")
     for file in ("samples.jsonl", "evaluation.jsonl"):
-        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+        assert (workdir / file).read_bytes() == (other / file).read_bytes()
+    mine, theirs = last_arrays(workdir), last_arrays(other)
+    assert mine.keys() == theirs.keys() and any(name.startswith("actor/") for name in mine)
+    for name in mine:
+        assert mine[name].dtype == theirs[name].dtype, name
+        assert mine[name].tobytes() == theirs[name].tobytes(), name
+
+
+def last_arrays(workdir: Path) -> dict[str, np.ndarray]:
+    """Arrays of the last checkpoint, by role and path."""
+    [folder] = workdir.glob("checkpoints/step_6")
+    handler, arrays = ocp.PyTreeCheckpointHandler(), {}
+    for item in sorted(folder.glob("*/_METADATA")):
+        saved = handler.metadata(epath.Path(item.parent)).tree
+        how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+        tree = handler.restore(epath.Path(item.parent), args=ocp.args.PyTreeRestore(restore_args=how))
+        for path, value in jax.tree.leaves_with_path(tree):
+            arrays[f"{item.parent.name}/{jax.tree_util.keystr(path)}"] = np.asarray(value)
+    return arrays
 
 
 @pytest.mark.parametrize("name", cases(AGES))
