@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**power for power in range(10, 17)])
     parser.add_argument("--peers", nargs="*", choices=("trl", "tunix"), default=["trl", "tunix"])
     parser.add_argument("--preset", choices=bench.PRESETS, default="long")
-    parser.add_argument("--repeats", type=int, default=1, help="counted updates, after one")
+    parser.add_argument("--repeats", type=int, default=1, help="updates after one; 0 counts that, compilation and all")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one process")
     parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where the peers live")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")

@@ -37,18 +37,17 @@ def sequences_of(count: int, length: int, trained: int, vocab: int, responses: i
 
 
 def seconds(call: Any, repeats: int) -> float:
-    """Median of the calls after the first, which compiles."""
-    call()
+    """Median of the calls after the first, which compiles; of that one where it is alone."""
     times = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return median(times[1:] or times)
 
 
 def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[str, Any]:
-    """Seconds of an update and of a forward pass over the workload's sequences."""
+    """Seconds of an update over the workload's sequences, and of a forward pass where calls are repeated."""
     preset = bench.PRESETS[workload.preset]
     length = workload.prompt_tokens + workload.new_tokens
     sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab, workload.responses)
@@ -70,17 +69,17 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     def forward() -> None:
         roles.actor.compute_log_prob(rollout).result()
 
-    forward_s = seconds(forward, repeats)
+    forward_s = seconds(forward, repeats) if repeats else None
     update_s = seconds(update, repeats)
     roles.close()
     pools.close()
     flops = bench.forward_flops(preset, workload.sequences, length, workload.new_tokens)
+    passed = forward_s and {"forward_s": round(forward_s, 4), "forward_flops_per_s": round(flops / forward_s)}
     return {
         "tokens": workload.sequences * length,
         "update_s": round(update_s, 4),
         "update_flops_per_s": round(3 * flops / update_s),
-        "forward_s": round(forward_s, 4),
-        "forward_flops_per_s": round(flops / forward_s),
+        **(passed or {}),
         "tokens_per_s": round(workload.sequences * length / update_s, 1),
     }
 
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=1, help="sequences that share a prompt")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="calls after one; 0 counts that, with its compilation")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()
     prompts, prompt_tokens = flags.sequences // flags.responses, flags.tokens - flags.trained

@@ -91,7 +91,11 @@ def main() -> None:
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-    figures = {"tokens": flags.tokens, "update_s": round(median(times[1:]), 4), "peak_rss_mb": round(memory.peak_mb)}
+    figures = {
+        "tokens": flags.tokens,
+        "update_s": round(median(times[1:] or times), 4),
+        "peak_rss_mb": round(memory.peak_mb),
+    }
     print(json.dumps(figures | {"versions": bench.versions("trl", "torch", "transformers")}))
 
 

@@ -69,7 +69,11 @@ def main() -> None:
             update(model, optimizer, example)
             jax.block_until_ready(nnx.state(model))
             times.append(time.perf_counter() - start)
-    figures = {"tokens": flags.tokens, "update_s": round(median(times[1:]), 4), "peak_rss_mb": round(memory.peak_mb)}
+    figures = {
+        "tokens": flags.tokens,
+        "update_s": round(median(times[1:] or times), 4),
+        "peak_rss_mb": round(memory.peak_mb),
+    }
     print(json.dumps(figures | {"versions": bench.versions("google-tunix", "jax", "flax", "optax")}))
 
 
