@@ -96,7 +96,7 @@ class Wire:
         for array in arrays:
             while not array.is_ready():  # type: ignore[attr-defined]  # blocking on it instead could last for ever
                 if time.monotonic() > deadline:
-                    self._connections.pop(address)
+                    self._connections.pop(address, None)
                     raise TransferError(
                         address,
                         f"nothing after {time.monotonic() - start:.1f} s; that process may hang or be cut off, or "
@@ -106,7 +106,7 @@ class Wire:
         try:
             jax.block_until_ready(list(arrays))
         except jax.errors.JaxRuntimeError as error:
-            self._connections.pop(address)
+            self._connections.pop(address, None)
             raise TransferError(address, f"{error}; that process may have died or withdrawn its offer") from error
 
 
