@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
@@ -27,11 +28,15 @@ from jaxrlhf.config import (
     Selection,
     TruncatedImportance,
 )
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy, age_metrics
 from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, settled
 from jaxrlhf.trainer.schedule import Synchronous
+from jaxrlhf.workers.build import Builder
+from jaxrlhf.workers.summary import pool_rows
 
 APART = (Pool("policy", 1, ("actor", "reference")), Pool("generation", 1, ("rollout", "reward")))
 PROMPTS, COPIES, STEPS, PATIENCE_S = 2, 2, 6, 60.0
@@ -303,3 +308,14 @@ def test_what_samples_nothing_has_no_staleness():
 def test_problems_are_not_left_out_by_scores_that_come_after_they_are_drawn():
     with pytest.raises(Refusal, match=r"selection\.online leaves out problems"):
         replace(config_of(1), selection=Selection(online=True))
+
+
+@pytest.mark.parametrize(("staleness", "over_provision", "sets"), [(0, 1.0, None), (2, 1.0, 3), (2, 1.5, 2)])
+def test_the_table_at_start_says_what_waits_in_the_memory_of_hosts_that_generate(staleness, over_provision, sets):
+    config = config_of(staleness)
+    config = replace(config, pools=APART, rollout=replace(config.rollout, over_provision=over_provision))
+    pool = ResourcePool("generation", tuple(jax.devices()[:1]))
+    builder = Builder(config, embedded_tokenizer(), pool, ("rollout", "reward"), progress=lambda *_: None)
+    rows = {row[:2]: row[2] for row in pool_rows(builder)}
+    weights = rows["generation", "weights"]
+    assert rows.get(("generation", "next weights")) == (f"up to {sets} x {weights}" if sets else None)

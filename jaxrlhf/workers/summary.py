@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference, Refusal
@@ -160,13 +161,24 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     ring = engine.execution.ring_entries
     near = "" if ring is None else f"{ring} entries in layers with a window, "
     where = "weights are sent by the actor" if apart else "on the actor's devices"
-    return [
+    rows: list[SummaryRow] = [
         ("generation", "layout", f"{replicas} replicas x {split}", where),
         ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
         ("generation", "attention", attention, _kernels_from(builder)),
         ("generation", "weights", _bytes(weights), "per device while generating"),
         ("generation", "cache", _bytes(cache), f"per device at capacity, {near}{freed}"),
     ]
+    if apart and builder.config.rollout.staleness:
+        most = f"up to {builder.config.steps_ahead + 1} x {_bytes(_sent_bytes(builder, mesh))}"
+        rows.append(("generation", "next weights", most, "per device in host memory, fetched while it decodes"))
+    return rows
+
+
+def _sent_bytes(builder: Builder, mesh: Mesh) -> int:
+    """Bytes of a device's weights that are sent again and again: adapters where they are what is trained."""
+    shapes, layout = builder.policy.generation_shapes(), builder.policy.generation_layout(mesh)
+    part = "adapters" if "adapters" in shapes else "parameters"
+    return shard_bytes(shapes[part], layout[part])
 
 
 def _kernels_from(builder: Builder) -> str:
