@@ -1,6 +1,7 @@
 """Environments that talk for a number of turns, whatever the policy says."""
 
 import hashlib
+import secrets
 import time
 
 from jaxrlhf.episode import Observation, Opening
@@ -30,6 +31,14 @@ class Talks:
             state=len(self._heard) % 2,
             metrics={"heard": len(self._heard)},
         )
+
+
+class Dawdles(Talks):
+    """Takes a while for one answer in four, and nobody knows for which."""
+
+    def step(self, reply):
+        time.sleep(secrets.choice((0.0, 0.0, 0.0, 0.3)))
+        return super().step(reply)
 
 
 class GivesUp:

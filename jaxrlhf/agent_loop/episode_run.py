@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class EpisodeRun:
       episode: Id of the episode, part of what its draws depend on.
       environment: Number of its environment among those of the run.
       place: Number by which the pool of environments knows it, unlike that of any other episode that is open.
+      drawing: Entered before each reply, which waits for that, and left once it is there.
     """
 
     problem: Problem
@@ -70,6 +72,7 @@ class EpisodeRun:
     pool: EnvironmentPool
     service: EngineService
     sessions: SessionBook | None = None
+    drawing: Callable[["EpisodeRun"], AbstractAsyncContextManager[None]] = lambda run: nullcontext()
     _turns: list[TurnRecord] = field(default_factory=list)
     _states: list[object] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -78,6 +81,11 @@ class EpisodeRun:
     _final: float | None = None
     _clock: asyncio.Timeout | None = None
     _left_s: float | None = None
+
+    @property
+    def replies(self) -> int:
+        """Replies that the policy has made."""
+        return len(self._turns)
 
     @property
     def group_seed(self) -> int:
@@ -169,10 +177,11 @@ class EpisodeRun:
         most, state = opening.max_tokens, opening.state
         while True:
             self._states.append(state)
-            start, held_s = time.perf_counter(), self.service.held_s
-            reply = await self._reply(conversation, most)
-            policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
-            self._turns.append(TurnRecord(reply, policy_s=policy_s))
+            async with self.drawing(self):
+                start, held_s = time.perf_counter(), self.service.held_s
+                reply = await self._reply(conversation, most)
+                policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
+                self._turns.append(TurnRecord(reply, policy_s=policy_s))
             self._check_reply(reply)
             start = time.perf_counter()
             observation = await asyncio.wrap_future(self.pool.step(self.place, reply))

@@ -7,7 +7,7 @@ depends on seed, episode and turn alone, not on who was faster.
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,12 +180,14 @@ class AgentLoop:
         service: EngineService,
         sessions: SessionBook | None = None,
         place: int | None = None,
+        drawing: Callable[[EpisodeRun], AbstractAsyncContextManager[None]] = lambda run: nullcontext(),
     ) -> EpisodeRun:
         """An episode that is to begin with a problem.
 
         Args:
           episode: Part of what its draws depend on.
           place: Number by which the pool of environments is to know it; None is the episode's.
+          drawing: See `EpisodeRun`.
         """
         number = choice(self.environment, problem.record)
         return EpisodeRun(
@@ -201,6 +203,7 @@ class AgentLoop:
             pool=self.pool,
             service=service,
             sessions=sessions,
+            drawing=drawing,
         )
 
     @property

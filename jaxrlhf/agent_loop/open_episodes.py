@@ -6,35 +6,45 @@ they wait for its end with their next reply, and their tools run on meanwhile.
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from jaxrlhf.agent_loop.episode_run import EpisodeRun
 from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
-from jaxrlhf.config import Sampling
+from jaxrlhf.batching.partial_rollouts import GroupKey, OpenGroups, Round, Versions
+from jaxrlhf.config import Agent, Sampling
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.serving.sessions import SessionBook
 
-Key = tuple[int, int]
-"""Prompt and step of beginning, by which a group of episodes is known from call to call."""
-
 
 @dataclass(eq=False)
 class _EpisodeGroup:
-    """A group of episodes under way."""
+    """A group of episodes under way.
+
+    Attributes:
+      versions: Versions of its replies that are to be repeated; none where it is not.
+    """
 
     runs: Sequence[EpisodeRun]
     tasks: Sequence["asyncio.Task[Finished]"]
+    versions: Versions
 
     @property
     def over(self) -> bool:
         return all(task.done() for task in self.tasks)
+
+    def drawn(self, version: int) -> bool:
+        """True once all replies to be repeated are there that this version of the policy, or one before, drew."""
+        return all(
+            task.done() or isinstance(run.settings, Agent) or run.replies >= sum(own <= version for own in versions)
+            for run, task, versions in zip(self.runs, self.tasks, self.versions, strict=False)
+        )
 
 
 class OpenEpisodes:
@@ -59,8 +69,10 @@ class OpenEpisodes:
         self._service.hold()
         self._serving = ExitStack()
         self._sessions = self._serving.enter_context(serve(self._service))
-        self._groups: dict[Key, _EpisodeGroup] = {}
-        self._begun = 0
+        self._groups: dict[GroupKey, _EpisodeGroup] = {}
+        self._begun, self._version = 0, -1
+        self._arriving: frozenset[GroupKey] = frozenset()
+        self._round_begins = asyncio.Event()
         self._changed, self._failure = asyncio.Event(), list[BaseException]()
         self._events = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._events.run_forever, name="episodes", daemon=True)
@@ -80,7 +92,9 @@ class OpenEpisodes:
 
         Args:
           problems: Problem of each group.
-          until: End of the round, for which groups count that had ended before.
+          until: End of the round, for which groups count that had ended before. Where it repeats arrivals, others
+            that are over wait, and replies are drawn by the versions that drew them before; those of agent programs,
+            and of a group that arrives now, by this one.
           progress: Called with complete groups and all as episodes end.
 
         Returns:
@@ -120,19 +134,29 @@ class OpenEpisodes:
         begun_P = groups.begun_P.tolist()
         keys = [(problem.prompt_id, begun) for problem, begun in zip(problems, begun_P, strict=True)]
         open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
+        repeated = until.repeated
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
             if key in {*open_keys} and key not in self._groups:
-                self._groups[key] = self._begin(problem, copies, sampling, seed)
+                versions = () if repeated is None else repeated.versions.get(key, ())
+                self._groups[key] = self._begin(problem, key, copies, sampling, seed, versions)
 
         def enough() -> bool:
             over = {key for key, group in self._groups.items() if group.over}
             complete_P = groups.ended_P | np.array([key in over for key in keys])
             progress(int(complete_P.sum()), len(problems))
-            return until.over(complete_P, groups.begun_P)
+            if repeated is None:
+                return until.over(complete_P, groups.begun_P)
+            arriving = [key in over for key in open_keys if key in repeated.now]
+            return all(arriving) and all(group.drawn(self._version) for group in self._groups.values())
 
+        assert self.engine.weights is not None, "they are loaded before anything is generated"
+        self._version = self.engine.weights.version
+        self._arriving = frozenset() if repeated is None else repeated.now
         self._each(EpisodeRun.start_clock)
         self._service.go_on()
+        self._round_begins.set()  # wakes the replies that wait for it
+        self._round_begins.clear()
         try:
             while not enough():
                 self._changed.clear()
@@ -142,10 +166,12 @@ class OpenEpisodes:
         finally:
             self._each(EpisodeRun.stop_clock)
             await asyncio.to_thread(self._service.hold)
-        ended = [key for key in open_keys if self._groups[key].over]
+        ended = [key for key in open_keys if self._groups[key].over and (repeated is None or key in repeated.now)]
         return [task.result() for key in ended for task in self._groups.pop(key).tasks]
 
-    def _begin(self, problem: Problem, copies: int, sampling: Sampling, seed: int) -> _EpisodeGroup:
+    def _begin(
+        self, problem: Problem, key: GroupKey, copies: int, sampling: Sampling, seed: int, versions: Versions
+    ) -> _EpisodeGroup:
         runs = []
         for copy in range(copies):
             self._begun += 1
@@ -158,12 +184,22 @@ class OpenEpisodes:
                 sessions=self._sessions,
                 # Evaluation, with numbers from 0 on, may go through episodes of its own between two rounds.
                 place=-self._begun,
+                drawing=partial(self._drawing, key, versions[copy] if versions else ()),
             )
             runs.append(run)
         tasks = [asyncio.create_task(self._play(run)) for run in runs]
         for task in tasks:
             task.add_done_callback(self._note)
-        return _EpisodeGroup(runs, tasks)
+        return _EpisodeGroup(runs, tasks, versions)
+
+    @asynccontextmanager
+    async def _drawing(self, key: GroupKey, versions: Sequence[int], run: EpisodeRun) -> AsyncIterator[None]:
+        """Have a reply wait for the version that drew it before, its episode's time standing still."""
+        while key not in self._arriving and any(version > self._version for version in versions[run.replies :][:1]):
+            run.stop_clock()
+            await self._round_begins.wait()
+        yield
+        self._changed.set()
 
     async def _play(self, run: EpisodeRun) -> Finished:
         async with self._doors[run.environment]:
@@ -179,7 +215,7 @@ class OpenEpisodes:
             for run in group.runs:
                 act(run)
 
-    async def _drop(self, keys: Sequence[Key]) -> None:
+    async def _drop(self, keys: Sequence[GroupKey]) -> None:
         """Give groups up, and wait until nothing of them is under way."""
         tasks = [task for key in keys for task in self._groups.pop(key).tasks]
         for task in tasks:

@@ -3,7 +3,7 @@
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,6 +11,25 @@ import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+
+GroupKey = tuple[int, int]
+"""Prompt and step of beginning, by which a group is known from step to step."""
+
+Versions = tuple[tuple[int, ...], ...]
+"""Version of the policy that drew each reply of each episode of a group."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Arrivals of an earlier run, for a round to repeat.
+
+    Attributes:
+      now: Groups of episodes that arrive in this round, and no others do.
+      versions: Versions of each group that is under way and arrives in this round or a later one.
+    """
+
+    now: frozenset[GroupKey]
+    versions: Mapping[GroupKey, Versions]
 
 
 @dataclass(frozen=True)
@@ -21,15 +40,17 @@ class Round:
       complete: Groups that have to be complete, at least.
       groups: All groups under way, of which a rank has a part.
       due: Groups that were begun in this step or before have to be complete, too.
+      repeated: Arrivals that end the round in place of these numbers.
     """
 
     complete: int
     groups: int
     due: int
+    repeated: Arrivals | None = None
 
     def share(self, groups: int) -> "Round":
         """The end of a rank's round, which has so many of all groups; together ranks complete enough."""
-        return Round(-(-self.complete * groups // self.groups), groups, self.due)
+        return Round(-(-self.complete * groups // self.groups), groups, self.due, self.repeated)
 
     def over(self, complete_P: np.ndarray, begun_P: np.ndarray) -> bool:
         """True if enough groups are complete, given the step in which each was begun."""

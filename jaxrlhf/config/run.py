@@ -185,6 +185,7 @@ class Config(Settings):
                 over_provision=1.0,
                 on_new_weights="recompute",
                 order="deterministic",
+                replay_arrivals=None,
                 stream_parts=1,
             ),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),

@@ -344,6 +344,7 @@ class Rollout(Settings):
         token's recorded log-probability is that of the mixture which drew it, for `algorithm.correction` to weigh.
       order: Clock by which groups are complete first: counts of drawn tokens, so that a run has the same numbers when
         it is repeated or resumed; or arrival, for episodes, whose tools take seconds that nobody can repeat.
+      replay_arrivals: The `arrivals.jsonl` of a run with `order="arrival"`, whose groups arrive in the same steps.
       stream_parts: Parts in which a step learns from its groups, those that are complete first by counts of tokens,
         while a pool of its own draws the others with the same weights. They make one update, that of the whole step.
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
@@ -366,6 +367,7 @@ class Rollout(Settings):
     over_provision: Annotated[float, within(1.0, 2.0)] = 1.0
     on_new_weights: Literal["recompute", "keep"] = "recompute"
     order: Literal["deterministic", "arrival"] = "deterministic"
+    replay_arrivals: str | None = None
     stream_parts: Positive[int] = 1
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None

@@ -13,6 +13,7 @@ from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
 from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages
+from jaxrlhf.trainer.asynchronous.arrivals import read_arrivals
 from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import last_metrics
@@ -93,7 +94,8 @@ def _prepared(config: Config) -> RunContext:
     data = load_data(config, tokenizer)
     read = [data if same_problems(phase, config) else load_data(phase, tokenizer) for phase in config.phases]
     for phase, problems in zip(config.phases, read, strict=True):
-        problems.loader(phase)  # refuses too few of them now, and not after the cold start
+        loader = problems.loader(phase)  # refuses too few of them now, and not after the cold start
+        read_arrivals(phase, loader)  # and what cannot be replayed
         problems.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config

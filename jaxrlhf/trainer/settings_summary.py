@@ -115,7 +115,9 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     if rollout.over_provision > 1:
         under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
         most = staleness - config.steps_ahead
-        which = "those that arrive first; " if rollout.order == "arrival" else ""
+        replayed = rollout.replay_arrivals
+        first = "those that arrive first; " if replayed is None else f"those that arrived in {replayed}; "
+        which = first if rollout.order == "arrival" else ""
         put_off = f"{which}a group is put off {most} time{'s' * (most > 1)} at most"
         kept = rollout.on_new_weights == "keep"
         cached = "" if rollout.order == "arrival" else f"; keys and values {'kept' if kept else 'computed again'}"

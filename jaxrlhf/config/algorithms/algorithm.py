@@ -227,6 +227,11 @@ def check_schedule(config: Config) -> None:
         + "; leave it at 'deterministic'",
     )
     require(
+        arrival or rollout.replay_arrivals is None,
+        f"rollout.replay_arrivals={rollout.replay_arrivals!r} is an order of arrival, and rollout.order="
+        f"{rollout.order!r} goes by none; set order='arrival', or drop replay_arrivals",
+    )
+    require(
         rollout.on_new_weights == "recompute" or (over > 1 and config.environment is None),
         "rollout.on_new_weights='keep' is for responses that go on under the next weights, and "
         + (f"with over_provision={over} none do" if over == 1 else "episodes begin each reply with the newest")

@@ -4,16 +4,26 @@ Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, not_begun
+from jaxrlhf.batching.partial_rollouts import (
+    Arrivals,
+    GroupKey,
+    OpenGroups,
+    PartialRollout,
+    Round,
+    Versions,
+    not_begun,
+)
 from jaxrlhf.config import Config, Refusal
+from jaxrlhf.dataflows.batches.episode_rows import starts_of
 
 DrawMore = Callable[[], Sequence[Problem]]
 
@@ -26,7 +36,7 @@ class InFlight(ABC):
 
     Attributes:
       problems: Problem in each place.
-      metrics: Numbers of the rounds since they were last cleared.
+      metrics: Numbers of the rounds since `begin_step`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -39,6 +49,10 @@ class InFlight(ABC):
         self._waiting: list[Problem] = []
         self._free: list[int] = []
         self.metrics: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """Count rounds from here on."""
+        self.metrics = {}
 
     @property
     def groups(self) -> int:
@@ -66,7 +80,7 @@ class InFlight(ABC):
         chosen, order = self._refill(draw_more)
         self._begin(chosen, order, seed=seed, step=step)
         until = Round(self._wanted, len(self.problems), due=step - self._most_put_off)
-        begun_P, complete_P = self._round(actor, until)
+        begun_P, complete_P = self._round(actor, until, step)
         assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
         oldest_first = np.lexsort((np.arange(len(begun_P)), begun_P, ~complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
@@ -78,7 +92,7 @@ class InFlight(ABC):
         """Have new groups begin behind those that are there, and all groups in this order."""
 
     @abstractmethod
-    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Go on with all groups; returns the step that each was begun in, and whether it is complete."""
 
     @abstractmethod
@@ -168,7 +182,7 @@ class ResponsesInFlight(InFlight):
         begun = not_begun(chosen, seed=seed, step=step, **sizes).holding(self._holds)
         self.under_way = (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
 
-    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
         assert self.under_way is not None, "they were begun"
         before = self.under_way.tokens
         how = {"sampling": self._sampling, "until": until}
@@ -203,36 +217,86 @@ class ResponsesInFlight(InFlight):
         self.under_way = None if under_way is None else under_way.holding(self._holds)
 
 
+@dataclass(frozen=True)
+class ArrivedRound:
+    """Groups of episodes that arrived in a round, with the versions of their replies, and prompts of those taken."""
+
+    arrived: Mapping[GroupKey, Versions]
+    taken: Sequence[int]
+
+
 class EpisodesInFlight(InFlight):
     """Groups of episodes: a step takes those that arrived first, by the clock of their tools.
 
     The state of an environment cannot be saved: after a resume, or where a host was launched anew, episodes that were
     not over begin again from their prompts, with the draws that they began with.
+
+    Attributes:
+      rounds: Rounds since `begin_step`.
+      repeated: Rounds of each step of an earlier run, whose arrivals are repeated; None goes by the clock.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._groups = OpenGroups.begin(0, seed=0, step=0)
         self._over: list[EpisodeBatch | None] = []
+        self.rounds: list[ArrivedRound] = []
+        self.repeated: Sequence[Sequence[ArrivedRound]] | None = None
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.rounds = []
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
         together = [*self._over, *[None for _ in chosen]]
         self._over = [together[index] for index in order]
 
-    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+    def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
+        until = replace(until, repeated=self._to_repeat(step))
         how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
         arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
         place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
+        keys, versions = self._keys(), {}
         for prompt_id, group in groups_of(arrived, self._copies).items():
-            self._over[place_of[prompt_id]] = group
+            place = place_of[prompt_id]
+            self._over[place], versions[keys[place]] = group, versions_of(group)
+        self.rounds.append(ArrivedRound(versions, ()))
         ended_P = np.array([group is not None for group in self._over])
         self._groups = replace(self._groups, ended_P=ended_P)
         self._add({"staleness/drawn_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
         return self._groups.begun_P, ended_P
 
+    def _keys(self) -> list[GroupKey]:
+        """Key of the group in each place."""
+        begun = self._groups.begun_P.tolist()
+        return [(problem.prompt_id, step) for problem, step in zip(self.problems, begun, strict=True)]
+
+    def _to_repeat(self, step: int) -> Arrivals | None:
+        """Arrivals of the next round of a step; None goes by the clock.
+
+        Raises:
+          Refusal: The earlier run had other groups under way, or fewer rounds in the step.
+        """
+        if self.repeated is None:
+            return None
+        rounds = self.repeated[step][len(self.rounds) :]
+        going = {key for key, ended in zip(self._keys(), self._groups.ended_P.tolist(), strict=True) if not ended}
+        if not rounds or not rounds[0].arrived.keys() <= going:
+            found = "has no further round" if not rounds else "has arrivals of prompts that are not under way here"
+            raise Refusal(
+                f"rollout.replay_arrivals {found} in step {step + 1}, so that run drew other problems or learnt from "
+                "other scores; replay it with its data, selection, rewards and algorithm, or drop replay_arrivals"
+            )
+        next_steps = self.repeated[step + 1 : step + 1 + self._most_put_off]
+        later = [*rounds, *(one for rounds in next_steps for one in rounds)]
+        known = {key: versions for one in later for key, versions in one.arrived.items() if key in going}
+        return Arrivals(frozenset(rounds[0].arrived), known)
+
     def _taken(self) -> EpisodeBatch:
         taken = [self._over[place] for place in self._free]
+        prompts = [self.problems[place].prompt_id for place in self._free]
+        self.rounds[-1] = replace(self.rounds[-1], taken=prompts)
         for place in self._free:  # a checkpoint holds what waits, and not what this step has
             self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
@@ -255,6 +319,20 @@ def in_flight_of(config: Config) -> InFlight | None:
     if config.rollout.over_provision == 1:
         return None
     return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
+
+
+def versions_of(group: EpisodeBatch) -> Versions:
+    """Version of the policy that drew each reply, episode by episode."""
+    rollout, rows = group.rollout, group.rollout.episodes
+    assert rows is not None, "episodes have turns"
+    found = []
+    for start, end in pairwise([*starts_of(rows.episode_B), len(rows.episode_B)]):
+        drawn_BT = np.asarray(rollout.sequences.mask_BT)[start:end] & (rows.turn_BT[start:end] >= 0)
+        turn, version = rows.turn_BT[start:end][drawn_BT], np.asarray(rollout.version_BT)[start:end][drawn_BT]
+        latest = np.zeros(turn.max(initial=-1) + 1, np.int64)
+        latest[turn] = version
+        found.append(tuple(latest.tolist()))
+    return tuple(found)
 
 
 def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:
