@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +21,18 @@ from tiny_runs import numbers
 
 import jaxrlhf
 from jaxrlhf.config import Pool, RayCluster
+from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller import ray_backend
 from jaxrlhf.single_controller.ray import cluster as ray_cluster
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
-from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostId, HostNotStarted
+from jaxrlhf.single_controller.ray.failure import (
+    HostDied,
+    HostFailure,
+    HostHung,
+    HostId,
+    HostNotStarted,
+    HostRaised,
+)
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.trainer import run as controller
 
@@ -197,6 +206,55 @@ class Sniper:
 
 
 GENERATION = (Pool("policy", 1, ("actor", "critic", "reference", "reward")), Pool("generation", 1, ("rollout",)))
+
+
+@pytest.mark.parametrize(("cause", "attempts"), [(TransferError("10.0.0.1:5", "nothing"), 2), (KeyError("role"), 1)])
+def test_a_call_beside_a_failed_transfer_is_no_other_failure(cause, attempts, tmp_path, monkeypatch):
+    made = []
+
+    def attempt(*_, **__):
+        made.append(1)
+        if len(made) == 1:
+            raise HostRaised(HostId("generation", 0), "rollout.generate_sequences", "raised it") from cause
+        return True
+
+    monkeypatch.setattr(controller, "_launch_and_run", attempt)
+    monkeypatch.setattr(controller, "last_metrics", lambda _: {})
+    with nullcontext() if attempts > 1 else pytest.raises(HostRaised):
+        jaxrlhf.run(tiny(tmp_path, restarts=1))
+    assert len(made) == attempts
+
+
+class Launched:
+    """Processes of a pool that was launched; `number` counts the launches."""
+
+    def __init__(self, number):
+        self.hosts, self.closed = (HostId("generation", 0, pid=number),), False
+
+    def call(self, method, *args, label):
+        raise HostDied(self.hosts[0], label, "died")
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_pool_that_is_closed_while_it_is_launched_anew_leaves_no_processes():
+    launches = []
+
+    def launch(*, hosts):
+        launches.append(Launched(len(launches)))
+        if len(launches) == 2:
+            ranks.close()  # as another thread does, which sees the run end
+        return launches[-1]
+
+    ranks = ray_backend.RayRanks("generation", launch, print, hosts=1, relaunches=3)
+    beside = ranks.as_launched()
+    assert not ranks.relaunch(HostDied(launches[0].hosts[0], "rollout.generate_sequences", "died"))
+    assert [one.closed for one in launches] == [True, True]
+    ranks.protocols = {"rollout": {"fetch_weights": None}}
+    with pytest.raises(HostDied) as died:
+        beside("rollout", "fetch_weights", (), {})
+    assert died.value.host is launches[0].hosts[0], "no call goes to processes that were launched after it"
 
 
 @pytest.mark.slow

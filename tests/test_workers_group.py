@@ -171,6 +171,7 @@ def test_what_is_passed_on_stays_where_it_is(queues):
     assert far.loaded == 0, "the controller fetched what it only passes on"
     assert taken.result(PATIENCE_S) == 5
     assert far.loaded == 1
+    assert taken.where() == 5, "what was brought here outlives the host that had it"
 
 
 def test_calls_that_a_closed_queue_never_ran_are_cancelled(timeline):
@@ -252,7 +253,7 @@ class Writer:
 def apart(trainer, writer, queues, beside):
     """An actor whose responses a group on other devices generates."""
     rollout, fetching = (group_of("rollout", writer, queue) for queue in (queues[1], beside))
-    return ActorApart(group_of("actor", trainer, queues[0]), rollout, fetching)
+    return ActorApart(group_of("actor", trainer, queues[0]), rollout, lambda: fetching)
 
 
 def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues, beside):

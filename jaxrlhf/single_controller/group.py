@@ -33,8 +33,8 @@ class Pending(Future[Value]):
         self._here: tuple[Value] | None = None
 
     def where(self) -> Value | RemoteValue:
-        """The value, or the `RemoteValue` that knows where it is; waits for the call."""
-        return super().result()
+        """The value, or the `RemoteValue` that knows where it is, unless it was brought here; waits for the call."""
+        return super().result() if self._here is None else self._here[0]
 
     def result(self, timeout: float | None = None) -> Value:
         """The value, waiting for it and bringing it here."""
@@ -188,15 +188,16 @@ class ActorApart(GeneratesElsewhere):
     Args:
       actor: The group that trains.
       rollout: The group that generates.
-      fetching: The same group, whose calls run beside its others.
+      fetching: Gives the same group as it is launched now; its calls run beside the others.
     """
 
-    def __init__(self, actor: Group, rollout: Group, fetching: Group) -> None:
+    def __init__(self, actor: Group, rollout: Group, fetching: Callable[[], Group]) -> None:
         self._actor, self._rollout, self._fetching = actor, rollout, fetching
         self._fetches = itertools.count()
         self._newest: Pending[Any] | None = None
         self._there: Pending[Any] | None = None
-        self._wanted: Any = None
+        self._wanted: tuple[Any, Group] | None = None
+        self._asked: list[Any] = []
         self._waiting, self.launches = 0, 1
         self._order = threading.Lock()  # an update is before or after an offer
 
@@ -228,22 +229,30 @@ class ActorApart(GeneratesElsewhere):
         self._waiting = 2 * waiting + 1  # between two of these the newest weights may be offered, for an evaluation
         if self._there is None:
             self._sent()
-        launches, wanted = self.launches, self._wanted
-        if wanted is None:  # from the second time on always the same, so that no offer waits for generation
-            self._wanted = wanted = self._rollout.wanted_weights().result()
-        offer = self._actor.offer_weights(wanted, waiting=self._waiting)
-        fetched = self._fetching.fetch_weights(offer, number=next(self._fetches))
-        return ActorAsOf(self, self._rollout, wanted, fetched, launches)
+        launches, known = self.launches, self._wanted
+        if known is None:  # from the second time on always the same, so that no offer waits for generation
+            fetching = self._fetching()
+            self._wanted = known = self._rollout.wanted_weights().result(), fetching
+        wanted, fetching = known
+        fetched = fetching.fetch_weights(self._offer(wanted), number=next(self._fetches))
+        return ActorAsOf(self, self._rollout, fetched, launches)
+
+    def _offer(self, wanted: Any) -> Pending[Any]:
+        if wanted not in self._asked:
+            self._asked.append(wanted)
+        return self._actor.offer_weights(wanted, waiting=self._waiting)
 
     def send_again(self) -> None:
         """Send the newest weights, all of them, to a group that was launched anew and has none, nor its former size."""
         self.launches += 1
         self._newest = self._there = self._wanted = None
+        asked, self._asked = self._asked, []
+        for wanted in asked:  # by processes that are gone; nobody comes for what was offered to them
+            self._actor.withdraw_weights(wanted)
         self._sent()
 
-    def instead(self, wanted: Any) -> Pending[Any]:
-        """Version of the newest weights, sent in place of some that were offered to a group that is gone."""
-        self._actor.withdraw_weights(wanted)
+    def instead(self) -> Pending[Any]:
+        """Version of the newest weights, sent in place of some that a group that is gone had fetched."""
         return self._sent()
 
     def load(self, fetched: Pending[Any]) -> Pending[Any]:
@@ -257,8 +266,7 @@ class ActorApart(GeneratesElsewhere):
             # Brought here: what lies on a host that dies would take down the pool that comes to read it.
             wanted = self._rollout.wanted_weights().result()
             with self._order:
-                offer = self._actor.offer_weights(wanted, waiting=self._waiting)
-                self._newest = self._there = sent = self._rollout.load_weights(offer)
+                self._newest = self._there = sent = self._rollout.load_weights(self._offer(wanted))
             return sent
         return self._newest
 
@@ -271,14 +279,13 @@ class ActorAsOf(GeneratesElsewhere):
     Where the group that generates was launched anew meanwhile, it has the newest weights at its first call.
 
     Args:
-      wanted: Splits of the weights that the group asked for.
       fetched: Number of the weights on the group's hosts, where they wait for the first call.
       launches: Launches of the group as they were asked for.
     """
 
-    def __init__(self, apart: ActorApart, rollout: Group, wanted: Any, fetched: Pending[Any], launches: int) -> None:
+    def __init__(self, apart: ActorApart, rollout: Group, fetched: Pending[Any], launches: int) -> None:
         self._apart, self._rollout = apart, rollout
-        self._wanted, self._fetched, self._launches = wanted, fetched, launches
+        self._fetched, self._launches = fetched, launches
         self._versions: Pending[Any] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
@@ -287,5 +294,5 @@ class ActorAsOf(GeneratesElsewhere):
     def _sent(self) -> Pending[Any]:
         if self._versions is None:
             there = self._launches == self._apart.launches
-            self._versions = self._apart.load(self._fetched) if there else self._apart.instead(self._wanted)
+            self._versions = self._apart.load(self._fetched) if there else self._apart.instead()
         return self._versions

@@ -17,9 +17,9 @@ import jax
 from jaxrlhf.batching.transfer_protocol import TransferProtocol, worker_methods
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT, Config, Pool
-from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, Timeline
+from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, RunOnRanks, Timeline
 from jaxrlhf.single_controller.host import Built, Host
-from jaxrlhf.single_controller.ray.failure import HostFailure
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
 from jaxrlhf.tracking import ON_HOST
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.build import Phase
@@ -61,6 +61,10 @@ class Ranks(ABC):
     def relaunch(self, failed: HostFailure) -> bool:
         """Launch processes that failed anew, with the workers that they had; false if that may not be."""
         return False
+
+    def as_launched(self) -> RunOnRanks:
+        """A `call` on the processes that are there now, and on none that are launched in their place."""
+        return self.call
 
     def build(self, phase: Phase) -> None:
         """Make the workers of a phase on every rank."""
@@ -143,7 +147,7 @@ class Roles:
                 groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
                 if role == ROLLOUT:  # whose next weights come while it draws
                     self._queues.append(DeviceQueue(ON_HOST, self.timeline))
-                    fetching = Group(role, ranks.protocols[role], ranks.call, self._queues[-1])
+                    fetching = partial(_group_as_launched, role, ranks, self._queues[-1])
         self._groups = sorted(groups)
         vars(self).update(groups)
         if ROLLOUT in groups:
@@ -182,6 +186,15 @@ class Roles:
             actor.send_again()
         return True
 
+    def _on_all(self, ranks: Ranks, method: str, *args: Any) -> list[Any]:
+        """Results of a method of `Host` on every rank, of a pool that is launched anew if it failed and may be."""
+        try:
+            return ranks.on_all(method, *args)
+        except (HostDied, HostHung) as failed:
+            if not self.relaunch(failed):
+                raise
+            return ranks.on_all(method, *args)
+
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""
         return {name: PoolItem(ranks, name) for ranks in self._pools for name in ranks.built[0].items}
@@ -192,18 +205,20 @@ class Roles:
 
     def counters(self) -> dict[str, int]:
         """Updates made so far, by role, and the policy's version."""
-        return {name: count for ranks in self._pools for name, count in ranks.on_all("counters")[0].items()}
+        return {name: count for ranks in self._pools for name, count in self._on_all(ranks, "counters")[0].items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from a checkpoint's counters."""
         for ranks in self._pools:
-            ranks.on_all("set_counters", dict(counters))
+            self._on_all(ranks, "set_counters", dict(counters))
 
     def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
         """Metrics of the hosts since the last call, and peak device bytes by worker method: the most of any host."""
         metrics: Metrics = {}
         peaks: dict[str, int] = {}
-        for measured, bytes_by_method in (pair for ranks in self._pools for pair in ranks.on_all("take_metrics")):
+        for measured, bytes_by_method in (
+            pair for ranks in self._pools for pair in self._on_all(ranks, "take_metrics")
+        ):
             metrics |= {name: max(value, metrics.get(name, value)) for name, value in measured.items()}
             peaks |= {method: max(count, peaks.get(method, 0)) for method, count in bytes_by_method.items()}
         return metrics, peaks
@@ -233,6 +248,11 @@ class Roles:
         """Let the threads end, and wait for running calls; without `wait` those go on until they are done."""
         for queue in self._queues:
             queue.close(wait=wait)
+
+
+def _group_as_launched(role: str, ranks: Ranks, queue: DeviceQueue) -> Group:
+    """The workers of a role on the processes that are there now."""
+    return Group(role, ranks.protocols[role], ranks.as_launched(), queue)
 
 
 class Pools:

@@ -24,6 +24,7 @@ from jaxrlhf.config.roles import REWARD
 from jaxrlhf.models import tokenizer_of
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.single_controller.group import RunOnRanks
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
@@ -105,20 +106,19 @@ class RayRanks(Ranks):
         self._most, self._multiple = hosts, multiple
         self._processes, self._relaunching = launch(hosts=hosts), threading.RLock()
         self._phase: Phase | None = None
+        self._closed = False
 
     def build(self, phase: Phase) -> None:
         self._phase = phase
-        super().build(phase)
-
-    def on_all(self, method: str, *args: Any) -> list[Any]:
-        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
         try:
-            stored = self._processes.call(method, *args, label=label)
+            super().build(phase)
         except (HostDied, HostHung) as failed:
             if not self.relaunch(failed):
                 raise
-            stored = self._processes.call(method, *args, label=label)
-        return [result.load() for result in stored]
+
+    def on_all(self, method: str, *args: Any) -> list[Any]:
+        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
+        return [result.load() for result in self._processes.call(method, *args, label=label)]
 
     def relaunch(self, failed: HostFailure) -> bool:
         with self._relaunching:
@@ -131,6 +131,9 @@ class RayRanks(Ranks):
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             self._processes.close()
             self._processes = self._launched_again()
+            if self._closed:  # meanwhile, by another thread
+                self._processes.close()
+                return False
             if self._phase is not None:
                 super().build(self._phase)
             return True
@@ -143,16 +146,30 @@ class RayRanks(Ranks):
                 return self._launch(hosts=hosts)
             except HostNotStarted as failed:
                 fewer = (hosts - 1) // self._multiple * self._multiple
-                if not fewer:
+                if self._closed or not fewer:
                     raise
                 text = f"{failed}\nlaunching pool {self.name!r} with {fewer} hosts of {self._most}"
                 default_console().print(text, markup=False, highlight=False, soft_wrap=True)
                 hosts = fewer
 
-    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Gathered:
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        return self.as_launched()(role, method, args, kwargs)
+
+    def as_launched(self) -> RunOnRanks:
+        with self._relaunching:  # the workers of a launch are there when it ends
+            return partial(self._call, self._processes)
+
+    def _call(
+        self,
+        processes: HostProcesses,
+        role: str,
+        method: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Gathered:
         protocol = self.protocols[role][method]
         with self._showing_progress():
-            results = self._processes.call("call", role, method, args, kwargs, label=f"{role}.{method}")
+            results = processes.call("call", role, method, args, kwargs, label=f"{role}.{method}")
         places = [built.places[role] for built in self.built]
         leading = [result for result, place in zip(results, places, strict=True) if protocol.leads(place)]
         return Gathered(tuple(leading), protocol.name)
@@ -179,6 +196,7 @@ class RayRanks(Ranks):
             asking.join()
 
     def close(self) -> None:
+        self._closed = True
         self._processes.close()
 
 

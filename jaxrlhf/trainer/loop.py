@@ -58,6 +58,8 @@ class Loop:
     stop: Stop = field(default_factory=Stop)
     _task: str = field(default="", init=False)
     _parts: dict[str, Part] = field(init=False)
+    _drawn: list[Call] = field(init=False, default_factory=list)
+    """Calls that an evaluation waited for, of responses that a later step learns from."""
 
     def __post_init__(self) -> None:
         self._parts = parts_of(role.worker_class for role in self.config.all_roles.values())
@@ -184,11 +186,14 @@ class Loop:
         if not (self.held_out or self.sets):
             return {}
         self._task = "evaluating"
-        with self.schedule.resting():
-            return self._evaluated(number, log)
-
-    def _evaluated(self, number: int, log: PhaseLog) -> Metrics:
+        log.calls(self.roles.timeline.take())
         start = time.perf_counter()
+        with self.schedule.resting():
+            self._drawn = self.roles.timeline.take()
+            log.calls(self._drawn)
+            return self._evaluated(number, log, start)
+
+    def _evaluated(self, number: int, log: PhaseLog, start: float) -> Metrics:
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
             judged: Metrics = judge(self.roles, self.config, self.held_out)
@@ -216,7 +221,8 @@ class Loop:
         return {**times, **measured, **memory}
 
     def _timing(self, step: StepCalls, collected: Any, result: StepResult) -> Metrics:
-        times = self._times(step.calls)
+        times = self._times([*self._drawn, *step.calls])
+        self._drawn = []
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {}
         if "actor/tokens" in result.metrics:

@@ -11,7 +11,7 @@ from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
-from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
+from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages
 from jaxrlhf.trainer.asynchronous.arrivals import read_arrivals
 from jaxrlhf.trainer.auto_placement import place
@@ -23,6 +23,9 @@ from jaxrlhf.trainer.resume import check_same_start
 from jaxrlhf.trainer.settings_summary import settings_rows
 from jaxrlhf.trainer.signals import stopped_by_signals
 from jaxrlhf.trainer.workdir import CHECKPOINTS, locked
+
+LAUNCHED_ANEW = (HostDied, HostHung, HostNotStarted, TransferError)
+"""Failures after which hosts may be launched anew; `HostRaised` has that of a call beside it as its cause."""
 
 STOPPED = "stopped after saving; the same command goes on from"
 
@@ -73,8 +76,9 @@ def run(
             try:
                 finished = _launch_and_run(context, on_step, loggers, dry_run=dry_run)
                 break
-            except (HostDied, HostHung, HostNotStarted, TransferError) as failure:
-                if left == 0 or context.stop.asked:
+            except (*LAUNCHED_ANEW, HostRaised) as failure:
+                beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, LAUNCHED_ANEW)
+                if beside or left == 0 or context.stop.asked:
                     raise
                 text = f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed"
                 default_console().print(text, markup=False, highlight=False, soft_wrap=True)

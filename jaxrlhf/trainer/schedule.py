@@ -79,8 +79,8 @@ class Synchronous:
         while True:
             try:
                 collected = function_of(self.config.algorithm, "collect")(roles(), work)
-                if relaunches:  # else a failure is found by whoever reads the responses
-                    wait_for_responses(collected)
+                if relaunches and isinstance(collected, ScoredRollout):
+                    value_of(collected.rollout)  # brought here, where responses outlive the hosts that drew them
             except (HostDied, HostHung) as failed:
                 if not self.roles.relaunch(failed):
                     raise
