@@ -1,8 +1,8 @@
-"""A game of several turns, from random weights: guess a number from 1 to 64 in seven guesses.
+"""A game of several turns, from random weights: guess a number from 1 to 7 in three guesses.
 
     python -m jaxrlhf.train --config game_higher_lower.py
 
-Each guess is told which numbers are left. The demonstrations guess any of them, which finds 64.3 % of the numbers;
+Each guess is told which numbers are left. The demonstrations guess any of them, which finds 67.8 % of the numbers;
 always halving what is left finds all. The reward is 1 for the number, and GiGPO compares guesses among the same
 numbers.
 
@@ -31,17 +31,20 @@ def get_config() -> Config:
         name="game_higher_lower",
         model=FromScratch(),
         data=Generated("jaxrlhf.data.generated:secrets", train_problems=12_800),
-        environment=Environment(factory="jaxrlhf.environments.games:HigherLower", max_turns=7, turn_tokens=4),
+        environment=Environment(
+            factory="jaxrlhf.environments.games:HigherLower", episodes_per_process=8, max_turns=3, turn_tokens=3
+        ),
         rewards=Rewards(parts=()),
         cold_start=ColdStart(
-            steps=200,
+            steps=100,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
         ),
-        algorithm=GiGPO(responses_per_update=64),
-        rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=16, max_response_tokens=80),
+        algorithm=GiGPO(responses_per_update=256),
+        rollout=Rollout(prompts_per_step=128, responses_per_prompt=8, max_prompt_tokens=16, max_response_tokens=24),
         actor=Training(
-            optimizer=Optimizer(learning_rate=5e-4, warmup_updates=4, weight_decay=0.0), tokens_per_microbatch=4096
+            optimizer=Optimizer(learning_rate=1e-3, warmup_updates=4, decay="linear", weight_decay=0.0),
+            tokens_per_microbatch=4096,
         ),
         steps=20,
         evaluation=Evaluation(every_steps=5),

@@ -6,7 +6,7 @@ Writes `docs/agents_learning.json` (by step and seed accuracy and the share of e
 clock and of cores) and `docs/agents.png` after every run. Accuracy is of greedy held-out answers; of games it is the
 share of a step's sampled games that are won, since the likeliest steps of demonstrations may be right from the start.
 Another seed is other weights, other demonstrations first, and other samples.
-All runs with a calculator begin from one cold start a seed, which a folder keeps.
+All runs with a calculator begin from one cold start a seed, which a folder keeps, and so do those that guess numbers.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.config import GRPO, PPO, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
 from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
@@ -101,6 +101,17 @@ def higher_lower() -> Config:
     return load("game_higher_lower")
 
 
+def higher_lower_without_states() -> Config:
+    """The same by GRPO."""
+    return replace(higher_lower(), algorithm=GRPO(responses_per_update=256))
+
+
+def higher_lower_with_critic() -> Config:
+    """The same by PPO, whose critic and advantages are of turns."""
+    config = higher_lower()
+    return replace(config, algorithm=PPO(responses_per_update=256, actions="turns", lam=0.95, critic=config.actor))
+
+
 def lake() -> Config:
     """A game of gymnasium's."""
     return load("game_frozen_lake")
@@ -128,11 +139,14 @@ RUNS: dict[str, Callable[[], Config]] = {
     "treasure": treasure,
     "treasure, GRPO": treasure_without_states,
     "higher or lower": higher_lower,
+    "higher or lower, GRPO": higher_lower_without_states,
+    "higher or lower, PPO": higher_lower_with_critic,
     "frozen lake": lake,
 }
-GAMES = ("treasure", "treasure, GRPO", "higher or lower", "frozen lake")
-WHOLE = ("Python", "search", *GAMES)
-"""Runs with a cold start of their own."""
+GUESSES = ("higher or lower", "higher or lower, GRPO", "higher or lower, PPO")
+GAMES = ("treasure", "treasure, GRPO", "frozen lake", *GUESSES)
+WHOLE = ("Python", "search", "treasure", "treasure, GRPO", "frozen lake")
+"""Runs with a cold start of their own; others share one a seed with those that imitate the same demonstrations."""
 
 
 def without_masks(conversation: Conversation) -> tuple[TokenSequence, ...]:
@@ -176,9 +190,11 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int,
 
 def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
     """The policy of a seed's cold start."""
-    exported = folder / f"policy_{seed}"
+    assert isinstance(config.data, Generated)
+    kind = config.data.function.rpartition(":")[2]
+    exported = folder / f"policy_{kind}_{seed}"
     if not exported.exists():
-        cold = replace(config, workdir=str(folder / f"begun_{seed}")).phases[0]
+        cold = replace(config, workdir=str(folder / f"begun_{kind}_{seed}")).phases[0]
         jaxrlhf.run(cold)
         export_policy(cold.folder, exported)
     return Pretrained(str(exported))

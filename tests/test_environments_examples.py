@@ -54,12 +54,13 @@ def halving(left: str) -> str:
     return str((low + high) // 2)
 
 
-def test_halving_finds_every_number_and_is_told_what_is_left():
-    for secret in range(1, 65):
+@pytest.mark.parametrize("highest, guesses", [(7, 3), (64, 7)])
+def test_halving_finds_every_number_and_is_told_what_is_left(highest, guesses):
+    for secret in range(1, highest + 1):
         game, turns = HigherLower(), 0
-        seen, done = game.reset({"prompt": "1-64", "answer": str(secret)}, 0).state, False
+        seen, done = game.reset({"prompt": f"1-{highest}", "answer": str(secret)}, 0).state, False
         while not done:
-            assert turns < 7
+            assert turns < guesses
             told = game.step(Reply(halving(seen), ""))
             seen, done, turns = told.state, told.done, turns + 1
             assert done or [told.messages[0]["content"], told.reward] == [seen, 0.0]
@@ -87,7 +88,7 @@ def found(numbers: int, guesses: int) -> float:
 
 
 def test_demonstrations_find_as_many_numbers_as_guesses_at_what_is_left():
-    assert found(64, 7) == pytest.approx(0.643, abs=5e-4)
+    assert [found(64, 7), found(7, 3)] == pytest.approx([0.643, 0.678], abs=5e-4)
     played = records(load("game_higher_lower"), "train", 4000)
     wins = 0
     for record in played:
@@ -99,4 +100,4 @@ def test_demonstrations_find_as_many_numbers_as_guesses_at_what_is_left():
             told = game.step(Reply(said["content"], said["content"]))
             assert answer is None or told.messages[0]["content"] == answer["content"]
         wins += told.done
-    assert wins / len(played) == pytest.approx(0.643, abs=0.03)
+    assert wins / len(played) == pytest.approx(0.678, abs=0.03)

@@ -146,7 +146,7 @@ def treasures(
     return records
 
 
-def secrets(split: str, count: int, seed: int, *, highest: int = 64, guesses: int = 7) -> list[dict[str, Any]]:
+def secrets(split: str, count: int, seed: int, *, highest: int = 7, guesses: int = 3) -> list[dict[str, Any]]:
     """Secret numbers, and how somebody guesses them who knows which are left and takes any of those.
 
     Args:

@@ -39,8 +39,9 @@ class Treasure:
 class HigherLower:
     """A secret number, to be guessed; each guess is told the numbers that are left, and 1 is paid for the right one.
 
-    The state is the numbers that are left. With seven guesses at a number from 1 to 64, halving what is left always
-    finds it, guessing any that is left finds 64.3 % of the numbers, and guessing without listening 10.9 %.
+    The state is the numbers that are left. With three guesses at a number from 1 to 7, halving what is left always
+    finds it, guessing any that is left finds 67.8 % of the numbers, and guessing without listening 42.9 %; with seven
+    guesses at one from 1 to 64 that is 100, 64.3 and 10.9 %.
     """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
