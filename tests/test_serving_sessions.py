@@ -181,6 +181,17 @@ def test_completions_go_on_by_ids_and_by_text(book, model):
     assert third.prompt_token_ids[: len(stream)] == stream
 
 
+def test_the_same_text_as_other_ids_begins_a_sequence_and_is_counted(book, model):
+    word, letters = model.tokenizer.encode("Tom"), model.tokenizer.convert_tokens_to_ids([*"Tom"])
+    url, key = book.open("letters", 1)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        ask = {**ASK, "extra_body": {"return_token_ids": True}}
+        first = client.completions.create(prompt=word, **ask).choices[0]
+        client.completions.create(prompt=[*letters, *first.token_ids, 9], **ask)
+    recorded = book.close("letters")
+    assert (len(word), len(recorded.sequences), dict(recorded.forks)) == (1, 2, {"retokenised": 1})
+
+
 def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
     from jaxrlhf.conversations import ChatFormat
     from jaxrlhf.episode import Reply
