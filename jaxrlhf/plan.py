@@ -19,6 +19,7 @@ lognormal with a mean and a 99th percentile; else all are of `--response-tokens`
 import json
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,11 +97,12 @@ def _plan(written: Config, flags: Namespace) -> None:
     ahead, more = rollout.staleness, rollout.over_provision
     if flags.staleness is not None:
         ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
+    parts = written.rollout.stream_parts if ahead == 0 else 1
     # On one pool whole batches that wait gain nothing, so that a configuration that has them there needs no table.
-    if flags.staleness is not None or (ahead and (more > 1 or config.generates_apart)):
+    if flags.staleness is not None or parts > 1 or (ahead and (more > 1 or config.generates_apart)):
         drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
-        keeps = rollout.on_new_weights == "keep"
-        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more, keeps=keeps)
+        simulated = partial(predictions, keeps=rollout.on_new_weights == "keep", stream_parts=parts)
+        scheduled = simulated(question.problem, best, drawn, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
@@ -137,7 +139,8 @@ def _plan(written: Config, flags: Namespace) -> None:
         console.print(recommendation(scheduled), markup=False, highlight=False, soft_wrap=True)
         if (chosen := recommended(scheduled)) is not None:
             best, code = chosen.plan, planner.snippet(config, chosen.plan, written=written)
-            console.print(f"set rollout.staleness={chosen.schedule.staleness}", end="", highlight=False)
+            named = f"staleness={ahead}" if parts == 1 else f"stream_parts={parts}"
+            console.print(f"set rollout.{named}", end="", highlight=False)
             console.print(f" and rollout.over_provision={more:g}" if more > 1 else "", highlight=False)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)

@@ -4,17 +4,21 @@
 
 Generation has a pool of its own, a slot for every response, and takes as long for a token of one slot as of all: so a
 group is complete after as many tokens as its longest response has, and generation ends with the longest of all.
-Learning takes as long as its share of the tokens, on another pool, part after part. With `--write` it writes
-`docs/staleness_parts_predicted.json` and the table in docs/async.md.
+Learning takes as long as its share of the tokens, on another pool, part after part: the simulation is that of
+`jaxrlhf.plan`. With `--write` it writes `docs/staleness_parts_predicted.json` and the table in docs/async.md.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import bench_workload as bench
 import numpy as np
+from compare_schedules import GeometricLengths
 from pages import written
+
+from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
 STEPS, SEED = 2000, 0
@@ -25,24 +29,31 @@ LEARNING = (0.5, 1.0, 2.0)
 
 def simulated(parts: int, learning: float) -> dict[str, float]:
     """Mean seconds of a step over those of generating it and of learning from it in turns, and idle shares."""
-    workload, rng = bench.WORKLOADS["longtail"], np.random.default_rng(SEED)
-    shape = STEPS, workload.prompts, workload.responses
-    length_SPG = np.minimum(rng.geometric(bench.END_PROBABILITY, shape), workload.new_tokens)
-    longest_SP, tokens_SP = length_SPG.max(axis=2), length_SPG.sum(axis=2)
-    generate_S = longest_SP.max(axis=1)
-    order_SP = np.argsort(longest_SP, axis=1, kind="stable")
-    by_part = STEPS, parts, workload.prompts // parts
-    ready_Sn = np.take_along_axis(longest_SP, order_SP, axis=1).reshape(by_part).max(axis=2)
-    share_Sn = np.take_along_axis(tokens_SP, order_SP, axis=1).reshape(by_part).sum(axis=2) / tokens_SP.sum(1).mean()
-    learn_Sn = learning * generate_S.mean() * share_Sn
-    done_S = np.zeros(STEPS)
-    for part in range(parts):
-        done_S = np.maximum(done_S, ready_Sn[:, part]) + learn_Sn[:, part]
+    workload = bench.WORKLOADS["longtail"]
+    lengths = GeometricLengths(bench.END_PROBABILITY, workload.new_tokens)
+    sizes = {"groups": workload.prompts, "copies": workload.responses, "steps": STEPS, "seed": SEED}
+    slots = workload.prompts * workload.responses
+    times = StepTimes(
+        slots=slots,
+        active_N=np.array([1, slots]),
+        decode_s_N=np.ones(2),
+        cache_s=0.0,
+        capacities=(workload.new_tokens,),
+        prefill_s=(0.0, 0.0, 0.0),
+        round_s=0.0,
+        learn_s=0.0,
+        prompt_tokens=0.0,
+    )
+    generate_s = simulate(Schedule(), times, lengths, **sizes).step_s
+    times = replace(times, learn_s=learning * generate_s)
+    found = simulate(Schedule(apart=True, stream_parts=parts), times, lengths, **sizes)
+    first = [update.start_s for update in found.updates[::parts]]
+    ready = [(at - one.start_s) / (one.end_s - one.start_s) for at, one in zip(first, found.rounds, strict=True)]
     return {
-        "times": float((generate_S + learn_Sn.sum(axis=1)).mean() / done_S.mean()),
-        "first_ready": float((ready_Sn[:, 0] / generate_S).mean()),
-        "generation_idle": float(1 - generate_S.mean() / done_S.mean()),
-        "policy_idle": float(1 - learn_Sn.sum(axis=1).mean() / done_S.mean()),
+        "times": (generate_s + times.learn_s) / found.step_s,
+        "first_ready": float(np.mean(ready)),
+        "generation_idle": found.generation_idle,
+        "policy_idle": found.learning_idle,
     }
 
 

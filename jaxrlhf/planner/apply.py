@@ -62,11 +62,12 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
 
 
 def freed(config: Config) -> Config:
-    """The configuration without the placement that it gives, but for its number of devices."""
+    """The configuration without the placement that it gives, and what takes it, but for its number of devices."""
     judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
     trained = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
     layouts = {f"{name}.layout": Layout() for name in (*trained, *judges)}
-    return override(config, {"pools": (), "reference_layout": None, "offload": (), **layouts})
+    without = {"pools": (), "reference_layout": None, "offload": (), "rollout.stream_parts": 1}
+    return override(config, {**without, **layouts})
 
 
 def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> str:

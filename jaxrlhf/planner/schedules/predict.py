@@ -38,6 +38,7 @@ def predictions(
     staleness: int,
     over_provision: float = 1.0,
     keeps: bool = False,
+    stream_parts: int = 1,
     steps: int = 20,
 ) -> list[ScheduledPlan]:
     """The synchronous schedule on the best plan, then the given one on every placement tried, fastest first.
@@ -48,6 +49,8 @@ def predictions(
 
     Args:
       keeps: Keys and values stay over a change of weights (`Schedule.keeps`).
+      stream_parts: Parts in which a step is learnt from, at a staleness of 0; where devices take turns, as those of a
+        CPU do, that is one.
 
     Raises:
       Refusal: The problem generates nothing, or no placement fits on which the schedule gains anything.
@@ -61,23 +64,24 @@ def predictions(
     if over_provision > 1 and staleness < 2:  # the one step of staleness goes to generating beside learning
         plans = [plan for plan in plans if _apart(plan) is None]
     if not plans:
+        what = f"a staleness of {staleness}" if stream_parts == 1 else f"to learn in {stream_parts} parts"
         raise Refusal(
-            f"a staleness of {staleness} gains where generation has devices of its own, and no such placement is to be "
-            "had here: give a pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
+            f"{what} gains where generation has devices of its own, and no such placement is to be had here: give a "
+            "pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
         )
 
-    def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
+    def scheduled(plan: PlacementPlan, staleness: int, over_provision: float, parts: int) -> ScheduledPlan:
         apart = _apart(plan) is not None and not problem.hardware.takes_turns
-        schedule = Schedule(staleness, over_provision, apart, keeps)
+        schedule = Schedule(staleness, over_provision, apart, keeps, parts if apart else 1)
         work = problem.workload
         copies = work.responses // work.prompts
         times = times_of(problem, plan, over_provision=over_provision)
         result = simulate(schedule, times, lengths, groups=work.prompts, copies=copies, steps=steps)
         return ScheduledPlan(schedule, plan, result)
 
-    found = [scheduled(plan, staleness, over_provision) for plan in plans]
+    found = [scheduled(plan, staleness, over_provision, stream_parts) for plan in plans]
     found.sort(key=lambda one: one.prediction.step_s)
-    return [scheduled(best, 0, 1.0), *found]
+    return [scheduled(best, 0, 1.0, 1), *found]
 
 
 def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: float = 1.0) -> StepTimes:

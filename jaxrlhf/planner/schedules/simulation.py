@@ -8,6 +8,7 @@ positions that their caches read.
 import heapq
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from jaxrlhf.planner.schedules.lengths import ResponseLengths
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of generation and learning; the first two are settings of `Rollout`.
+    """Schedule of generation and learning; all but `apart` and `keeps` are settings of `Rollout`.
 
     Attributes:
       apart: Generation has devices of its own, and goes on beside learning.
@@ -29,6 +30,7 @@ class Schedule:
     over_provision: float = 1.0
     apart: bool = False
     keeps: bool = False
+    stream_parts: int = 1
 
     def __post_init__(self) -> None:
         require(self.staleness >= 0, f"the staleness must be 0 or more, got {self.staleness}")
@@ -38,6 +40,11 @@ class Schedule:
             self.over_provision == 1 or self.staleness >= least,
             f"over-provisioning by {self.over_provision} puts off groups, and a staleness of {self.staleness} allows "
             f"none; give {least} or more" + " where generation has devices of its own" * self.apart,
+        )
+        require(
+            self.stream_parts == 1 or (self.apart and self.staleness == 0),
+            f"to learn from a step in {self.stream_parts} parts takes devices that generate meanwhile, and a staleness "
+            f"of 0; apart={self.apart} and a staleness of {self.staleness} were given",
         )
 
     @property
@@ -96,7 +103,7 @@ class Prediction:
       age_max: Policy versions by which the oldest token that is learnt from is behind.
       recomputed: Tokens of a step whose keys and values are computed again, over those that are learnt from.
       rounds: When responses were generated, from the first step on.
-      updates: When they were learnt from.
+      updates: When they were learnt from, part after part.
     """
 
     step_s: float
@@ -128,20 +135,21 @@ def simulate(
       steps: Steps to take the means over; some before them are simulated, too, and not counted.
     """
     rng, settling = np.random.default_rng(seed), 2 * (schedule.staleness + 1)
-    generation, made = _Generation(schedule, times, lengths, groups, copies, rng), []
+    generation, parts, made = _Generation(schedule, times, lengths, groups, copies, rng), schedule.stream_parts, []
     rounds: list[Interval] = []
     updates: list[Interval] = []
     for step in range(settling + steps + schedule.lead):  # those ahead of the last one count as work, too
         # A round may begin with the weights of the step that comes `lead` before its own.
-        weights_s = updates[step - schedule.lead - 1].end_s if step > schedule.lead else 0.0
+        weights_s = updates[(step - schedule.lead) * parts - 1].end_s if step > schedule.lead else 0.0
         if not schedule.apart and updates:  # they take turns
             weights_s = updates[-1].end_s
         made.append(generation.round(step))
         begun_s = max(weights_s, rounds[-1].end_s if rounds else 0.0)
         rounds.append(Interval(begun_s, begun_s + made[-1].seconds))
-        learnt_s = max(rounds[-1].end_s, updates[-1].end_s if updates else 0.0)
-        updates.append(Interval(learnt_s, learnt_s + times.learn_s))
-    window = Interval(updates[settling - 1].end_s, updates[settling + steps - 1].end_s)
+        for ready_s, share in made[-1].parts:
+            learnt_s = max(begun_s + ready_s, updates[-1].end_s if updates else 0.0)
+            updates.append(Interval(learnt_s, learnt_s + times.learn_s * share))
+    window = Interval(updates[settling * parts - 1].end_s, updates[(settling + steps) * parts - 1].end_s)
     seconds, counted = window.end_s - window.start_s, made[settling : settling + steps]
     generates, learns = _busy_s(rounds, window), _busy_s(updates, window)
     if not schedule.apart:
@@ -162,9 +170,14 @@ def simulate(
 
 
 class _Round(NamedTuple):
-    """Round of generation; ages are in rounds."""
+    """Round of generation; ages are in rounds.
+
+    Attributes:
+      parts: Seconds until each part of the step is there, and its share of the step's tokens.
+    """
 
     seconds: float
+    parts: tuple[tuple[float, float], ...]
     decode_steps: int
     drawn: int
     tokens: int
@@ -210,8 +223,9 @@ class _Generation:
         goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0) & (not self._schedule.keeps)
         again = self._times.prompt_tokens + self._drawn_PG[goes_on_PG]
         prompts = np.full(len(left_PG) - begun, self._times.prompt_tokens)
-        seconds = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
-        seconds += self._decode_s(start_B, drawn_PG.ravel(), int(last))
+        before_s = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
+        decode_s_S = self._decode_s(start_B, drawn_PG.ravel(), int(last))
+        seconds = before_s + float(decode_s_S.sum())
 
         self._first_PG = np.where((self._drawn_PG == 0) & (drawn_PG > 0), number, self._first_PG)
         self._drawn_PG = self._drawn_PG + drawn_PG
@@ -219,8 +233,30 @@ class _Generation:
         tokens = int(self._drawn_PG[chosen].sum())
         age_sum = number * tokens - self._drawn_in_PG[chosen].sum()
         age_max = int(number - self._first_PG[chosen].min())
+        parts = self._parts(done_P[chosen], self._drawn_PG[chosen].sum(axis=1), before_s, decode_s_S)
         self._keep(np.setdiff1d(np.arange(len(done_P)), chosen))
-        return _Round(seconds, int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
+        numbers = int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum())
+        return _Round(seconds, parts, *numbers)
+
+    def _parts(
+        self, done_P: np.ndarray, tokens_P: np.ndarray, before_s: float, decode_s_S: np.ndarray
+    ) -> tuple[tuple[float, float], ...]:
+        """Parts of a step, of as many groups each, in the order in which these are complete.
+
+        Args:
+          done_P: Steps of decoding after which each group is complete.
+          before_s: Seconds of the round before decoding, of whose steps the others are.
+        """
+        count = self._schedule.stream_parts
+        if count == 1:
+            return ((before_s + float(decode_s_S.sum()), 1.0),)
+        order = np.argsort(done_P, kind="stable")
+        ends = [part * len(order) // count for part in range(count + 1)]
+        found = [order[start:end] for start, end in pairwise(ends)]
+        after_s_S = before_s + np.concatenate([[0.0], np.cumsum(decode_s_S)])
+        return tuple(
+            (float(after_s_S[done_P[part].max()]), float(tokens_P[part].sum() / tokens_P.sum())) for part in found
+        )
 
     def _begin(self, groups: int) -> None:
         new_PG = self._lengths.draw(self._rng, groups, self._copies)
@@ -240,8 +276,8 @@ class _Generation:
         fixed, linear, square = self._times.prefill_s
         return float(fixed * bool(len(tokens_N)) + linear * tokens_N.sum() + square * (tokens_N**2).sum())
 
-    def _decode_s(self, start_B: np.ndarray, drawn_B: np.ndarray, steps: int) -> float:
-        """Seconds of all steps of decoding in a round; drawn_B are the tokens of this round."""
+    def _decode_s(self, start_B: np.ndarray, drawn_B: np.ndarray, steps: int) -> np.ndarray:
+        """Seconds of each step of decoding in a round; drawn_B are the tokens of this round."""
         times = self._times
         before_B = times.prompt_tokens + self._drawn_PG.ravel()
         active_S, reads_S = np.zeros(steps + 1), np.zeros(steps + 1)
@@ -256,7 +292,7 @@ class _Generation:
                 np.subtract.at(counts_S, stop_B[some], weight)
             held = capacity
         active_S, reads_S = (np.cumsum(counts_S)[:steps] for counts_S in (active_S, reads_S))
-        return float(np.interp(active_S, times.active_N, times.decode_s_N).sum() + times.cache_s * reads_S.sum())
+        return np.interp(active_S, times.active_N, times.decode_s_N) + times.cache_s * reads_S
 
 
 def _starts(left_B: np.ndarray, slots: int) -> np.ndarray:
