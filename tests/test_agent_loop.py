@@ -243,13 +243,17 @@ def calculates():
         yield AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
 
 
-@pytest.mark.parametrize("stop", SAID)
-def test_calls_end_an_episode(calculates, engine, monkeypatch, stop):
+@pytest.mark.parametrize(
+    ("stop", "closing"),
+    [*((stop, (TOKENIZER.eos_token_id,)) for stop in SAID), ("answered", ())],
+    ids=[*SAID, "by a token that is not the template's"],
+)
+def test_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
     """The replies are written here, since random weights call no tool."""
     replies = iter(SAID[stop])
 
     def submit(service, request, sampling, *, seed):
-        tokens = (*TOKENIZER.encode(next(replies), add_special_tokens=False), TOKENIZER.eos_token_id)
+        tokens = (*TOKENIZER.encode(next(replies), add_special_tokens=False), *closing)
         answered = Future()
         answered.set_result(Completion(request.request_id, tokens, (-1.0,) * len(tokens), truncated=False, version=3))
         return answered
@@ -288,7 +292,7 @@ def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
     """No end of turn was drawn, so one is inserted, and the episode is not taken for cut."""
     conversation = Conversation(ChatFormat(TOKENIZER), [{"role": "user", "content": "1"}])
     drawn = TOKENIZER.encode("12", add_special_tokens=False)
-    reply = conversation.sampled(drawn, [-1.0] * len(drawn), ended_by_text=True)
+    reply = conversation.sampled(drawn, [-1.0] * len(drawn), ended=True)
     assert reply.ended
     before = conversation.prompt
     conversation.observe([{"role": "user", "content": "3"}])

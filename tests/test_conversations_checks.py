@@ -124,3 +124,15 @@ def test_a_tokenizers_own_response_template_is_asked_first():
     broken = [*tokenizer.encode("So<call>no</call> <<it"), 2]
     reply = conversation.sampled(broken, [-1.0] * len(broken))
     assert reply.calls == () and [one.kind for one in reply.malformed] == ["structure"]
+
+
+def test_what_stands_in_the_place_of_a_call_may_be_any_json():
+    tokenizer, calls = embedded_tokenizer(), RESPONSES["fields"]["tool_calls"]
+    function = {**calls, "transform": {"type": "function", "function": "{content}"}}
+    tokenizer.response_template = {**RESPONSES, "fields": {**RESPONSES["fields"], "tool_calls": function}}
+    chat = ChatFormat(tokenizer)
+    call = '{"name": "note", "arguments": {"text": "a"}}'
+    for text, count in ((call, 1), (f"[{call}, {call}]", 2), (f"[{call}, 3]", 1), ('"note"', 0), ("null", 0)):
+        reply = chat.parse(tokenizer.encode(f"<call>{text}</call>"), [NOTE])
+        assert reply.calls == (ToolCall("note", {"text": "a"}),) * count
+        assert [one.kind for one in reply.malformed] == ["structure"] * (count == 0 or "3" in text)

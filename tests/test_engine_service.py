@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,8 +128,14 @@ def test_errors_reach_those_who_wait_and_the_next_are_served(service, alone, mon
     with pytest.raises(KeyError, match="a listener"):
         service.submit(ASKED[1], SAMPLING, seed=SEED, on_tokens=fails).result(300)
     equal([service.submit(ASKED[0], SAMPLING, seed=SEED).result(300)], alone[:1])
-    with pytest.raises(Refusal, match="a prompt of 0 tokens"):
-        service.submit(Request(0, ()), SAMPLING, seed=SEED)
+    for request, sampling, words in (
+        (Request(0, ()), SAMPLING, "a prompt of 0 tokens"),
+        (ASKED[0], Sampling(top_k=2**31), "top_k=2147483648 does not fit"),
+        (ASKED[0], Sampling(min_tokens=2**31), "min_tokens=2147483648 does not fit"),
+        (replace(ASKED[0], stop_texts=("\ud83d",)), SAMPLING, "half of a surrogate pair"),
+    ):
+        with pytest.raises(Refusal, match=words):
+            service.submit(request, sampling, seed=SEED)
 
 
 def test_a_closed_service_cancels_and_refuses(engine):

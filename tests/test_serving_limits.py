@@ -60,6 +60,7 @@ def test_bodies_that_are_no_requests_are_said_to_be_so(client):
         b"[" * 3000,
         b'{"model": "tiny"}',
         b'{"prompt": 1, "model": "tiny"}',
+        b'{"prompt": "a", "model": "tiny", "stop": "\\ud83d"}',
     ):
         status, code = error(client.post("/v1/completions", content=body))
         assert status == 400, body

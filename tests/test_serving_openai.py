@@ -1,6 +1,7 @@
 """The server as OpenAI's own client sees it."""
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
@@ -8,6 +9,8 @@ from served_models import CONTEXT, RESPONSE, TOKEN, served
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Request
+from jaxrlhf.serving.endpoints import chat_answer
+from jaxrlhf.serving.wire import chat_request
 
 MESSAGES = [{"role": "user", "content": "Tom has 12 apples."}]
 TOOL = {
@@ -94,6 +97,12 @@ def test_a_stream_says_the_same_as_an_answer(client, tools):
     assert whole.choices[0].token_ids != whole.choices[1].token_ids
 
 
+def test_a_chat_ends_with_tokens_of_the_template_and_of_the_model(model):
+    asked = chat_request({"model": "tiny", "messages": MESSAGES})
+    [choice] = chat_answer(replace(model, stop_tokens=(7,)), asked, None).choices
+    assert {*choice.stop_tokens} == {7, *model.form.stop_tokens}
+
+
 def test_choices_are_drawn_alike_for_a_seed_and_apart_without(client, model):
     first, second = (chat(client, n=3).choices for _ in range(2))
     assert [choice.message.content for choice in first] == [choice.message.content for choice in second]
@@ -175,6 +184,8 @@ REFUSED = [
     ({"temperature": 3.0}, 400, "temperature"),
     ({"n": 1000}, 400, "n"),
     ({"stop": ["a"] * 40}, 400, "stop"),
+    ({"extra_body": {"top_k": 2**31}}, 400, "top_k"),
+    ({"extra_body": {"min_tokens": 2**31}}, 400, "min_tokens"),
     ({"max_tokens": RESPONSE + 1}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "apples " * CONTEXT}]}, 400, "messages"),
     ({"messages": []}, 400, "messages"),

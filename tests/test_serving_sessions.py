@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import httpx2
 import openai
@@ -143,6 +144,15 @@ def test_rewards_limits_late_calls_and_none(book):
     assert httpx2.get(url.replace("/s/", "/s/x") + "/models").status_code == 404
     recorded = book.close("silent")
     assert (recorded.calls, recorded.sequences) == (0, ())
+
+
+def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch):
+    [word, *_], _ = episode(book, "stops", turns=1)
+    stop, engine = word[2:4], model.service.engine
+    monkeypatch.setattr(engine, "_limits", replace(engine._limits, stop_texts=(stop,)))
+    [said], recorded = episode(book, "stops", turns=1)
+    assert stop in said and word.startswith(said) and said != word
+    assert recorded.truncated == 0
 
 
 def test_the_last_ended_sessions_alone_are_remembered(book, monkeypatch):

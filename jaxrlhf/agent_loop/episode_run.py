@@ -235,8 +235,8 @@ class EpisodeRun:
         )
         seed = _seed(self.seed, len(self._turns), 1)
         completion: Completion = await asyncio.wrap_future(self.service.submit(request, self.sampling, seed=seed))
-        by_text = completion.stop_text is not None
-        return conversation.sampled(completion.tokens, completion.logps, completion.version, ended_by_text=by_text)
+        ended = not completion.truncated
+        return conversation.sampled(completion.tokens, completion.logps, completion.version, ended=ended)
 
     def _check_reply(self, reply: Reply) -> None:
         """End an episode whose reply the environment is not to see."""

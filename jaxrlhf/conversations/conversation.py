@@ -115,15 +115,13 @@ class Conversation:
         """Images of `prompt`."""
         return self._streams[-1].images
 
-    def sampled(
-        self, tokens: Sequence[int], logps: Sequence[float], version: int = 0, *, ended_by_text: bool = False
-    ) -> Reply:
+    def sampled(self, tokens: Sequence[int], logps: Sequence[float], version: int = 0, *, ended: bool = False) -> Reply:
         """Record what the engine drew after `prompt`, as it is.
 
         Args:
           logps: Log-probability of each token.
           version: Version of the weights that drew them.
-          ended_by_text: A stop text ended the reply, which then has no end of turn and was not cut either.
+          ended: A stop token or text ended the reply, which was not cut even where it has no end of turn.
         """
         if len(logps) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
@@ -136,7 +134,7 @@ class Conversation:
         reply = self.format.parse(drawn, self.tools, opening=opening)
         numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
         self._calls += len(numbered)
-        reply = replace(reply, calls=numbered, ended=reply.ended or ended_by_text)
+        reply = replace(reply, calls=numbered, ended=reply.ended or ended)
         self.replies.append(reply)
         self.messages += spelled([self.format.said(reply)])
         self._reasoned |= bool(reply.reasoning)

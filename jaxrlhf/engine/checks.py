@@ -127,6 +127,7 @@ class RequestLimits:
         sizes = {"capacity": self.capacity, "vocab": self.vocab, "most_stops": self.most_stops}
         check_request(request, seed=seed, limit=limit, most_tokens=self.most_tokens, vision=self.vision, **sizes)
         check_stop_texts(texts, decodes=self.decodes)
+        check_counts(top_k=sampling.top_k, min_tokens=sampling.min_tokens)
         return SequenceState(request, sampling, seed, limit, stops, texts)
 
 
@@ -184,6 +185,16 @@ def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
         raise Refusal(f"stop_texts={texts}, and the engine was built without `decode`; give it one, or stop_tokens")
     if "" in texts:
         raise Refusal(f"stop_texts={texts}: an empty text is in every text; leave it out")
+    for text in texts:
+        if text != text.encode(errors="replace").decode():
+            raise Refusal(f"the stop text {text!r} has half of a surrogate pair; give whole characters")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise `Refusal` if a number of tokens does not fit the 32 bits that slots have for it."""
+    for name, count in counts.items():
+        if not 0 <= count < 2**31:
+            raise Refusal(f"{name}={count} does not fit an integer of 32 bits; expected 0 to 2**31 - 1")
 
 
 def check_unique(requests: Sequence[Request]) -> None:

@@ -120,7 +120,7 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
         raise invalid(f"the chat template refuses the messages: {error.detail}", "messages") from error
     except Refusal as error:
         raise invalid(str(error), "messages") from error
-    stops = tuple(model.form.stop_tokens)
+    stops = (*model.form.stop_tokens, *model.stop_tokens)
     return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
 
 

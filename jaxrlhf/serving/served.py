@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ class ServedModel:
 
     Attributes:
       name: Its name in the API.
-      stop_tokens: Ids that end a completion, beside those of the chat's form for a chat.
+      stop_tokens: Ids that end a response, a chat's beside those of the chat's form.
       images: Reader of images in chats; None reads text alone.
     """
 
@@ -141,7 +141,7 @@ async def draw(
                 choice.prompt,
                 max_tokens=choice.max_tokens,
                 stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
-                stop_texts=texts,
+                stop_texts=texts or None,
                 keep=choice.keep,
                 images=choice.images,
                 has_replies=choice.has_replies,
@@ -163,7 +163,11 @@ async def draw(
                 else:
                     index = next(index for index in left if futures[index] is event)
                     left.discard(index)
-                    yield DrawnPart(index, completion=event.result())
+                    done = event.result()
+                    # A text that the engine ends with, and the request does not name, is part of what was said.
+                    yield DrawnPart(
+                        index, completion=done if done.stop_text in texts else replace(done, stop_text=None)
+                    )
     except TimeoutError as error:
         raise ApiError(
             f"no answer within {model.limits.request_s:g} s; ask for fewer tokens or try again later",

@@ -40,6 +40,8 @@ _COMMON = {
 _CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
 _COMPLETION = {"prompt", "best_of"}
 MOST_STOPS = 16
+LARGEST = 2**31 - 1
+"""Integer that a field may have at most: the engine counts in 32 bits."""
 _MOST_STOP_CHARACTERS = 256
 
 
@@ -160,7 +162,7 @@ class _Fields:
         return value
 
     def integer(self, name: str, *, low: int) -> int | None:
-        return self._typed(name, (int,), f"an integer of {low} or more", lambda value: value >= low)
+        return self._typed(name, (int,), f"an integer from {low} to {LARGEST}", lambda value: low <= value <= LARGEST)
 
     def number(self, name: str, default: float, words: str, fits: Callable[[float], bool]) -> float:
         value = self._typed(name, (int, float), words, fits)
@@ -228,6 +230,8 @@ def _stops(given: Any) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str) or not 0 < len(stop) <= _MOST_STOP_CHARACTERS:
             raise invalid(f"a stop text must have 1 to {_MOST_STOP_CHARACTERS} characters", "stop")
+        if stop != stop.encode(errors="replace").decode():
+            raise invalid(f"the stop text {stop!r} has half of a surrogate pair; send whole characters", "stop")
     return tuple(stops)
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.conversations.tool_calls.families import family
 from jaxrlhf.conversations.tool_calls.signatures import Signatures
-from jaxrlhf.conversations.tool_calls.written import MARK, Written, WrittenCall
+from jaxrlhf.conversations.tool_calls.written import MARK, Written, WrittenCall, calls_of
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 
@@ -112,14 +112,13 @@ class ReplyParser:
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
         try:
             message = self._tokenizer.parse_response(text, prefix=opening, tools=[dict(tool) for tool in tools])
+            calls: list[WrittenCall | str] = []
+            for call in message.get("tool_calls") or ():
+                calls += calls_of(call.get("function", call) if isinstance(call, dict) else call, ("arguments",))
+            reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
+            return Written(str(message.get("content") or ""), calls, str(reasoning))
         except Exception:  # whatever a template's patterns and parsers make of a policy's text
             return None
-        calls: list[WrittenCall | str] = []
-        for call in message.get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, dict) else {}
-            calls.append(WrittenCall(function.get("name"), function.get("arguments")))
-        reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
-        return Written(str(message.get("content") or ""), calls, str(reasoning))
 
 
 def _checked(call: WrittenCall | str, signatures: Signatures) -> ToolCall | MalformedCall:
