@@ -102,25 +102,26 @@ ONCE = ((0,),) * COPIES
 
 def test_rounds_of_a_step_are_recorded_and_repeated_by_another_run():
     flight, draw = EpisodesInFlight(config()), Endless()
-    actor, rounds = Actor([1, 2, 3, 4, 5], [6, 0, 7]), []
-    for step in range(2):
+    actor, rounds = Actor([1, 2, 3, 4, 5], [6, 0, 7], [8, 10, 11, 12]), []
+    for step, count in enumerate((1, 2)):
         flight.begin_step()
-        taken = take(flight, actor, draw, step)
-        assert [one.taken for one in flight.rounds] == [taken]
+        taken = [take(flight, actor, draw, step) for _ in range(count)]
+        assert [one.taken for one in flight.rounds] == taken
         rounds.append(flight.rounds)
-    [first], [second] = rounds
+    [first], [second, third] = rounds
     assert first.arrived == {(number, 0): ONCE for number in (1, 2, 3, 4, 5)}
     assert second.arrived == {(0, 0): ONCE, (6, 1): ONCE, (7, 1): ONCE}
 
     again, draw = EpisodesInFlight(config()), Endless()
     again.repeated, other = rounds, Actor()
-    for step in range(2):
+    for step, before in enumerate(rounds):
         again.begin_step()
-        assert take(again, other, draw, step) == rounds[step][0].taken
-    assert [again.metrics[name] for name in flight.metrics] == [*flight.metrics.values()]
-    assert [one.now for one in other.repeated] == [{*first.arrived}, {*second.arrived}]
-    # Those that arrive in the second round are drawn in the first, too.
+        assert [take(again, other, draw, step) for _ in before] == [one.taken for one in before]
+    assert again.metrics == flight.metrics
+    assert [one.now for one in other.repeated] == [{*one.arrived} for one in (first, second, third)]
+    # Those that arrive in a later round are drawn in the earlier ones, too.
     assert other.repeated[0].versions == {**first.arrived, (0, 0): ONCE}
+    assert other.repeated[1].versions == {**second.arrived, (8, 1): ONCE}
 
 
 @pytest.mark.parametrize("rounds", [(), (ArrivedRound({(99, 0): ONCE}, (99,)),)])
