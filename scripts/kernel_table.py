@@ -34,6 +34,7 @@ from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.huggingface.families import FAMILIES
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import compiler_options, topology
+from jaxrlhf.sharding.described import lowering_for
 
 DOCS = Path(__file__).parent.parent / "docs"
 CHIPS = {"h100": "h100x1", "b200": "b200x1", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
@@ -150,9 +151,12 @@ def _prefill(params, token_PS, length_P, *, config, execution):
 def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> Iterator[dict[str, Any]]:
     """Kernel, temporary bytes and seconds of compiling each operation of a family for a chip, or why it does not."""
     machine = hardware(CHIPS[chip])
-    mesh = Mesh(np.array(topology(machine)[:1]), ("data",))
+    devices = topology(machine)[:1]
+    mesh = Mesh(np.array(devices), ("data",))
     whole = NamedSharding(mesh, PartitionSpec())
-    for operation, kernel, function, shapes in programs(config_of(family), mesh):
+    with lowering_for(devices):
+        made = list(programs(config_of(family), mesh))
+    for operation, kernel, function, shapes in made:
         if operation not in operations:
             continue
         row = {"family": family, "chip": chip, "operation": operation, "kernel": kernel}
@@ -160,7 +164,9 @@ def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> 
         donated = (4,) if operation in ("decode", "pages") else ()
         arguments = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
         try:
-            program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options(machine))
+            with lowering_for(devices):
+                lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+            program = lowered.compile(compiler_options(machine))
         except Exception as error:  # whatever a compiler raises is said in the table
             yield row | {"refused": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
             continue

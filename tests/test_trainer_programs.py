@@ -8,6 +8,7 @@ from tiny_runs import get_config
 
 from jaxrlhf.config import Layout, ReMax, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.models.kernels import cpu
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import topology
 from jaxrlhf.trainer.programs import lower_programs
@@ -23,7 +24,14 @@ def lowered(request):
     config = override(get_config(), CHANGES)
     devices = topology(hardware(request.param))
     assert len(devices) == 8
-    return lower_programs(config, embedded_tokenizer(), devices)
+    with pytest.MonkeyPatch.context() as patch:
+        for written_for_cpu in ("_like", "_matrix", "_is_left_factor"):
+            patch.setattr(cpu, written_for_cpu, of_another_platform)
+        return lower_programs(config, embedded_tokenizer(), devices)
+
+
+def of_another_platform(*_):
+    raise AssertionError("a chip's program has what is written for CPU")
 
 
 def test_all_programs_of_the_step_are_there(lowered):

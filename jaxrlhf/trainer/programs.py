@@ -45,6 +45,7 @@ from jaxrlhf.planner.problem import judges_of
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.topology import compiler_options
 from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.sharding.described import lowering_for
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.single_controller.launch import launch, split_devices
 from jaxrlhf.workers.build import Phase
@@ -64,6 +65,13 @@ def lower_programs(
     Raises:
       Refusal: A layout or a token budget that the devices cannot hold.
     """
+    with lowering_for(devices):
+        return _lowered(config, tokenizer, devices, generation=generation)
+
+
+def _lowered(
+    config: Config, tokenizer: PreTrainedTokenizerBase, devices: Sequence[jax.Device], *, generation: bool
+) -> dict[str, jax.stages.Lowered]:
     algorithm = config.algorithm
     problems = _problems(config)
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None, devices=tuple(devices))) as pools:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
+from jaxrlhf.sharding.described import platform
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -12,13 +12,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 def variants(**by_backend: Callable[..., Any]) -> Callable[[F], F]:
     """Decorate a reference with variants of the same signature, by the name of their backend.
 
-    The default backend is asked while a program is traced. `__wrapped__` is the reference.
+    Which it is traced for is asked while a program is traced. `__wrapped__` is the reference.
     """
 
     def decorate(reference: F) -> F:
         @functools.wraps(reference)
         def choose(*arguments: Any) -> Any:
-            return by_backend.get(jax.default_backend(), reference)(*arguments)
+            return by_backend.get(platform(), reference)(*arguments)
 
         return choose  # type: ignore[return-value]
 

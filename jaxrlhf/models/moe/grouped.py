@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from jaxrlhf.batch import Array
 from jaxrlhf.models.config import ClampedGate
 from jaxrlhf.models.linear import transposed_product
+from jaxrlhf.sharding.described import platform
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 256
 
@@ -55,7 +56,7 @@ def grouped_mlp(
       gate: Function in place of silu(gate) * up.
     """
     matrices = gate_EDF, up_EDF, down_EFD
-    if jax.default_backend() == "tpu":
+    if platform() == "tpu":
         return _ragged(input_AD, gate_EDF, up_EDF, down_EFD, weight_A, size_E, biases=biases, gate=gate)
     block = _block_rows(len(input_AD), len(gate_EDF))
     return _in_blocks(block, gate, input_AD, matrices, biases, weight_A, size_E)
