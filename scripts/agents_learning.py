@@ -26,7 +26,7 @@ import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, PPO, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
+from jaxrlhf.config import GRPO, PPO, SFT, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
 from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "agents_learning.json"
 HELD_OUT = 256
 BLUE, GREY = "#3b6fb6", "#999999"
-PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "gymnasium")
+PACKAGES = ("jax", "openai", "openai-agents", "langgraph", "langchain-openai", "smolagents", "gymnasium")
 CALLS = "eval/tool/episodes_share"
 
 
@@ -86,6 +86,22 @@ def graph() -> Config:
     return replace(config, environment=replace(config.environment, program=program))
 
 
+def smol() -> Config:
+    """Called by an agent of smolagents, whose demonstrations are in its form."""
+    config, there = client(), Path(__file__).resolve().with_name("smolagents_agent.py")
+    assert isinstance(config.environment, Agent) and config.cold_start is not None
+    steps = Generated(f"{there}:steps", train_problems=12_800)
+    shorter = replace(config.cold_start, steps=250, algorithm=SFT(examples_per_update=16))
+    return replace(
+        config,
+        steps=6,
+        algorithm=GRPO(responses_per_update=16),
+        environment=replace(config.environment, program=f"{there}:run"),
+        cold_start=replace(shorter, data=steps, max_prompt_tokens=192),
+        rollout=replace(config.rollout, max_prompt_tokens=192, max_response_tokens=192),
+    )
+
+
 def treasure() -> Config:
     """A game, whose demonstrations go towards the treasure six times out of ten."""
     return load("game_treasure")
@@ -134,6 +150,7 @@ RUNS: dict[str, Callable[[], Config]] = {
     "OpenAI's client": client,
     "openai-agents": framework,
     "LangGraph": graph,
+    "smolagents": smol,
     "Python": python,
     "search": retrieval,
     "treasure": treasure,
@@ -190,8 +207,10 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int,
 
 def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
     """The policy of a seed's cold start."""
-    assert isinstance(config.data, Generated)
-    kind = config.data.function.rpartition(":")[2]
+    assert config.cold_start is not None
+    shown = config.cold_start.data or config.data
+    assert isinstance(shown, Generated)
+    kind = shown.function.rpartition(":")[2]
     exported = folder / f"policy_{kind}_{seed}"
     if not exported.exists():
         cold = replace(config, workdir=str(folder / f"begun_{kind}_{seed}")).phases[0]

@@ -49,7 +49,7 @@ def ours(policy: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def tunix(policy: Path, folder: Path, steps: int, environments: Path) -> dict[str, Any]:
-    """Those of Tunix's."""
+    """Seconds and scores of Tunix's steps."""
     drawn = [{key: each[key] for key in ("prompt", "answer")} for each in products("train", steps * PROMPTS, 0)]
     (folder / "problems.json").write_text(
         json.dumps([drawn[at : at + PROMPTS] for at in range(0, len(drawn), PROMPTS)])
