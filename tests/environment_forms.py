@@ -155,6 +155,24 @@ class Tooled:
         return "", random.random(), True
 
 
+class Unpaid(Counter):
+    """A game whose final reward is none."""
+
+    def get_reward(self):
+        return "much"
+
+
+class Slow(Brief):
+    """An environment that takes its time to be made, and to begin."""
+
+    def __init__(self):
+        time.sleep(0.6)
+
+    def reset(self, record):
+        time.sleep(0.6)
+        return super().reset(record)
+
+
 def run(session, record):
     """Agent program that says what it was given."""
     assert os.environ["OPENAI_BASE_URL"] == session.base_url and os.environ["OPENAI_API_KEY"] == session.api_key
@@ -164,5 +182,5 @@ def run(session, record):
 
 async def run_async(session, record):
     """The same, waiting."""
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
     return None if record["score"] is None else run(session, record)

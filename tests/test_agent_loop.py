@@ -19,7 +19,7 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Completion, Engine
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import FAILURES, STOP_CAUSES, TRUNCATIONS
+from jaxrlhf.episode import FAILURES, STOP_CAUSES, TRUNCATIONS, Opening
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -274,6 +274,26 @@ def test_a_first_prompt_that_is_too_long_fails_its_episode_alone(loop, engine):
     assert batch.record_E[0].stop == "environment_error"
     assert "rollout.max_prompt_tokens=3" in batch.record_E[0].failure
     assert not batch.rollout.sequences.mask_BT.any()
+
+
+def test_tools_that_cannot_be_right_fail_their_episode_alone(loop, engine, monkeypatch):
+    begun = Future()
+    begun.set_result(Opening([{"role": "user", "content": "?"}], [{"type": "function", "function": {"name": "f"}}] * 2))
+    monkeypatch.setattr(EnvironmentPool, "start", lambda *_: begun)
+    [record] = run(loop, engine, problems(1), copies=1).record_E
+    assert record.stop == "environment_error" and "two tools have the name 'f'" in record.failure
+
+
+def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatch):
+    def rewrites(conversation, _):
+        conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), turn={}))
+
+    monkeypatch.setattr(ChatFormat, "keeps", lambda *_, **__: False)
+    monkeypatch.setattr(Conversation, "_follow", rewrites)
+    settings = replace(TALKS, history="as_templated")
+    batch = run(replace(loop, environment=settings), engine, problems(1), copies=1)
+    assert [record.stop for record in batch.record_E] == ["tokens_of_episode"]
+    assert batch.rollout.sequences.mask_BT.any(axis=1).tolist() == [True]
 
 
 def test_a_class_whose_methods_are_tools_adds_to_the_records_prompt(engine):

@@ -251,6 +251,8 @@ def test_arguments_written_twice_as_json_are_read_once_more():
         (tool_with(type="integer") * 2, "two tools have the name 'f'"),
         (tool_with(type="word"), "no JSON schema"),
         (tool_with(**{"$ref": "https://example.org/x.json"}), "refer to another document"),
+        (tool_with(**{"$ref": "#/$defs/absent"}), "refer to '#/\\$defs/absent', and it is not there"),
+        ([{"type": "function", "function": {"name": "f", "parameters": 5}}], "no JSON schema of an object: 5"),
         ([{"type": "function", "function": {}}], "has no name"),
     ],
 )

@@ -12,13 +12,14 @@ import pytest
 
 from jaxrlhf.config import Environment, Tools
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import EnvironmentFailure, Reply, ToolCall
+from jaxrlhf.episode import EnvironmentFailure, Opening, Reply, ToolCall
 
 HOSTILE = Path(__file__).with_name("hostile_environments.py")
 CALL_S, LIMIT_S = 4.0, 60.0
 LIMITS = {"call_s": CALL_S, "workers": 6, "output_bytes": 50_000}
 TOOLS, ENVIRONMENT = 0, 1
 NUMBERS = itertools.count()
+SAID = [{"role": "user", "content": "x"}]
 
 DEEDS = {
     "ok": None,
@@ -171,6 +172,11 @@ def test_bad_deeds_elsewhere(pool, notes, where):
 
 def test_a_record_that_cannot_be_sent_is_a_failure(pool):
     assert failure_of(pool.start(next(NUMBERS), ENVIRONMENT, {"f": lambda: 0}, 0)) == "unpicklable"
+
+
+@pytest.mark.parametrize("opening", [Opening(SAID, max_tokens="3"), Opening(SAID, state=[1])], ids=["budget", "state"])
+def test_a_bad_beginning_is_a_failure(pool, opening):
+    assert failure_of(pool.start(next(NUMBERS), ENVIRONMENT, {"opening": opening}, 0)) == "wrong-type"
 
 
 def test_where_all_of_a_family_is_killed_it_starts_anew(pool, notes):

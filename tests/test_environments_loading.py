@@ -85,6 +85,26 @@ def test_code_that_starts_threads_when_it_is_imported_runs_in_interpreters_of_it
         assert {pool.step(number, Reply("", "")).result(60).messages[0]["content"] for number in range(2)} == pids
 
 
+def test_an_interpreter_of_its_own_is_reported_when_it_ends_beside_others(tmp_path):
+    script = f"""
+import os, socket, subprocess, threading
+from pathlib import Path
+from types import SimpleNamespace
+from jaxrlhf.processes.forking import _Server
+gate = threading.Event()
+threading.Thread(target=gate.wait).start()
+server = _Server(SimpleNamespace(send=print), os.getpid(), None, "no:loader", b"", Path("{tmp_path}"))
+end, other = socket.socketpair()
+server._pids.add(pid := server._make(end))
+os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+subprocess.run(["true"])  # looks after the processes of others, too
+server._reap()
+gate.set()
+"""
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    assert "ProcessEnded" in run.stdout
+
+
 def test_instances_may_share_a_process(code):
     with EnvironmentPool([Environment(factory=f"{code}:Pair", episodes_per_process=3)]) as pool:
         pids = [pool.start(n, 0, {"bad": n == 1}, 0).result(60).messages[0]["content"] for n in range(4)]

@@ -8,10 +8,10 @@ import pytest
 
 from jaxrlhf.config import Agent, Environment, Tools
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import MalformedCall, Reply, ToolCall
+from jaxrlhf.episode import EnvironmentFailure, MalformedCall, Reply, ToolCall
 
 FORMS = Path(__file__).with_name("environment_forms.py")
-TOOLS, COUNTER, ASYNC_COUNTER, BRIEF, MADE, ACCOUNT, TOOLED, RUN, RUN_ASYNC = range(9)
+TOOLS, COUNTER, ASYNC_COUNTER, BRIEF, MADE, ACCOUNT, TOOLED, UNPAID, RUN, RUN_ASYNC = range(10)
 LIMIT_S = 20.0
 
 
@@ -27,9 +27,9 @@ def pool(output):
         Tools(functions=tuple(f"{FORMS}:{name}" for name in functions)),
         *(
             Environment(factory=f"{FORMS}:{n}")
-            for n in ("Counter", "AsyncCounter", "Brief", "made", "Account", "Tooled")
+            for n in ("Counter", "AsyncCounter", "Brief", "made", "Account", "Tooled", "Unpaid")
         ),
-        *(Agent(program=f"{FORMS}:{name}") for name in ("run", "run_async")),
+        *(Agent(program=f"{FORMS}:{name}", episode_s=0.05) for name in ("run", "run_async")),
     ]
     with EnvironmentPool(choices, output) as pool:
         yield pool
@@ -194,8 +194,28 @@ def test_members_of_a_group_see_the_same_chance(pool, begin):
     assert rewards[0] == rewards[1] != rewards[2]
 
 
+def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, output):
+    episode, _ = begin(UNPAID, {"target": 5}, seed=300)
+    with pytest.raises(EnvironmentFailure, match="the final reward is a str"):
+        pool.finish(episode).result(LIMIT_S)
+    assert eventually(lambda: "closed with seed 300" in output.read_text())
+
+
+def test_a_request_of_several_calls_has_the_time_of_each(monkeypatch):
+    monkeypatch.setattr("jaxrlhf.environments.family.SLACK_S", 0.0)
+    monkeypatch.setattr("jaxrlhf.environments.family.GRACE_S", 0.0)
+    choices = [Tools(functions=(f"{FORMS}:sleep",), call_s=1.0), Environment(factory=f"{FORMS}:Slow", call_s=1.0)]
+    with EnvironmentPool(choices) as pool:
+        slow = pool.start(0, 1, {"word": "hi"}, 0)
+        pool.start(1, 0, {}, 0).result(LIMIT_S)
+        seen = pool.step(1, said("", *[ToolCall("sleep", {"seconds": 0.6})] * 3)).result(LIMIT_S)
+        assert [call.failure for call in seen.calls] == [None] * 3
+        assert slow.result(LIMIT_S).messages[0]["content"] == "say hi"
+
+
 @pytest.mark.parametrize("choice", [RUN, RUN_ASYNC])
 def test_an_agent_program_is_given_its_session(pool, choice):
+    """The limit of its seconds is the run's to count."""
     futures = [pool.run_agent(n, choice, {"score": n / 2}, 5, f"http://127.0.0.1:1/{n}", f"key-{n}") for n in range(3)]
     assert [future.result(LIMIT_S) for future in futures] == [5.0, 5.5, 6.0]
 

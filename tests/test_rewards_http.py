@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from jaxrlhf import config
 from jaxrlhf.config import to_json
 from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable, post_json
+from jaxrlhf.rewards.parts import reward_function
 from jaxrlhf.rewards.scorer import Scorer
 
 KEY = "a-key-that-nobody-may-read"
@@ -330,6 +332,17 @@ def test_a_service_that_is_gone_costs_one_total_and_says_so(serve):
     assert "Unreachable" in failures[0].detail and "503" in failures[0].detail
 
 
+def test_a_process_has_one_request_open_at_least():
+    assert reward_function("a", config.JudgeReward("http://h/v1", "m", concurrency=1), workers=2).at_once == 1
+
+
+def with_own(part):
+    """A configuration with a part that scores one set of its evaluation."""
+    run = config.load("ppo_gsm8k")
+    own = config.EvaluationSet(name="a", data=config.PromptFile("a.jsonl", evaluation="a.jsonl"), rewards=(part,))
+    return replace(run, rewards=config.Rewards(), evaluation=replace(run.evaluation, sets=(own,)))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -343,6 +356,8 @@ def test_a_service_that_is_gone_costs_one_total_and_says_so(serve):
         (lambda: config.JudgeReward("http://h/v1", "m", lowest=1.0, highest=1.0), "must be below"),
         (lambda: config.Rewards((config.JudgeReward("http://h/v1", "m", concurrency=1),)), "below Rewards.workers=2"),
         (lambda: config.Rewards((config.RemoteReward("http://h", total_s=30.0),)), "must be below Rewards.timeout_s"),
+        (lambda: with_own(config.JudgeReward("http://h/v1", "m", concurrency=1)), "below Rewards.workers=2"),
+        (lambda: with_own(config.RemoteReward("http://h", total_s=30.0)), "must be below Rewards.timeout_s"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(build, message):

@@ -10,9 +10,12 @@ import pytest
 from served_models import TOKEN, build_engine, served
 
 from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.episode import EnvironmentFailure
 
 LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=2.0, request_s=300.0)
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Tom has"}], "max_tokens": 8}
 ASKED = {"model": "tiny", "prompt": "Tom has", "max_tokens": 8}
 
 
@@ -121,6 +124,40 @@ def test_an_answer_that_takes_too_long_is_given_up(serving, client, monkeypatch)
     answer = client.post("/v1/completions", json=ASKED)
     object.__setattr__(serving[1].limits, "request_s", 300.0)
     assert error(answer) == (504, "timeout")
+
+
+def test_messages_that_the_template_refuses_are_said_to_be_so(client, monkeypatch):
+    def refuses(*_, **__):
+        raise EnvironmentFailure("wrong-type", "roles must alternate")
+
+    monkeypatch.setattr(ChatFormat, "prompt", refuses)
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = client.post(path, json=CHAT)
+        assert error(answer) == (400, "invalid_value") and "roles must alternate" in answer.text
+
+
+def test_halves_of_characters_in_a_prompt_are_question_marks(client):
+    tokens = [client.post("/tokenize", content=f'{{"prompt": "a{half}"}}').json() for half in ("\\ud83d", "?")]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_goes_wrong_in_the_server_is_an_error_of_the_api(client, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(ChatFormat, "parse", fails)
+    assert error(client.post("/v1/chat/completions", json=CHAT)) == (500, "internal_error")
+    stream = client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    last = json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: "))
+    assert (last["error"]["type"], stream.status_code) == ("server_error", 200)
+    assert "secret" not in stream.text and caplog.text.count("KeyError: 'a secret'") == 2
+
+
+def test_names_of_sessions_leave_no_trace_in_the_metrics(client):
+    paths = [f"/s/{name}/v1/models" for name in ("a", "b", "c%3F", "%22", "d%0A")]
+    assert {client.get(path).status_code for path in paths} == {404}
+    lines = [line for line in client.get("/metrics").text.splitlines() if "/s/" in line]
+    assert lines == [f'jaxrlhf_http_answers_total{{path="/s/*/v1/models",status="404"}} {len(paths)}']
 
 
 def test_metrics_count_what_was_asked(client, serving):

@@ -179,6 +179,8 @@ def script(model, monkeypatch, tokens) -> None:
 REFUSED = [
     ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
     ({"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, 400, "tools"),
+    ({"tools": [TOOL, TOOL], "stream": True}, 400, "tools"),
     ({"presence_penalty": 1.0}, 400, "presence_penalty"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"temperature": 3.0}, 400, "temperature"),

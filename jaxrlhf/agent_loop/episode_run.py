@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrlhf.agent_loop.recorded import Finished, recorded_episode
 from jaxrlhf.batch import Problem
-from jaxrlhf.config import Agent, Environment, Sampling, Tools
+from jaxrlhf.config import Agent, Environment, Refusal, Sampling, Tools
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
@@ -194,6 +194,10 @@ class EpisodeRun:
 
     def _begin(self, opening: Opening) -> Conversation:
         """The conversation; its prompt is the environment's, or the record's own where that says nothing."""
+        try:
+            self.format.check_tools(opening.tools)
+        except Refusal as error:
+            raise EnvironmentFailure("wrong-type", str(error)) from error
         # The record's prompt was made with the tools of functions, and without those that a class brings along.
         made = isinstance(self.settings, Tools) or not opening.tools
         own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
@@ -297,6 +301,8 @@ class EpisodeRun:
             metrics=dict(self._metrics),
         )
         sequences = self._conversation.sequences() if self._conversation is not None and self._turns else ()
+        # One that ends with a rewritten history, which may be too long, has nothing to train.
+        sequences = tuple(sequence for sequence in sequences if any(sequence.mask))
         if len(sequences) > 1:
             record = replace(record, forks={"template": len(sequences) - 1})
         return Finished(self.problem, self.episode, record, sequences, rewards, tuple(self._states))

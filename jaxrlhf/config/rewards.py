@@ -323,7 +323,11 @@ class Rewards(Settings):
             self.timeout_s <= 1e6,
             f"Rewards.timeout_s={self.timeout_s:g} is more than the system can wait for; give at most 1e6",
         )
-        for part in self.parts:
+        self.check_limits(self.parts)
+
+    def check_limits(self, parts: tuple[RewardPart, ...]) -> None:
+        """Raise `Refusal` if parts, of the run or of a source, do not fit `workers` and `timeout_s`."""
+        for part in parts:
             total_s = getattr(part, "total_s", 0.0)
             require(
                 total_s < self.timeout_s,

@@ -310,6 +310,8 @@ class Config(Settings):
         names = [*(one.name for one in sources), *(one.name for one in self.evaluation.sets)]
         if names:
             check_names(names, "Mixture.sources and Evaluation.sets")
+        for parts in self.source_rewards.values():
+            self.rewards.check_limits(parts)
         for source in sources:
             there = [one.name for one in choices(self.environment)] if self.environment is not None else []
             require(

@@ -123,6 +123,10 @@ class ChatFormat:
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
 
+    def check_tools(self, tools: Sequence[ToolSchema]) -> None:
+        """Raise `Refusal` if calls of these tools could not be read, as of `Signatures`."""
+        self._parser.signatures(tools)
+
     def said(self, reply: Reply) -> Message:
         """The reply as a message that this template shows."""
         if self.synthetic.with_calls or not reply.calls:

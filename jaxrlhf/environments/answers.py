@@ -8,7 +8,6 @@ import numbers
 import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jaxrlhf.episode import Content, EnvironmentFailure, Message, Observation, Opening, ToolSchema
@@ -61,7 +60,7 @@ def opening(value: Any, limit: int) -> Opening:
     if not isinstance(value.appended, str):
         raise wrong("Opening.appended is", value.appended, "a text")
     said = messages(value.messages, (*SPEAKERS, "assistant"), size)
-    return replace(value, messages=said, tools=tools, appended=size.text(value.appended))
+    return Opening(said, tools, size.text(value.appended), _anchor(value.state, size), _budget(value, "Opening"))
 
 
 def observation(value: Any, limit: int) -> Observation:
@@ -85,10 +84,9 @@ def observation(value: Any, limit: int) -> Observation:
     if not isinstance(value.metrics, Mapping):
         raise wrong("Observation.metrics is", value.metrics, "a mapping of numbers")
     metrics = {size.text(str(name)): number(one, f"metric {name}") for name, one in value.metrics.items()}
-    if value.max_tokens is not None and not (isinstance(value.max_tokens, int) and value.max_tokens > 0):
-        raise wrong("Observation.max_tokens is", value.max_tokens, "a whole number above 0, or None")
+    most = _budget(value, "Observation")
     return Observation(
-        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, value.max_tokens
+        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, most
     )
 
 
@@ -231,6 +229,14 @@ def _flag(value: Any, what: str) -> bool:
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's
         raise wrong(f"{what} is", value, "True or False")
     return bool(value)
+
+
+def _budget(value: Opening | Observation, what: str) -> int | None:
+    """Most tokens of the next reply."""
+    most = value.max_tokens
+    if most is not None and not (isinstance(most, int) and most > 0):
+        raise wrong(f"{what}.max_tokens is", most, "a whole number above 0, or None")
+    return most
 
 
 def _schema(value: Any, size: Size) -> ToolSchema:

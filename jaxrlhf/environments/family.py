@@ -49,7 +49,7 @@ class Process:
     """A process, what it does, and the episodes whose instances it has.
 
     Attributes:
-      end_s: Time by which it must be done.
+      began_s, end_s: Time of its last answer, or of its request, and time by which the next must be there.
       ending: It has been told to end; what for, if it is at a request.
     """
 
@@ -76,7 +76,7 @@ class ProcessFamily:
     def __init__(self, choice: Choice, selector: selectors.BaseSelector, output: Path | None) -> None:
         self.choice, self._selector, self._output = choice, selector, output
         self.about, self.loaded = About(), False
-        self._limit_s = choice.episode_s if isinstance(choice, Agent) else choice.call_s
+        self._limit_s = float("inf") if isinstance(choice, Agent) else choice.call_s
         self._most_running = float("inf") if isinstance(choice, Agent) else choice.workers
         self._most_episodes = choice.episodes_per_process if isinstance(choice, Environment) else 1
         self._waiting: deque[Job] = deque()
@@ -163,13 +163,18 @@ class ProcessFamily:
             self.kill(process)
             self._waiting.appendleft(job) if job.process is None else job.lost(_GONE, 0.0)
             return
-        process.job, process.began_s = job, time.monotonic()
-        process.end_s = process.began_s + (float("inf") if self._limit_s is None else self._limit_s + SLACK_S + GRACE_S)
+        process.job = job
+        self._count_from_now(process, calls=2 if isinstance(job.request, OpenRequest) else 1)  # a factory, and reset
         self._busy.add(process)
         if isinstance(job.request, OpenRequest):
             process.episodes.add(job.request.episode)
             job.process = process
         self._watch(process)
+
+    def _count_from_now(self, process: Process, *, calls: int = 1) -> None:
+        """Give a process the time of its next calls, up to its next answer."""
+        process.began_s = time.monotonic()
+        process.end_s = process.began_s + calls * self._limit_s + SLACK_S + GRACE_S
 
     def _watch(self, process: Process) -> None:
         unsent = not process.channel.flush()
@@ -179,7 +184,7 @@ class ProcessFamily:
             self._selector.modify(process.channel, events, key.data)
 
     def deadline_s(self) -> float:
-        """Earliest time by which a process must be done."""
+        """Earliest time by which a process must answer."""
         return min((process.end_s for process in self._busy if not process.ending), default=float("inf"))
 
     def kill_late(self, now: float) -> None:
@@ -223,6 +228,7 @@ class ProcessFamily:
             raise Garbled("nothing was asked")
         process.job.answered(answer)
         if not isinstance(answer, Idle):
+            self._count_from_now(process)
             return
         process.job = None
         self._busy.discard(process)
@@ -277,10 +283,9 @@ class ProcessFamily:
         self._busy.discard(process)
         job, process.job = process.job, None
         if job is not None:
-            limit_s = self._limit_s if self._limit_s is not None else float("inf")
             seconds = time.monotonic() - process.began_s
-            late = process.late or seconds >= 0.95 * limit_s
-            lost = f"no answer within {limit_s:g} s; its process was ended" if late else f"its process {ended}"
+            late = process.late or seconds >= 0.95 * self._limit_s
+            lost = f"no answer within {self._limit_s:g} s; its process was ended" if late else f"its process {ended}"
             job.lost(CodeFailure("timeout" if late else "crash", lost), seconds)
         for other in process.queue:
             other.lost(_GONE, 0.0)

@@ -66,7 +66,8 @@ class _Host:
     def __init__(self, code: UserCode, channel: Channel) -> None:
         self._code, self._channel, self._own = code, channel, os.getpid()
         self._folder = tempfile.gettempdir()  # its own
-        limit_s = code.choice.episode_s if isinstance(code.choice, Agent) else code.choice.call_s
+        # A program's seconds stand still with the run's updates: the run has its process ended.
+        limit_s = None if isinstance(code.choice, Agent) else code.choice.call_s
         self._limit_s, self._output_bytes = limit_s, code.choice.output_bytes
         self._watchdog = Watchdog(limit_s) if limit_s is not None else None
         self._builtins = Builtins()
@@ -108,7 +109,7 @@ class _Host:
                     self._send(self._run(request))
         except BaseException as error:  # SystemExit too: whatever a user's code raises is about its episode
             self._send(self._failed(error))
-            if isinstance(request, OpenRequest):
+            if isinstance(request, OpenRequest | CloseRequest):
                 self._send(self._close(request.episode))
         if self._watchdog is not None:
             self._watchdog.disarm()

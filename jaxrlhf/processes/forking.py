@@ -133,6 +133,7 @@ class _Server:
         self._control, self._parent, self._folder = control, parent, folder
         self._served, self._loader, self._setup = served, loader, setup
         self._pids: set[int] = set()
+        self._interpreters: dict[int, subprocess.Popen[bytes]] = {}  # kept, or `subprocess` would reap them itself
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
         self._bell.setblocking(False)
@@ -184,7 +185,9 @@ class _Server:
                 f"serve_alone({end.fileno()}, {self._loader!r}, {self._setup!r}, {str(self._folder)!r})"
             )
             command = [sys.executable, "-u", "-c", code]
-            return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL).pid
+            made = subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+            self._interpreters[made.pid] = made
+            return made.pid
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -217,6 +220,8 @@ class _Server:
                 if found[0] in self._pids:
                     self._pids.discard(found[0])
                     ended.append(ProcessEnded(found[0], os.waitstatus_to_exitcode(found[1])))
+                    if found[0] in self._interpreters:
+                        self._interpreters.pop(found[0]).returncode = ended[-1].status
         if ended:
             self._end_orphans()
             for one in ended:

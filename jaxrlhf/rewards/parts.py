@@ -55,7 +55,7 @@ def reward_function(name: str, part: config.RewardPart, *, workers: int) -> Func
         case config.CosineLengthReward():
             settings["correct"] = reward_function(name, part.correct, workers=workers)
         case config.JudgeReward():
-            at_once = settings.pop("concurrency") // workers
+            at_once = max(1, settings.pop("concurrency") // workers)
         case config.RemoteReward():
             at_once = settings.pop("batch_size")
     return Function(name, FUNCTIONS[type(part)], settings, at_once)

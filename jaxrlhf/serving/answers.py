@@ -46,7 +46,8 @@ def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str,
     for index, call in enumerate(reply.calls):
         # Nine letters or digits, as templates of Mistral's want.
         call_id = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
-        function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False).encode(errors="replace").decode()
+        function = {"name": call.name, "arguments": arguments}
         calls.append({**({"index": index} if delta else {}), "id": call_id, "type": "function", "function": function})
     return calls
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, completion_answer, events, whole
-from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.errors import ApiError, invalid, refusals, server_error
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
@@ -39,18 +39,15 @@ class WebApp:
             ("/v1/completions", "POST", self._completion),
             ("/tokenize", "POST", self._tokenize),
         ]
-        routes = [Route(path, self._served(handler), methods=[method]) for path, method, handler in paths]
-        routes += [
-            Route("/s/{session}" + path, self._served(handler), methods=[method]) for path, method, handler in paths
-        ]
-        routes += [
-            Route("/s/{session}/reward", self._served(self._reward), methods=["POST"]),
-            Route("/metrics", self._served(self._metrics), methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-        ]
+        paths += [("/s/{session}" + path, method, handler) for path, method, handler in paths]
+        paths += [("/s/{session}/reward", "POST", self._reward), ("/metrics", "GET", self._metrics)]
+        routes = [Route(path, self._served(path, handler), methods=[method]) for path, method, handler in paths]
+        routes.append(Route("/health", self._health, methods=["GET"]))
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
-    def _served(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _served(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        path = path.replace("{session}", "*")
+
         async def serve(request: Request) -> Response:
             try:
                 session = self._admitted(request)
@@ -60,9 +57,8 @@ class WebApp:
                 response = JSONResponse(error.body, error.status, headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
-            path = request.url.path
-            if "session" in request.path_params:
-                path = path.replace(request.path_params["session"], "*")
+            except Exception as error:
+                response = JSONResponse(server_error(error).body, 500)
             self._http.answers[path, response.status_code] += 1
             return response
 
@@ -159,7 +155,8 @@ class WebApp:
         body = await self._body(request)
         if isinstance(body, dict) and "messages" in body:
             asked = chat_request({"model": self._model.name, **body})
-            tokens = await asyncio.to_thread(self._model.form.prompt, asked.messages, asked.tools)
+            with refusals("messages"):
+                tokens = await asyncio.to_thread(self._model.form.prompt, asked.messages, asked.tools)
         elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
             tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"])
         else:

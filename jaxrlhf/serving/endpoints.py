@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.engine import Completion
-from jaxrlhf.episode import EnvironmentFailure, Reply, ToolSchema
+from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.errors import ApiError, invalid, refusals, server_error
 from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
@@ -107,7 +106,9 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
     Raises:
       ApiError: It cannot be answered.
     """
-    try:
+    with refusals("tools"):
+        model.form.check_tools(request.tools)
+    with refusals("messages"):
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is None:
             write = partial(model.form.prompt, request.messages, request.tools)
@@ -116,10 +117,6 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
         else:
             with session.lock:
                 prompt = session.tree.chat(request.messages, request.tools, images)
-    except EnvironmentFailure as error:
-        raise invalid(f"the chat template refuses the messages: {error.detail}", "messages") from error
-    except Refusal as error:
-        raise invalid(str(error), "messages") from error
     stops = (*model.form.stop_tokens, *model.stop_tokens)
     return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
 
@@ -224,6 +221,8 @@ async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
         yield answers.DONE
     except ApiError as error:
         yield answers.event(error.body)
+    except Exception as error:
+        yield answers.event(server_error(error).body)
 
 
 class _Said:

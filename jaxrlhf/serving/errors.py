@@ -1,6 +1,14 @@
 """Errors of the API in OpenAI's form."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.episode import EnvironmentFailure
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -17,7 +25,8 @@ class ApiError(Exception):
         self, message: str, *, status: int = 400, kind: str = "invalid_request_error", code: str, param: str = ""
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.kind, self.code, self.param = message, status, kind, code, param
+        self.message, self.param = (text.encode(errors="replace").decode() for text in (message, param))
+        self.status, self.kind, self.code = status, kind, code
 
     @property
     def body(self) -> dict[str, Any]:
@@ -34,6 +43,24 @@ def invalid(message: str, param: str) -> ApiError:
 def unsupported(message: str, param: str) -> ApiError:
     """A field asks for what this server does not do."""
     return ApiError(message, code="unsupported_parameter", param=param)
+
+
+def server_error(error: Exception) -> ApiError:
+    """A failure that is no fault of the request; the log says more."""
+    logger.error("a request failed", exc_info=error)
+    message = f"the server failed at this request ({type(error).__name__}); its log says more"
+    return ApiError(message, status=500, kind="server_error", code="internal_error")
+
+
+@contextmanager
+def refusals(param: str) -> Iterator[None]:
+    """Have what the block refuses be an error of a field of the request."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        raise invalid(f"the chat template refuses the messages: {error.detail}", param) from error
+    except Refusal as error:
+        raise invalid(str(error), param) from error
 
 
 def too_long(message: str) -> ApiError:

@@ -56,8 +56,8 @@ class ServedModel:
         return ControlTokens(self.tokenizer).ids
 
     def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text."""
-        return tuple(self.tokenizer.encode(text))
+        """Token ids of a text; halves of characters are question marks."""
+        return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()))
 
     def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
         """Tokens that a response to a prompt may have.

@@ -49,7 +49,7 @@ class ReplyParser:
             reasoning, rest = self._split(self._marked(drawn), opening)
             written = self._family.find(rest, self._tag)
             written.reasoning = reasoning + written.reasoning
-        signatures = self._tools(tools)
+        signatures = self.signatures(tools)
         checked = [_checked(call, signatures) for call in written.calls]
         return Reply(
             text=self._text(drawn),
@@ -61,7 +61,8 @@ class ReplyParser:
             ended=ended,
         )
 
-    def _tools(self, tools: Sequence[ToolSchema]) -> Signatures:
+    def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
+        """Names and parameters of tools; `Refusal` as of the class."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True, default=str)
         if key not in self._signatures:
             self._signatures[key] = Signatures(tools)

@@ -6,6 +6,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.tool_calls.written import WrittenCall
@@ -16,7 +19,7 @@ class Signatures:
     """Names and parameters of tools.
 
     Raises:
-      Refusal: A tool has no name, two have the same, or parameters are no JSON schema.
+      Refusal: A tool has no name, two have the same, or parameters are no JSON schema of an object.
     """
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
@@ -65,7 +68,10 @@ def _declared(tool: ToolSchema) -> tuple[str, Mapping[str, Any]]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise Refusal(f'a tool\'s schema has no name, at {tool!r:.200}; it is {{"function": {{"name": ...}}}}')
-    return name, function.get("parameters") or {"type": "object", "properties": {}}
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping):
+        raise Refusal(f"the parameters of tool {name!r} are no JSON schema of an object: {schema!r:.200}")
+    return name, schema
 
 
 def _validator(name: str, schema: Mapping[str, Any]) -> Draft202012Validator:
@@ -78,6 +84,12 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Draft202012Validator:
         Draft202012Validator.check_schema(strict)
     except SchemaError as error:
         raise Refusal(f"the parameters of tool {name!r} are no JSON schema: {error.message[:200]}") from error
+    resolver = Registry().with_resource("", DRAFT202012.create_resource(strict)).resolver()
+    for reference in _references(strict):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise Refusal(f"the parameters of tool {name!r} refer to {reference!r}, and it is not there") from error
     return Draft202012Validator(strict)
 
 
