@@ -1,5 +1,6 @@
 """An update whose gradient is taken in parts, as those of its sequences come, is the update at once."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -34,3 +35,25 @@ def test_an_update_in_parts_is_that_of_the_whole(devices: int) -> None:
     parts, told = updated(build(settings), 2)
     agree(parts, whole)
     assert told == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+def test_a_gradient_is_gone_when_that_of_the_next_minibatch_is_begun(monkeypatch) -> None:
+    actor = build(config())[1]["actor"]
+    batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
+    made: list[weakref.ref] = []
+    alive: list[int] = []
+    zeros, gradient = actor._zeros, actor.gradient
+
+    def begun(trained):
+        alive.append(sum(leaf() is not None for leaf in made))
+        return zeros(trained)
+
+    def ended(*arguments, **options):
+        whole, sums = gradient(*arguments, **options)
+        made.extend(map(weakref.ref, jax.tree.leaves(whole)))
+        return whole, sums
+
+    monkeypatch.setattr(actor, "_zeros", begun)
+    monkeypatch.setattr(actor, "gradient", ended)
+    actor.update([batch] * 3, policy_objective, ALGORITHM)
+    assert alive == [0] * 3 and len(made) == 3 * len(jax.tree.leaves(actor.trained.tree))

@@ -245,6 +245,7 @@ class TrainedWorker(ModelWorker):
             for experience in minibatches:
                 gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
                 norms.append(self._apply_to_trained(gradient))
+                del gradient  # the next minibatch's is made in its place
                 sums.append(metrics)
                 self.setup.progress(f"{self.role} update", len(norms), len(minibatches))
             return self._report(norms, sums)
