@@ -128,6 +128,8 @@ def _plan(written: Config, flags: Namespace) -> None:
         if compiled is not None:
             rows["compiled"] = planner.compiled_to_json(compiled, hardware)
         print(json.dumps(rows, indent=2))
+        if compiled is not None:
+            planner.check_fits(compiled, hardware)
         return
     if compiled is not None:
         console.print()

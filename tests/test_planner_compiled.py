@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jaxrlhf.config import Refusal
+from jaxrlhf import plan as command
+from jaxrlhf.config import Refusal, run_command
 from jaxrlhf.planner import check_fits, compiled_report, compiled_to_json
 from jaxrlhf.planner.compiled import CompiledProgram, largest
 from jaxrlhf.planner.hardware import hardware
@@ -171,6 +172,17 @@ def get_config():
     changes["rewards"] = Rewards(parts=(ModelReward("Qwen/Qwen2.5-0.5B"),))  # by its shape, wherever its weights are
     return override(load("grpo_arithmetic"), changes)
 """
+
+
+def test_json_of_programs_that_do_not_fit_is_printed_before_the_command_fails(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_compile", lambda *_: [program_of("actor.gradient", 60, 40)])
+    arguments = "--config grpo_gsm8k --hardware h100 --plans 1 --compile --json"
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        run_command(command.main)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["compiled"]["does_not_fit"] == ["actor.gradient"]
+    assert end.value.code == 2 and "the step does not fit h100: actor.gradient needs 60 GiB" in told.err
 
 
 @pytest.mark.slow
