@@ -13,6 +13,7 @@ from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.cache.contents import Contents, Known, Ring, _Content
+from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.models.config import FullHeads, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -163,3 +164,58 @@ def test_what_a_ring_lost_is_never_gone_on_from():
             assert not found.tokens or window <= there
             assert found.tokens % STEP == 0
     assert found == Known(56, 0)
+
+
+class Slots:
+    """Rings of slots whose entries are the tokens themselves, and what a cache says that they hold."""
+
+    def __init__(self, count: int) -> None:
+        self.contents = Contents(slots=count, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
+        self.rings, self.turns = [[-1] * ENTRIES for _ in range(count)], 0
+
+    def turn(self, slot: int, prompt: list[int], response: list[int]) -> Known:
+        """One turn in a slot, from what is known of its prompt, all of whose first token's window has to be there."""
+        known = self.contents.longest(prompt)
+        row = [self.rings[known.slot][place % ENTRIES] for place in range(known.tokens)]
+        seen = slice(max(0, known.tokens - WINDOW + 1), known.tokens)
+        assert row[seen] == prompt[seen]
+        row += prompt[known.tokens :]
+        request = Request(self.turns, tuple(prompt), keep=True)
+        sequence = SequenceState(request, Sampling(), seed=0, limit=99, stop_tokens=(), tokens=[*response, 0])
+        self.contents.start(slot, sequence, first=self.contents.go_on(known))
+        tokens = [*row, *response, *[-1] * (2 * DISPATCH + 1)]  # the last are of windows that nobody reads
+        self.rings[slot] = ring = [-1] * ENTRIES
+        for place in range(max(0, len(row) - ENTRIES), len(tokens)):
+            ring[place % ENTRIES] = tokens[place]
+        self.contents.end(slot, sequence)
+        self.turns += 1
+        return known
+
+
+def test_what_a_ring_never_had_is_never_gone_on_from():
+    """Conversations that are rewritten, or begin like others, again and again: no token sees what is of another."""
+    reused = 0
+    for seed in range(60):
+        rng, slots = np.random.default_rng(seed), Slots(3)
+        told = [[0]]
+        for turn in range(1, 30):
+            old = told[rng.integers(max(0, len(told) - 4), len(told))]
+            prompt = old[: rng.integers(1, len(old) + 1)] + [100 * turn + i for i in range(rng.integers(1, 10))]
+            response = [100 * turn + 50 + i for i in range(rng.integers(0, 6))]
+            reused += slots.turn(int(rng.integers(3)), prompt, response).tokens > 0
+            told.append([*prompt, *response])
+    assert reused > 700
+
+
+def test_a_conversation_goes_on_from_no_slot_that_went_on_from_the_end_of_another():
+    """Rewritten, it is as short as what a ring keeps whole, but its beginning was gone before."""
+    engine, sampling = build(MIXED, rings=True), Sampling(temperature=1.1, min_tokens=1)
+    rng = np.random.default_rng(3)
+    first = tuple(rng.integers(4, 32, 20).tolist())
+    second, third = (*first[:12], 1), (*first[:8], 2, 2)
+    reused, before = [], engine.prefill.reused_tokens
+    for place, prompt in enumerate((first, second, third)):
+        engine.generate([Request(place, prompt, max_tokens=1, keep=True)], sampling, seed=5)
+        reused.append(engine.prefill.reused_tokens - before)
+    engine.free()
+    assert reused == [0, 12, 12], "the third is run whole"

@@ -216,7 +216,7 @@ class Engine:
         for row, slot, sequence in placements:
             self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit - sequence.request.drawn)
             if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
-                self._contents.start(slot, sequence)
+                self._contents.start(slot, sequence, first=prefilled.first[row])
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
         insertion = self._insertion(placements)

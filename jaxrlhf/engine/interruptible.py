@@ -67,7 +67,7 @@ class InterruptibleEngine(Engine):
             placements = [self._scheduler.seat(sequences[place], row) for row, place in enumerate(group.places)]
             for (_, slot, sequence), one in zip(placements, own, strict=True):
                 self.book.go_on(slot, one.length, limit=sequence.limit - sequence.request.drawn)
-                self._contents.start(slot, sequence)
+                self._contents.start(slot, sequence, first=one.length)  # a ring may have held less than its window
             self._put(placements, own, group)
 
     def generate_groups(

@@ -121,8 +121,7 @@ class Prefill:
     ) -> Prefilled:
         """Run prompts of one kind; of those that are known in part, what follows the shortest known part."""
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
-        for each in known:
-            contents.go_on(each)
+        begins = tuple(contents.go_on(each) for each in known)
         first = min(tokens for tokens, _ in known)
         width = fit(longest, self.past_widths if first else (*self.buckets, *self._longer))
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
@@ -153,9 +152,8 @@ class Prefill:
             past = arguments[4:] or (None,)
             arguments, sizes = (*arguments[:4], *past, images), (*sizes, *images.pixel_RJQC.shape[1:3], "patches")
         program = partial(programs.prefill, chunk_tokens=chunk)
-        return Prefilled(
-            self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version
-        )
+        run = self._compiled.run(sizes, program, *arguments, out=self._layout.prompts)
+        return Prefilled(run, tuple(prompts), weights.version, begins)
 
     def _images(self, prompts: Sequence[tuple[int, ...]], length_P: np.ndarray, width: int, *, known: int) -> Any:
         """Images of the prompts on the devices; None where none has any, or the model reads text alone.

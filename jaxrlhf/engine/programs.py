@@ -55,11 +55,13 @@ class Prefilled:
     Attributes:
       tokens: Token ids of each prompt.
       version: Version of the weights that ran them.
+      first: Position of each from which on rings have its keys and values; none of responses that were held.
     """
 
     prompts: Prompts
     tokens: tuple[tuple[int, ...], ...]
     version: int
+    first: tuple[int, ...] = ()
 
 
 class Insertion(NamedTuple):

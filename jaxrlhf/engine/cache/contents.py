@@ -34,11 +34,18 @@ class Ring(NamedTuple):
 
 
 class _Content(NamedTuple):
+    """Tokens of a slot.
+
+    Attributes:
+      first: Position from which on a ring may have them; in the place of earlier ones it has others.
+    """
+
     request_id: int
     token_S: np.ndarray
     used: int
     parked: bool
     digest: int = 0
+    first: int = 0
 
     def begins(self, prompt_S: np.ndarray) -> bool:
         """A response that has ended, all of which a prompt goes on from."""
@@ -85,22 +92,28 @@ class Contents:
             length_B[slot] = len(content.token_S)
         return length_B
 
-    def start(self, slot: int, sequence: SequenceState) -> None:
-        """A sequence takes the slot; its prompt is there, and need be nowhere else."""
+    def start(self, slot: int, sequence: SequenceState, *, first: int = 0) -> None:
+        """A sequence takes the slot; its prompt is there, and need be nowhere else.
+
+        Args:
+          first: Position from which on rings have it; 0 if it was run whole.
+        """
         self._forget(slot)
         if sequence.request.keep and self._reusable:
             prompt_S = np.asarray(sequence.request.prompt, np.int64)
             for other in [other for other, content in self._content.items() if content.begins(prompt_S)]:
                 self._forget(other)
-            self._content[slot] = _Content(sequence.request.request_id, prompt_S, self._next_use(), parked=False)
+            request_id = sequence.request.request_id
+            self._content[slot] = _Content(request_id, prompt_S, self._next_use(), parked=False, first=first)
 
     def end(self, slot: int, sequence: SequenceState) -> None:
         """The sequence of the slot ended; all its tokens but the last were run."""
         if slot in self._content:
             tokens = (*sequence.request.prompt, *sequence.tokens[:-1])
             digest = _digests(tokens)[-1]
-            token_S, request_id = np.asarray(tokens, np.int64), sequence.request.request_id
-            self._content[slot] = _Content(request_id, token_S, self._next_use(), parked=True, digest=digest)
+            self._content[slot] = self._content[slot]._replace(
+                token_S=np.asarray(tokens, np.int64), used=self._next_use(), parked=True, digest=digest
+            )
             self._whole[digest] = slot
 
     def release(self, request_id: int) -> None:
@@ -108,16 +121,21 @@ class Contents:
         for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
             self._forget(slot)
 
-    def go_on(self, known: Known) -> None:
+    def go_on(self, known: Known) -> int:
         """A prompt goes on from what is known of it, which counts as a use of the slot.
 
         Where that is all there is, the prompt's own slot will have it too, so that this one is the first to be taken.
+
+        Returns:
+          The first position that rings have of what is known.
         """
-        if known.tokens:
-            content = self._content[known.slot]
-            left = len(content.token_S) - known.tokens
-            spent = content.parked and left < (1 if self.ring is None else RING_STEP)
-            self._content[known.slot] = content._replace(used=0 if spent else self._next_use())
+        if not known.tokens:
+            return 0
+        content = self._content[known.slot]
+        left = len(content.token_S) - known.tokens
+        spent = content.parked and left < (1 if self.ring is None else RING_STEP)
+        self._content[known.slot] = content._replace(used=0 if spent else self._next_use())
+        return 0 if self.ring is None else self._first(content, self.ring)
 
     def longest(self, prompt: Sequence[int]) -> Known:
         """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
@@ -141,9 +159,13 @@ class Contents:
         if self.ring is None:
             return tokens
         tokens -= tokens % RING_STEP  # prompts that have as many run together
-        newest = len(content.token_S) + self.ring.ahead
-        there = newest < self.ring.entries or newest - tokens <= self.ring.entries - self.ring.window
+        there = max(tokens - self.ring.window + 1, 0) >= self._first(content, self.ring)
         return tokens if content.parked and there else 0
+
+    @staticmethod
+    def _first(content: _Content, ring: Ring) -> int:
+        """The first position that a ring has of a response that has ended; those up to its last token follow."""
+        return max(content.first, len(content.token_S) + ring.ahead - ring.entries + 1)
 
     def _forget(self, slot: int) -> None:
         content = self._content.pop(slot, None)
