@@ -95,7 +95,8 @@ def _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H):
 def _bundles(table_BQ: Array, *, most: int, page_tokens: int) -> tuple[Array, Array, Array, Array]:
     """Bundles of slots side by side whose tables begin alike: first slot, slots, and the positions that they share.
 
-    There are as many as slots, of which those that are left have none. Slots that are alone share nothing.
+    There are as many as slots, of which those that are left have none. Slots that are alone share nothing, nor do
+    those that have few positions in common: so a response to a short prompt has its sums in one order beside any.
 
     Returns:
       These three, by bundle, and the bundle of each slot.
@@ -110,7 +111,7 @@ def _bundles(table_BQ: Array, *, most: int, page_tokens: int) -> tuple[Array, Ar
     alike_BQ = table_BQ == table_BQ[first_X[bundle_B]]
     alike_B = jnp.where(alike_BQ, columns, jnp.arange(columns)[None]).min(axis=1)
     alike_X = jax.ops.segment_min(alike_B, bundle_B, num_segments=slots, indices_are_sorted=True)
-    shared_X = jnp.where(count_X > 1, alike_X * page_tokens, 0)
+    shared_X = jnp.where((count_X > 1) & (alike_X * page_tokens >= SHARED_FROM), alike_X * page_tokens, 0)
     return first_X.astype(jnp.int32), count_X.astype(jnp.int32), shared_X.astype(jnp.int32), bundle_B
 
 
