@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jaxrlhf import plan as command
-from jaxrlhf.config import Refusal, run_command
+from jaxrlhf.config import Refusal
 from jaxrlhf.planner import check_fits, compiled_report, compiled_to_json
 from jaxrlhf.planner.compiled import CompiledProgram, largest
 from jaxrlhf.planner.hardware import hardware
@@ -175,11 +174,13 @@ def get_config():
 
 
 def test_json_of_programs_that_do_not_fit_is_printed_before_the_command_fails(monkeypatch, capsys):
-    monkeypatch.setattr(command, "_compile", lambda *_: [program_of("actor.gradient", 60, 40)])
+    monkeypatch.setattr(
+        "jaxrlhf.trainer.programs.compile_plan", lambda *_, **__: [program_of("actor.gradient", 60, 40)]
+    )
     arguments = "--config grpo_gsm8k --hardware h100 --plans 1 --compile --json"
     monkeypatch.setattr(sys, "argv", ["plan", *arguments.split()])
     with pytest.raises(SystemExit) as end:
-        run_command(command.main)
+        runpy.run_module("jaxrlhf.plan", run_name="__main__")
     told = capsys.readouterr()
     assert json.loads(told.out)["compiled"]["does_not_fit"] == ["actor.gradient"]
     assert end.value.code == 2 and "the step does not fit h100: actor.gradient needs 60 GiB" in told.err
