@@ -251,10 +251,6 @@ class ActorApart(GeneratesElsewhere):
             self._actor.withdraw_weights(wanted)
         self._sent()
 
-    def instead(self) -> Pending[Any]:
-        """Version of the newest weights, sent in place of some that a group that is gone had fetched."""
-        return self._sent()
-
     def load(self, fetched: Pending[Any]) -> Pending[Any]:
         """Have weights that were fetched on the rollout's devices; returns their version."""
         self._there = self._rollout.load_fetched(fetched)
@@ -294,5 +290,5 @@ class ActorAsOf(GeneratesElsewhere):
     def _sent(self) -> Pending[Any]:
         if self._versions is None:
             there = self._launches == self._apart.launches
-            self._versions = self._apart.load(self._fetched) if there else self._apart.instead()
+            self._versions = self._apart.load(self._fetched) if there else self._apart._sent()
         return self._versions

@@ -18,12 +18,12 @@ from jaxrlhf.workers.sampler import Sampler
 class RolloutWorker:
     """The rollout role: an engine on another pool, which is sent the actor's weights.
 
+    Those of a later moment may be fetched into the host's memory while the engine draws with those that it has.
+
     Args:
       layout: Shardings of the weights over the sampler's whole mesh.
       shapes: Shapes of the weights, a tree as the layout.
       exchange: Takes the weights from the actor's pool.
-
-    Those of a later moment may be fetched into the host's memory while the engine draws with those that it has.
     """
 
     def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
@@ -58,12 +58,8 @@ class RolloutWorker:
         [version] = {version for version, _ in offers}
         layout = {part: self._layout[part] for part in missing}
         taken, delivery = self._exchange.take([offer for _, offer in offers], layout)
-        self._metrics.update(
-            {
-                "transfer/received_bytes": float(delivery.bytes_per_device),
-                "transfer/seconds": delivery.seconds,
-            }
-        )
+        self._metrics["transfer/received_bytes"] = float(delivery.bytes_per_device)
+        self._metrics["transfer/seconds"] = delivery.seconds
         return self._load(taken, version)
 
     @worker_method(ONE_TO_ALL, part="fetch")
