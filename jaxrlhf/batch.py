@@ -1,18 +1,16 @@
 """Arrays that travel between the roles, and the notation that names their shapes.
 
-One capital per dimension ends an array's name: `B` responses of a batch (prompt-major,
-B = P * G), `P` prompts, `G` responses per prompt, `T` token positions, `S` key positions,
-`V` vocabulary, `D` residual width, `F` feed-forward width, `N`/`K`/`H` query heads,
-key-value heads and head width, `L` layers, `R` packed rows, `W` tokens of a packed row.
+One capital per dimension ends an array's name: `B` responses of a batch (prompt-major, B = P * G), `P` prompts, `G`
+responses per prompt, `T` token positions, `S` key positions, `V` vocabulary, `D` residual width, `F` feed-forward
+width, `N`/`K`/`H` query heads, key-value heads and head width, `L` layers, `R` packed rows, `W` tokens of a packed row.
 
-Every `[B, T]` array speaks of the token at the same index: `logp_BT[b, t]` is the
-log-probability of `token_BT[b, t]` given the tokens before it, `value_BT[b, t]` the value of
-the prefix before it, `reward_BT[b, t]` is paid when it is emitted, and `mask_BT` is True
-where the policy chose it (its own end-of-sequence included). Sequences are left-aligned;
+Every `[B, T]` array speaks of the token at the same index: `logp_BT[b, t]` is the log-probability of `token_BT[b, t]`
+given the tokens before it, `value_BT[b, t]` the value of the prefix before it, `reward_BT[b, t]` is paid when it is
+emitted, and `mask_BT` is True where the policy chose it (its own end-of-sequence included). Sequences are left-aligned;
 what lies past `length_B` is padding and is known by the length alone, never by its id.
 
-Arrays here are host arrays (numpy): they are small, rewards read them as text, and packing
-is host work. Workers move them to their devices.
+Arrays here are host arrays (numpy): they are small, rewards read them as text, and packing is host work. Workers move
+them to their devices.
 """
 
 import hashlib
@@ -257,11 +255,13 @@ class Experience:
       weight_BT: float32 weight of each token's main loss, 0 where untrained.
       fields: Further `[B, T]` float32 arrays that the loss reads by name
         (`advantage`, `old_logp`, `ref_logp`, `kl_weight`, `entropy_weight`, `returns`, `old_value`).
+      prompts: Distinct prompts that it may be drawn from, by which rows are sized; None is its own.
     """
 
     sequences: Sequences
     weight_BT: Array
     fields: dict[str, Array]
+    prompts: int | None = struct.field(pytree_node=False, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,8 +306,7 @@ class RaggedBatch:
         inside_BT = np.arange(self.width) < self.length_B[:, None]
         made = {}
         for name, column in self.columns.items():
-            padding = self.padding.get(name, 0)
-            made[name] = np.full((*inside_BT.shape, *column.shape[1:]), padding, column.dtype)
+            made[name] = np.full((*inside_BT.shape, *column.shape[1:]), self.padding.get(name, 0), column.dtype)
             made[name][inside_BT] = column
         return made
 
@@ -323,6 +322,7 @@ class MinibatchRows(Sequence[Experience]):
       rows: Rows of each minibatch.
       weights: Weights of each minibatch's tokens, row after row without padding, and without importance weights.
       coefficients: Further fields that are the weights times a number.
+      prompts: Distinct prompts of the whole batch, of which parts have it, too.
     """
 
     batch: RaggedBatch
@@ -331,6 +331,7 @@ class MinibatchRows(Sequence[Experience]):
     weights: tuple[np.ndarray, ...]
     coefficients: Mapping[str, float] = field(default_factory=dict)
     images_B: np.ndarray | None = None
+    prompts: int | None = None
 
     @classmethod
     def of(
@@ -360,7 +361,7 @@ class MinibatchRows(Sequence[Experience]):
         inside_BT = np.arange(batch.width) < batch.length_B[:, None]
         given = tuple(np.asarray(weight)[inside_BT[own]] for own, weight in zip(rows, weights, strict=True))
         ids_B = np.asarray(sequences.prompt_id_B)
-        return cls(batch, ids_B, tuple(rows), given, coefficients, sequences.images_B)
+        return cls(batch, ids_B, tuple(rows), given, coefficients, sequences.images_B, len(np.unique(ids_B)))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -375,10 +376,9 @@ class MinibatchRows(Sequence[Experience]):
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
         images_B = None if self.images_B is None else self.images_B[rows]
         columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"), images_B
-        sequences = Sequences(*columns, made.get("kept"))
         fields: dict[str, Array]
         fields = {name.removeprefix("field "): value for name, value in made.items() if name.startswith("field ")}
-        return Experience(sequences, made["weight"], fields)
+        return Experience(Sequences(*columns, made.get("kept")), made["weight"], fields, self.prompts)
 
     def part(self, index: int, parts: int) -> "MinibatchRows":
         """An equal share of every minibatch, and of the batch the rows that it needs."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrlhf.batch import Sequences
+from jaxrlhf.batch import MinibatchRows, Sequences
 from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.packing import Packing, first_fit_decreasing
 from jaxrlhf.batching.shared_prompts import shared_prefixes
@@ -244,3 +244,19 @@ def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to
         np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
     # Two prompts of at most 79 tokens, the last of which each of eight responses has for itself, in whole 64s.
     assert shape == {None: (1, 1200), 40: (1, 512), 119: (1, 960)}
+
+
+def test_minibatches_of_one_batch_have_rows_of_one_length_however_many_prompts_they_are_of() -> None:
+    sequences, rng = groups(0, prompts=16, responses=8, width=120), np.random.default_rng(0)
+    rows = [row for _ in range(3) for row in rng.permutation(128).reshape(4, 32)]
+    weights = [np.zeros((32, 120), np.float32)] * len(rows)
+    widths: dict[bool, set[int]] = {True: set(), False: set()}
+    for batch in MinibatchRows.of(sequences, {}, rows, weights, coefficients={}).part(0, 1):
+        for told, seen in widths.items():
+            prompts = batch.prompts if told else None
+            packing = Packing(batch.sequences, rows=40, row_tokens=240, longest_response=40, prompts=prompts)
+            packed = packing.pack(batch.sequences.token_BT)
+            np.testing.assert_array_equal(packing.unpack(packed), batch.sequences.token_BT)
+            assert next(packing.rows()).shared_prefix is not None
+            seen.add(packed.shape[2])
+    assert len(widths[True]) == 1 < len(widths[False])

@@ -171,6 +171,7 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
             jax.tree.map(lambda leaf, own=own: np.asarray(leaf)[own], whole),
             weight * importance_BT[own],
             {"advantage": advantage_BT[own], "kl_weight": 0.5 * weight},
+            prompts=12,
         )
         for own, weight in zip(chosen, weights, strict=True)
     ]

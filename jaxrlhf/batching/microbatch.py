@@ -58,17 +58,17 @@ def microbatch_shape_of(
 ) -> MicrobatchShape:
     """Shape of the microbatches of a batch.
 
-    It depends on the number of sequences and their greatest length, not on their lengths, so that no
-    step compiles a shape that an earlier one did not. There are eight sizes: few sequences are not padded
-    to the largest microbatch, and the last of several is not nearly empty. With shared prompts the rows
-    become one, or as many as keep a pipeline busy: a long row holds more responses to a prompt. It is no
-    longer than the longest of them would fill.
+    It depends on the number of sequences, their greatest length and how many prompts they may be of, not on their
+    lengths, so that no step compiles a shape that an earlier one did not. There are eight sizes: few sequences are not
+    padded to the largest microbatch, and the last of several is not nearly empty. With shared prompts the rows become
+    one, or as many as keep a pipeline busy: a long row holds more responses to a prompt. It is no longer than the
+    longest of them would fill.
 
     Args:
       rows: Rows on one data-parallel device, at most.
       sequences: Sequences on one data-parallel device.
       longest: Tokens that a sequence may have; `row_tokens` is a multiple.
-      prompts: Distinct prompts of the sequences; read where they are shared.
+      prompts: Distinct prompts that the sequences may be of; read where they are shared.
       longest_response: Tokens that a response may have; None is not known.
       token_shards: Devices that split a row's tokens, evenly.
     """

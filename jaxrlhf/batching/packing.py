@@ -88,6 +88,8 @@ class Packing:
       stages: Stages of the pipeline.
       token_shards: Devices that split a row's tokens.
       longest_response: Tokens of the longest response there may be; None is not known.
+      prompts: Distinct prompts that the sequences may be of, as many of them as there are sequences at most, where
+        others of the run with as many sequences have another number of them; None is those that they have.
       shares: True if shared prompts lie in a row once, where that is worth it.
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
       vision: Tower of the model; None takes no images.
@@ -107,6 +109,7 @@ class Packing:
         stages: int = 1,
         token_shards: int = 1,
         longest_response: int | None = None,
+        prompts: int | None = None,
         shares: bool = True,
         attention_rows: dict[int, int] | None = None,
         vision: Vision | None = None,
@@ -116,7 +119,7 @@ class Packing:
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
         shared_B = shared_prefixes(sequences)
-        counts = len(length_B), len(np.unique(np.asarray(sequences.prompt_id_B)))
+        counts = len(length_B), min(len(length_B), prompts or len(np.unique(sequences.prompt_id_B)))
         worth = shares and _worth_sharing(sequences, shared_B)
         each, prompts, shares = agree(np.array([*(-(-count // devices) for count in counts), worth])).tolist()
         shape = microbatch_shape_of(
@@ -130,8 +133,7 @@ class Packing:
             longest_response=longest_response,
             token_shards=token_shards,
         )
-        if not shares:
-            shared_B = np.zeros_like(shared_B)
+        shared_B = shared_B * bool(shares)
         rows, width = shape.rows * devices, shape.row_tokens
         units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=width)
         own_tokens_B = length_B - shared_B

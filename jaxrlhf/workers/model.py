@@ -169,8 +169,12 @@ class ModelWorker:
         output: TokenOutput = self.forward(sequences_of(sampled), temperature=scale, adapters=adapters)
         return output.logp
 
-    def pack(self, sequences: Sequences) -> Packing:
-        """Places of the tokens of this process's sequences; every process makes the same number of microbatches."""
+    def pack(self, sequences: Sequences, *, prompts: int | None = None) -> Packing:
+        """Places of the tokens of this process's sequences; every process makes the same number of microbatches.
+
+        Args:
+          prompts: Distinct prompts that they may be of; None is those that they have.
+        """
         _, parts = self.place.part(BATCH_AXES)
         choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
         kept_BTK = sequences.kept_BTK if self.keeps_sampled else None
@@ -183,6 +187,7 @@ class ModelWorker:
             stages=self._execution.stages,
             token_shards=self.token_shards,
             longest_response=self.setup.longest_response,
+            prompts=prompts,
             shares=not isinstance(self.config, CausalLM) and not (vision is not None and vision.both_ways),
             attention_rows=self._attention_rows,
             vision=vision,

@@ -189,7 +189,7 @@ class TrainedWorker(ModelWorker):
         self, gradient: Params, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """A gradient of each replica and that of all microbatches, and their metric sums."""
-        packing = self.pack(experience.sequences)
+        packing = self.pack(experience.sequences, prompts=experience.prompts)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self.gradient_program(objective, settings)
         trained, sums = self.trained.tree, []
@@ -205,7 +205,7 @@ class TrainedWorker(ModelWorker):
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> Updated:
         """Lower the programs of an update; its report is zeros."""
-        packing = self.pack(experience.sequences)
+        packing = self.pack(experience.sequences, prompts=experience.prompts)
         packed = jax.tree.map(lambda array: packing.pack(array)[0], (experience.weight_BT, experience.fields))
         rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
         trained, lowered = self.trained.tree, self.lowered

@@ -56,7 +56,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
             longest=workload.longest_tokens,
             stages=layout.stage,
             shares=shares,
-            prompts=math.ceil(prompts / shards),
+            prompts=math.ceil(min(responses, workload.prompts) / shards),
             longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
             **split,
         )
