@@ -4,12 +4,16 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_runs
 
 from jaxrlhf import config
+from jaxrlhf.batch import Problem
+from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
+from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.rewards import RewardsFailing
 from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool
@@ -17,6 +21,7 @@ from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.trainer.run import run
 from jaxrlhf.trainer.workdir import CHECKPOINTS
+from jaxrlhf.workers.reward import Reward
 
 FUNCTIONS = """
 import os
@@ -155,6 +160,18 @@ def test_a_function_that_never_gives_a_score_stops_the_run(functions, answer, sa
             RewardsFailing, match=rf"the last 15 responses, in 3 batches.* 'moody' \(.*:moody\), {says}"
         ):
             scores(scorer, *[answer] * 5)
+
+
+def test_environments_that_fail_every_episode_stop_the_run_with_what_one_of_them_raised():
+    broken = EpisodeRecord((), (), "environment_error", failure="exception: KeyError: 'prompt' at mine.py:9")
+    with Scorer(config.Rewards(parts=(), failures_in_a_row=6)) as scorer:
+        reward = Reward(scorer, RankCoordinates(0, {}, ()), str, lambda *done: None)
+        for _ in range(2):
+            assert not reward.compute_episode_reward(
+                [Problem(0, "p", (1,))] * 3, np.array([broken] * 3)
+            ).scorable_B.any()
+        with pytest.raises(RewardsFailing, match=r"environment, environment_error: .*KeyError: 'prompt' at mine\.py:9"):
+            reward.compute_episode_reward([Problem(0, "p", (1,))] * 3, np.array([broken] * 3))
 
 
 @pytest.mark.parametrize(("most", "batches"), [(6, 5), (0, 6)], ids=["few responses", "turned off"])

@@ -149,6 +149,7 @@ class Scorer:
         sources: Sequence[str] | None = None,
         finished: Sequence[bool] | None = None,
         environment_B: np.ndarray | None = None,
+        environment_failure: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
         """Score each response.
@@ -163,6 +164,7 @@ class Scorer:
           sources: Name of each prompt's source; None is of none.
           finished: Whether a response came to its end, for models; None is that all did.
           environment_B: Further part of weight 1, of episodes: what their environments paid, NaN where one failed.
+          environment_failure: Line on one of the environments that failed, if any did.
           progress: Called now and then with the number of finished function calls and their total.
 
         Raises:
@@ -193,7 +195,7 @@ class Scorer:
         if environment_B is not None:
             parts, weights = {**parts, ENVIRONMENT: environment_B.astype(np.float32)}, [*weights, 1.0]
         scores = _combine(parts, weights, [self._scores(name, names) for name in parts])
-        self._count_fruitless(np.asarray(scores.scorable_B))
+        self._count_fruitless(np.asarray(scores.scorable_B), environment_failure)
         return scores
 
     def _open(self, pool: RewardPool) -> None:
@@ -271,7 +273,7 @@ class Scorer:
             self.failures.append(Failure(name, int(index), "not-finite", f"returned {score_B[index]}"))
         return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
 
-    def _count_fruitless(self, scorable_B: np.ndarray) -> None:
+    def _count_fruitless(self, scorable_B: np.ndarray, environment_failure: str) -> None:
         """Refuse to go on after batches, and so many responses, of which none could be scored."""
         batches, responses = self._fruitless
         self._fruitless = (0, 0) if scorable_B.any() else (batches + 1, responses + len(scorable_B))
@@ -280,12 +282,14 @@ class Scorer:
             return
         weight = dict(zip(self.names, self._weights, strict=True))
         last = {failure.part: failure for failure in self.failures if weight[failure.part]}
-        why = "; ".join(
+        causes = [f"environment, {environment_failure}"] if environment_failure else []
+        causes += [
             f"reward {name!r}{self._references.get(name, '')}, {failure.cause}: {failure.detail}"
             for name, failure in last.items()
-        )
+        ]
         raise RewardsFailing(
-            f"none of the last {responses} responses, in {batches} batches, could be scored; the last time: {why}. "
+            f"none of the last {responses} responses, in {batches} batches, could be scored; the last time: "
+            f"{'; '.join(causes)}. "
             "Give a number, 0 for a bad response, and start the run again, which goes on from its last checkpoint; "
             "rewards.failures_in_a_row says how many responses are too many, and 0 never stops a run"
         )

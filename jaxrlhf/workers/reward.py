@@ -87,6 +87,7 @@ class Reward:
         show = loaded if self._scorer.calls_functions else list  # models read no images
         told_E = [_told(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
+        failed = [f"{one.stop}: {one.failure}" for one in episodes if one.stop in FAILURES]
         return self._scorer.score(
             [problem.prompt for problem in problems],
             [one.answer for one in episodes],
@@ -96,6 +97,7 @@ class Reward:
             sources=[problem.source for problem in problems],
             finished=[one.stop not in TRUNCATIONS for one in episodes],
             environment_B=np.array(paid_E, np.float32),
+            environment_failure=failed[-1] if failed else "",
             progress=lambda done, total: self._progress("reward", done, total),
         )
 
