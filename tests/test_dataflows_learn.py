@@ -1,4 +1,4 @@
-"""Algorithms learn the smallest task there is, from each of three seeds; README's own does too, and further ones
+"""Algorithms learn the smallest task there is, from each of three seeds, docs/algorithms.md's own as well; further ones
 from one seed. The slow tier has the first seed of those that differ most in what they are learnt from."""
 
 import json
@@ -16,7 +16,7 @@ import pytest
 from learning_run import SEEDS
 from learning_task import exported, from_pairs, further, generating, supervised, write_records
 from test_data_retokenized import pairs_of_digits
-from test_extending import readmes_algorithm
+from test_extending import shown_algorithm
 from tiny_runs import records
 
 import jaxrlhf
@@ -42,8 +42,8 @@ from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.workers.score_model import ScoreModel
 
-README = "the file that README shows"
-SLOW = ("PPO", "GRPO", README, "DPO", "RewardModel")
+SHOWN = "the file that docs/algorithms.md shows"
+SLOW = ("PPO", "GRPO", SHOWN, "DPO", "RewardModel")
 """Learnt by in the slow tier: with a critic and without, by a user's own, from pairs by a policy and by a judge. Others
 share their way and differ by a formula, which the fast tests compare with naive ones."""
 
@@ -84,11 +84,11 @@ def run(config: Config, workdir: Path) -> list[dict]:
     return logged
 
 
-@every_seed_of([*generating(), README])
+@every_seed_of([*generating(), SHOWN])
 def test_it_learns_from_scores(name, seed, folder, guessing, tmp_path):
     algorithm: PolicyGradient = (
-        replace(jaxrlhf.load(readmes_algorithm(tmp_path)).algorithm, responses_per_update=64)
-        if name == README
+        replace(jaxrlhf.load(shown_algorithm(tmp_path)).algorithm, responses_per_update=64)
+        if name == SHOWN
         else generating()[name]
     )
     first, *_, last = logged = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""README's algorithm in a file of the user's own, word for word: settings, plan, and what is said of mistakes.
+"""The algorithm of docs/algorithms.md in a file of the user's own, word for word: settings, plan, and refusals.
 
 It learns in `test_dataflows_learn.py`; it dies and goes on in `test_run_resume_algorithms.py`.
 """
@@ -19,12 +19,12 @@ from jaxrlhf import algos, config
 from jaxrlhf.config import GRPO, Algorithm, CommandLine, PolicyGradient, RatioLoss, function_of, to_json
 from jaxrlhf.planner.problem import problem_of
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 
 
-def readmes_algorithm(folder: Path) -> Path:
-    """The file that README shows, written to a folder."""
-    found = re.search(r"<!-- algorithm -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+def shown_algorithm(folder: Path) -> Path:
+    """The file that the page shows, written to a folder."""
+    found = re.search(r"<!-- algorithm -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     assert len([line for line in found[1].splitlines() if line.strip()]) < 30
     (folder / "raft.py").write_text(found[1])
@@ -33,24 +33,24 @@ def readmes_algorithm(folder: Path) -> Path:
 
 @pytest.fixture
 def own_file(tmp_path) -> Path:
-    return readmes_algorithm(tmp_path)
+    return shown_algorithm(tmp_path)
 
 
-def test_readmes_algorithm_has_settings_like_any_other(own_file):
+def test_the_pages_algorithm_has_settings_like_any_other(own_file):
     config, _ = CommandLine().parse_config(["--config", str(own_file), "--algorithm.least-score", "1"])
     assert config.algorithm.least_score == 1.0
     saved = to_json(config)["algorithm"]
     assert (saved["class"], saved["least_score"], saved["responses_per_update"]) == ("RAFT", 1.0, 256)
 
 
-def test_readmes_algorithm_is_planned_with_its_own_roles(own_file):
+def test_the_pages_algorithm_is_planned_with_its_own_roles(own_file):
     config = jaxrlhf.load(own_file)
     problem = problem_of(config, machines(), vocabulary=100)
     assert [role.name for role in problem.roles] == ["actor"]
     assert (problem.roles[0].generates, problem.roles[0].trained) == (True, True)
 
 
-def test_readmes_algorithm_reaches_processes_that_never_saw_its_file(own_file, tmp_path):
+def test_the_pages_algorithm_reaches_processes_that_never_saw_its_file(own_file, tmp_path):
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     from jaxrlhf.single_controller.ray_backend import carry_configuration_files
 
@@ -103,8 +103,7 @@ def test_learn_is_a_function_or_the_name_of_one():
 
 
 def test_the_page_of_algorithms_has_each_with_its_functions():
-    text = (README.parent / "docs/algorithms.md").read_text()
-    table = [row for row in text.splitlines() if row.startswith("|")]
+    table = [row for row in PAGE.splitlines() if row.startswith("|")]
     rows = {name: row for row in table for name in re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])}
     algorithms = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Algorithm)}
     whole = {kind for kind in algorithms if not isabstract(kind) and hasattr(kind, "learn")}

@@ -1,4 +1,4 @@
-"""A model of the user's own, README's word for word: it is sampled from, trained with GRPO, saved and resumed."""
+"""A model of the user's own, as docs/families.md has it: it is sampled from, trained with GRPO, saved and resumed."""
 
 import json
 import re
@@ -25,13 +25,13 @@ from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.rules import TRAIN, shardings
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
 
 @pytest.fixture(scope="module")
-def readmes(tmp_path_factory):
-    """The configuration of the file that README shows."""
-    found = re.search(r"<!-- module -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+def shown(tmp_path_factory):
+    """The configuration of the file that the page shows."""
+    found = re.search(r"<!-- module -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
     file = tmp_path_factory.mktemp("own") / "own.py"
     file.write_text(found[1])
@@ -39,9 +39,9 @@ def readmes(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own(readmes) -> Nnx:
+def own(shown) -> Nnx:
     """Its module, of one narrow layer."""
-    return Nnx(lambda rngs: readmes.model.build(rngs, width=32, layers=1), max_positions=512)
+    return Nnx(lambda rngs: shown.model.build(rngs, width=32, layers=1), max_positions=512)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def logp(model, params, token_RW, position_RW, segment_RW) -> np.ndarray:
 # As functions.
 
 
-def test_packed_sequences_are_what_the_module_says_of_each(readmes, model, params):
-    module = nnx.eval_shape(lambda: readmes.model.build(nnx.Rngs(0), width=32, layers=1))
+def test_packed_sequences_are_what_the_module_says_of_each(shown, model, params):
+    module = nnx.eval_shape(lambda: shown.model.build(nnx.Rngs(0), width=32, layers=1))
     for path, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param):
             variable.set_value(params["module"][".".join(map(str, path))])
