@@ -155,4 +155,8 @@ def test_the_slope_of_dpo_is_the_advantage_of_the_best_and_the_worst():
     [first, second, third] = [0.5 / (1 + math.exp(0.5 * (ratio[b] - ratio[w]))) for b, w in ((1, 0), (3, 5), (4, 5))]
     wanted = [-3 * first, 3 * first, 0, 1.5 * second, 1.5 * third, -1.5 * (second + third), 0]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    # Of 2 prompts there are 5 rows then, and the mean over rows is still that over prompts.
+    scorable[2] = False
+    fewer = algos.best_and_worst(score, scorable, group, ratio, beta=0.5)
+    np.testing.assert_allclose(fewer, np.array(wanted) * (2.5 / 3), rtol=1e-6)
     assert not algos.best_and_worst(np.ones(7), scorable, group, ratio, beta=0.5).any()

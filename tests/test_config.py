@@ -283,6 +283,13 @@ def test_a_resumed_run_follows_the_settings_it_has_now():
     assert adaptive.resumed_state({"kl_coefficient": 0.0}) == {"kl_coefficient": 0.5}
     assert adaptive.resumed_state({}) == {"kl_coefficient": 0.5}, "after a run on pairs, which carries no such number"
 
+    class Counting(GRPO):
+        def initial_state(self):
+            return super().initial_state() | {"seen": 0.0, "since": 1.0}
+
+    carried = Counting(kl=KLInLoss(coefficient=0.2)).resumed_state({"kl_coefficient": 0.1, "seen": 5.0})
+    assert carried == {"kl_coefficient": 0.2, "seen": 5.0, "since": 1.0}, "numbers of an algorithm of one's own stay"
+
 
 # What algorithms make of the rest.
 

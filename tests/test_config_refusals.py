@@ -8,6 +8,7 @@ import pytest
 
 from jaxrlhf.config import (
     DPO,
+    GDPO,
     GRPO,
     GSPO,
     PPO,
@@ -35,14 +36,18 @@ from jaxrlhf.config import (
     KLInLoss,
     KLInReward,
     Layout,
+    Mixture,
+    ModelReward,
     Optimizer,
     PolicyLoss,
     PromptFile,
     Rejection,
     Rewards,
     Rollout,
+    SafeRLHF,
     Sampling,
     SAPOLoss,
+    Source,
     Tools,
     Training,
     TruncatedImportance,
@@ -55,6 +60,8 @@ def a_config(**changes) -> Config:
     return Config(**{**settings, **changes})
 
 
+MIXED = Mixture((Source(name="a", data=Arithmetic()), Source(name="b", data=Arithmetic(), rewards=(FormatReward(),))))
+COSTS = Rewards(parts=(ArithmeticReward(), FormatReward(weight=0.0), FormatReward()))
 TOOLS = Tools(functions=("tools.py:calculator",))
 
 # Each setting refuses what it cannot mean.
@@ -190,6 +197,8 @@ def test_contradiction_is_refused(refused):
         {"environment": replace(TOOLS, history="as_templated"), "algorithm": GSPO(), "rollout": Rollout(64, 4)},
         {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
         {"algorithm": PPO(actions="turns")},
+        {"algorithm": GDPO(), "data": MIXED, "rewards": COSTS, "rollout": Rollout(64, 4)},
+        {"algorithm": SafeRLHF(), "data": MIXED, "rewards": COSTS},
         {"checkpoint": Checkpointing(every_steps=15, keep_best=1), "evaluation": Evaluation(every_steps=10)},
     ]:
         with refused():
@@ -202,6 +211,8 @@ def test_a_file_without_answers_can_be_scored_otherwise():
 
 
 def test_what_is_no_contradiction():
+    judged = Rewards(parts=(ArithmeticReward(), ModelReward("costs", weight=0.0)))
+    assert a_config(algorithm=SafeRLHF(), data=MIXED, rewards=judged).algorithm.constraint.part == 1
     sampled = Sampling(temperature=0.7, stop_tokens=("x",))
     a_config(rollout=Rollout(sampling=sampled), algorithm=PPO(policy=PolicyLoss(clip_low=1.0)))
     a_config(rollout=Rollout(sampling=Sampling(greedy=True)), algorithm=SFT())

@@ -103,6 +103,15 @@ def test_a_prompt_that_is_drawn_again_in_one_step_is_one_group():
     assert made.collected.rollout.sequences.prompt_id_B.tolist() == [0, 0, 2, 2]
 
 
+def test_scores_of_all_that_was_drawn_are_known_as_they_were_before_the_punishment():
+    """An online band is to leave out prompts that were drawn and dropped, which score all alike."""
+    settings = replace(PLAIN, overlong=OverlongPunishment(buffer_share=0.5, factor=0.5))
+    made = answers({0: (1, 1), 1: (1, 0), 2: (0, 0), 3: (1, np.nan), 4: (np.nan, np.nan), 5: (0, 1)})
+    made.step(settings, prompts=2, copies=2, more=[2, 3, 4, 5], max_response_tokens=4)
+    known = {prompt: score for prompt, score in made.collected.drawn_scores.items() if np.isfinite(score)}
+    assert known == {0: 1.0, 1: 0.5, 2: 0.0, 3: 1.0, 5: 0.5}
+
+
 def test_spread_is_that_of_scorable_responses():
     made = answers({0: (1, np.nan), 1: (1, 0), 2: (np.nan, np.nan), 3: (0, 1)})
     result, _ = made.step(PLAIN, prompts=2, copies=2, more=[2, 3])

@@ -1,17 +1,34 @@
 """An episode as one row weighs what it weighs as several."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny_runs
+from made_steps import done, problem
 
-from jaxrlhf.batch import EpisodeRows, Image, RolloutBatch, Sequences
-from jaxrlhf.config import GRPO, Rollout, load
+from jaxrlhf.batch import EpisodeBatch, EpisodeRows, Image, RolloutBatch, Scores, Sequences
+from jaxrlhf.config import (
+    DAPO,
+    GRPO,
+    PPO,
+    PRIME,
+    VAPO,
+    Distillation,
+    FormatReward,
+    Rewards,
+    Rollout,
+    SafeRLHF,
+    Tools,
+    function_of,
+    load,
+)
 from jaxrlhf.dataflows.batches.episode_rows import Apart, side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
-from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.dataflows.step import StepInput, value_of
+from jaxrlhf.episode import EpisodeRecord
 
 EPISODES = [[(3, 2)], [(2, 3), (4, 1)], [(1, 4)], [(5, 2), (2, 2), (3, 3)]]
 """Tokens before and of the policy's turn, of every sequence of four episodes."""
@@ -98,3 +115,99 @@ def test_sequences_of_an_episode_are_in_one_minibatch():
     for batch in rows:
         assert all(one <= batch or not one & batch for one in episodes)
     assert set.union(*rows) == set(range(7))
+
+
+class Played:
+    """Every role of a step on four episodes, of which the limit of turns ended the second; all scores differ."""
+
+    def __init__(self, rollout):
+        self._rollout, self.updates = rollout, []
+        self.record_E = np.empty(4, object)
+        for episode, stop in enumerate(["done", "turns", "done", "done"]):
+            self.record_E[episode] = EpisodeRecord([], [], stop)
+
+    def run_episodes(self, problems, sampling, **_):
+        return done(EpisodeBatch(self._rollout, self.record_E))
+
+    def compute_episode_reward(self, problems, record_E):
+        score = np.float32([1, 0, 0.25, 2])
+        return done(Scores(score, np.ones(4, bool), {"format": score, "format_2": score}))
+
+    def compute_values(self, rollout):
+        return done(np.zeros(rollout.sequences.mask_BT.shape, np.float32))
+
+    def compute_log_prob(self, rollout):
+        return done(rollout.sampler_logp_BT)
+
+    compute_ref_log_prob = compute_log_prob
+
+    def update_actor(self, minibatches, **_):
+        self.updates.append(list(minibatches))
+        return done({})
+
+    update_critic = update_process_reward = update_actor
+
+    def step(self, algorithm, **environment):
+        critics = {"critic": tiny_runs.training()} if isinstance(algorithm, PPO) else {}
+        config = replace(
+            tiny_runs.get_config(),
+            algorithm=replace(algorithm, responses_per_update=4, **critics),
+            rollout=Rollout(prompts_per_step=2, responses_per_prompt=2, max_response_tokens=8),
+            environment=Tools(functions=("jaxrlhf.episode:Reply",), **environment),
+            rewards=Rewards(parts=(FormatReward(), FormatReward(weight=0.0))),
+        )
+        work = StepInput(config, [problem(0), problem(1)], 0, config.algorithm.initial_state(), list)
+        names = ("actor", "critic", "cost_critic", "reference", "reward", "process_reward")
+        roles = SimpleNamespace(**dict.fromkeys(names, self))
+        batch = function_of(config.algorithm, "collect")(roles, work)
+        result = function_of(config.algorithm, "learn")(roles, work, batch)
+        return value_of(batch.scores), result.with_updates().metrics
+
+    def trained(self):
+        """Episodes that each update trains on, by the tens of their token ids."""
+        tokens = [
+            np.concatenate([one.sequences.token_BT[one.sequences.mask_BT] for one in own]) for own in self.updates
+        ]
+        return [set((token // 10).tolist()) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPO(),
+        PPO(),
+        VAPO(critic_warmup_steps=0),
+        SafeRLHF(kl=None, cost_critic=tiny_runs.training()),
+        Distillation(),
+        DAPO(overlong=None),
+        PRIME(success=0.9),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_what_a_limit_ended_is_left_out_of_every_update(algorithm):
+    single = rollout_of([[(3, 2)], [(2, 3)], [(1, 4)], [(5, 2)]])
+    for truncated, wanted in (("score", {0, 1, 2, 3}), ("leave_out", {0, 2, 3})):
+        made = Played(single)
+        _, metrics = made.step(algorithm, truncated=truncated)
+        assert made.trained() and all(rows == wanted for rows in made.trained())
+        assert metrics["episode/ended_turns"] == 0.25  # of groups that were drawn, too
+
+
+@pytest.mark.parametrize(
+    "algorithm", [PPO(), PPO(actions="turns"), VAPO(critic_warmup_steps=0), DAPO(mask_truncated=True)]
+)
+def test_an_episode_of_several_sequences_is_one_row_to_every_algorithm(algorithm):
+    """Its sequences side by side, rewards to go among them, and its length and its end those of all."""
+    made = Played(rollout_of(EPISODES))
+    scores, _ = made.step(algorithm, history="as_templated")
+    left_out = {1, 2} if isinstance(algorithm, DAPO) else set()  # rows of the second episode, which was truncated
+    assert made.trained() and all(rows == {0, 1, 2, 3, 4, 5, 6} - left_out for rows in made.trained())
+    if isinstance(algorithm, DAPO):  # of 8 tokens 2 are the buffer, and the last episode has 7
+        np.testing.assert_allclose(scores.score_B, [1, 0, 0.25, 2 - 0.5])
+    for own in made.updates:
+        for batch in own:
+            if "returns" in batch.fields:  # a token is paid 1, and the rest of a score at the episode's end
+                rows = {int(token_T[0]) // 10: row for row, token_T in enumerate(batch.sequences.token_BT)}
+                returns = [batch.fields["returns"][rows[row]][batch.sequences.mask_BT[rows[row]]] for row in (4, 5, 6)]
+                expected = [2, 1, 0, -1, -2, -3, -4] if algorithm.actions == "tokens" else [2, 2, 0, 0, -2, -2, -2]
+                np.testing.assert_allclose(np.concatenate(returns), expected, atol=1e-5)

@@ -147,7 +147,7 @@ def test_examples_lie_below_the_responses_and_weigh_their_coefficient():
     algorithm = replace(PLAIN, responses_per_update=2, kl=KLInLoss(coefficient=0.1))
     plain = prepared(algorithm).policy
     problems = [solved(number, tokens) for number, tokens in enumerate((1, 3, 2, 2))]
-    found = with_examples(plain, problems, coefficient=0.5)
+    found = with_examples(plain, problems, each=2, coefficient=0.5)
     assert len(found) == len(plain) == 2
     for batch, before, own in zip(found, plain, (problems[:2], problems[2:]), strict=True):
         alone = supervised_batch(own, width=MASK.shape[1])
@@ -164,10 +164,20 @@ def test_examples_lie_below_the_responses_and_weigh_their_coefficient():
         assert len(set(batch.sequences.prompt_id_B[2:])) == 2
 
 
+def test_examples_of_a_minibatch_that_teaches_nothing_are_left_out_with_it():
+    algorithm = replace(PLAIN, responses_per_update=1, ptx=Ptx(examples_per_update=2))
+    work = replace(work_of(algorithm), examples=[solved(number, 2) for number in range(8)])
+    done = safe_rlhf.prepare(work, *given(scorable=(True, False, True, False)))
+    assert [len(batch.weight_BT) for batch in done.policy] == [3, 3]
+    assert [len(batches) for batches in (done.value, done.cost)] == [2, 2]
+    for batch in done.policy:
+        assert np.any(batch.weight_BT[0]) and np.any(batch.fields["example_weight"][1:])
+
+
 def test_the_objective_of_both_is_the_sum_of_each_and_its_metrics_are_of_each():
     draw = np.random.default_rng(2)
     plain = prepared(PLAIN).policy
-    (batch,) = with_examples(plain, [solved(0, 3), solved(1, 1)], coefficient=0.7)
+    (batch,) = with_examples(plain, [solved(0, 3), solved(1, 1)], each=2, coefficient=0.7)
     mask = batch.sequences.mask_BT
     logp = np.where(mask, draw.normal(-1, 0.3, mask.shape), -np.inf).astype(np.float32)
 

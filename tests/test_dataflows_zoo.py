@@ -64,6 +64,20 @@ def test_gdpo_tells_responses_of_one_total_apart():
     np.testing.assert_allclose(made.rows("advantage"), np.where(MASK, wanted[:, None], 0), rtol=1e-4, atol=1e-5)
 
 
+def test_gdpo_counts_no_reward_of_an_episode_whose_truncation_scores_0():
+    parts = {"format": np.float32([1, 0, 0, 1, 1, 0]), "environment": np.float32([0, 1, 0, 0, 1, 1])}
+    cut = np.array([False, True, False, False, False, True])
+    tools = Tools(functions=("jaxrlhf.episode:Reply",), truncated="zero")
+    settings = config(GDPO(responses_per_update=6), rewards=Rewards(parts=(FormatReward(),)), environment=tools)
+    found = []
+    for record, own in ((cut, parts), (cut & False, {name: np.where(cut, 0, part) for name, part in parts.items()})):
+        stops = np.array([SimpleNamespace(environment=0, stop="turns" if one else "done") for one in record])
+        scores = Scores(np.where(cut, 0, sum(parts.values())), np.ones(6, bool), own)
+        batch = ScoredRollout([], rollout_of(MASK, [0, 0, 0, 1, 1, 1]), scores, record_E=stops)
+        found.append(step(group_baselines.gdpo, settings, batch)[1].rows("advantage"))
+    np.testing.assert_array_equal(*found)
+
+
 def test_scores_below_zero_are_refused_by_maxrl():
     scores = Scores(np.float32([1, 0, -0.5, 0, 1, 1]), np.ones(6, bool), {})
     batch = ScoredRollout([], rollout_of(MASK, [0, 0, 0, 1, 1, 1]), scores)

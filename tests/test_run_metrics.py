@@ -101,7 +101,9 @@ def run(programs, tmp_path_factory):
     listener.emit = lambda record: warnings.append(record.getMessage())
     with pytest.MonkeyPatch.context() as patch:
         original = ppo.prepare
-        patch.setattr(ppo, "prepare", lambda *args: prepared.append((args, original(*args))) or prepared[-1][1])
+        patch.setattr(
+            ppo, "prepare", lambda *args, **more: prepared.append((args, original(*args, **more))) or prepared[-1][1]
+        )
         patch.setattr(logging.getLogger("jaxrlhf"), "handlers", [listener])
         own, printed = OwnLogger(), io.StringIO()
         with contextlib.redirect_stdout(printed):

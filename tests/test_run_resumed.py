@@ -213,8 +213,10 @@ def test_what_is_not_as_before_is_named(tmp_path):
         workdir="elsewhere",
         data=replace(config.data, difficulty=3),
         actor=replace(config.actor, optimizer=replace(config.actor.optimizer, learning_rate=0.5)),
+        algorithm=replace(config.algorithm, kl=None),
     )
     assert changed_settings(tmp_path, now) == [
+        "algorithm.kl KLInReward -> None",
         "data.difficulty 1 -> 3",
         "actor.optimizer.learning_rate 0.003 -> 0.5",
     ]

@@ -5,8 +5,9 @@ import re
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ import pytest
 from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
-from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout
+from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout, Selection
+from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.tracking import Call
 from jaxrlhf.trainer.failures import DiskFull, one_message, writing
 from jaxrlhf.trainer.log import PhaseLog
@@ -110,6 +112,7 @@ def run(
     directory=Path(),
     log=None,
     every_steps=0,
+    online=False,
     **changed,
 ) -> bool:
     written = threading.Event()
@@ -117,6 +120,7 @@ def run(
         name="made",
         algorithm=algorithm(responses_per_update=PROMPTS * COPIES),
         steps=2,
+        selection=Selection(online=online),
         checkpoint=Checkpointing(every_steps=every_steps, keep_best=0),
         model=FromScratch(),
         data=Arithmetic(),
@@ -159,6 +163,46 @@ def test_an_update_that_diverged_ends_its_step_before_anything_is_saved_or_gener
         run(events, fails_at=1)
     # What the policy had answered is there to be looked at, as the message says.
     assert events == [("dispatched", 1), ("responses", 1, 4), ("trained", 1), "closed"]
+
+
+@pytest.mark.parametrize("asked_in", ["save", "check"])
+def test_whoever_asks_to_stop_loses_no_step(asked_in):
+    """A signal may come at any moment: while a step is saved, or right after it was seen that none is asked for."""
+    events, stop = [], Stop()
+    if asked_in == "check":
+
+        class Late(Stop):
+            looks = 0
+
+            @property
+            def asked(self) -> bool:
+                self.looks += 1
+                return self.looks > 1
+
+            @asked.setter
+            def asked(self, value: bool) -> None: ...
+
+        stop = Late()
+        assert run(events, stop=stop)
+    else:
+        saves = {"checkpoints__save": lambda number, *_, **__: (events.append(("saved", number)), stop.ask())}
+        assert not run(events, stop=stop, every_steps=1, **saves)
+    trained, saved = ([event[1] for event in events if event[0] == name] for name in ("trained", "saved"))
+    assert trained[-1] == saved[-1]
+
+
+@dataclass(frozen=True)
+class Dynamic(GRPO):
+    """Learns from some of the groups that it drew, as dynamic sampling does."""
+
+    collect = staticmethod(lambda roles, work: replace(responses(roles, work), drawn_scores={0: 0.5, 7: 1.0, 8: nan}))
+
+
+@pytest.mark.parametrize(("algorithm", "known"), [(GRPO, {0: 0.5, 1: 0.5}), (Dynamic, {0: 0.5, 7: 1.0})])
+def test_the_loader_is_told_of_every_group_that_was_drawn(algorithm, known):
+    told = []
+    run([], algorithm=algorithm, online=True, loader__observe=told.append)
+    assert told == [known, known]
 
 
 def test_a_stage_is_not_asked_for_fewer_steps_than_are_done():

@@ -216,9 +216,9 @@ def best_and_worst(
 
         A = n * s for the best, -n * s for the worst, 0 for the others,  s = beta * sigmoid(-beta D)
 
-    D is the difference of their log-ratios, and n the size of the group: with token losses summed and responses
-    averaged, the gradient is that of the mean over prompts. Of equally good or bad ones the mean over all pairs is
-    taken; a group of equal scores gives 0.
+    D is the difference of their log-ratios, and n the mean size of the groups, unscorable rows not counted: with token
+    losses summed and responses averaged, the gradient is that of the mean over prompts. Of equally good or bad ones the
+    mean over all pairs is taken; a group of equal scores gives 0.
 
     Args:
       group_B: Group of each row; see `group_relative`.
@@ -227,16 +227,17 @@ def best_and_worst(
     Source: Guo et al. 2024 (Online AI feedback, arXiv:2402.04792), algorithm 1.
     """
     score_B, group_B, ratio_B = np.asarray(score_B), np.asarray(group_B), np.asarray(log_ratio_B)
-    advantage_B = np.zeros(len(score_B), np.float32)
+    advantage_B, known_B = np.zeros(len(score_B), np.float32), np.asarray(scorable_B)
+    size = known_B.sum() / max(len(np.unique(group_B[known_B])), 1)
     for group in np.unique(group_B):
-        rows = np.flatnonzero((group_B == group) & np.asarray(scorable_B))
+        rows = np.flatnonzero((group_B == group) & known_B)
         if len(rows) == 0 or score_B[rows].max() == score_B[rows].min():
             continue
         best, worst = (rows[score_B[rows] == extreme(score_B[rows])] for extreme in (np.max, np.min))
         distance_CR = ratio_B[best][:, None] - ratio_B[worst]
         slope_CR = beta * (1 - np.tanh(beta * distance_CR / 2)) / 2  # a sigmoid that never overflows
-        advantage_B[best] = len(rows) * slope_CR.mean(axis=1) / len(best)
-        advantage_B[worst] = -len(rows) * slope_CR.mean(axis=0) / len(worst)
+        advantage_B[best] = size * slope_CR.mean(axis=1) / len(best)
+        advantage_B[worst] = -size * slope_CR.mean(axis=0) / len(worst)
     return advantage_B
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxrlhf.batch import Array, EpisodeBatch, Problem, RolloutBatch, Scores
 from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
-from jaxrlhf.dataflows.batches.episodes import scored_episodes
+from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
-from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
 from jaxrlhf.dataflows.batches.streamed import begun
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
@@ -122,6 +122,7 @@ class PromptGroups:
 
     Attributes:
       informative_P: bool, groups to learn from.
+      trained_B: bool, responses to train on where their group is learnt from; all take part in its baseline.
       record_E: `EpisodeRecord` of each episode; None of responses.
     """
 
@@ -129,6 +130,7 @@ class PromptGroups:
     rollout: RolloutBatch
     scores: Scores
     informative_P: np.ndarray
+    trained_B: np.ndarray
     record_E: np.ndarray | None = None
 
     @property
@@ -136,17 +138,13 @@ class PromptGroups:
         """Responses in a group."""
         return len(self.scores.score_B) // len(self.problems)
 
-    @property
-    def informative_B(self) -> np.ndarray:
-        """bool, responses of groups to learn from."""
-        return np.repeat(self.informative_P, self.copies)
-
     def concat(self, other: "PromptGroups") -> "PromptGroups":
         """These groups, then the other's but for prompts that are here: one prompt is one group."""
         here = {problem.prompt_id for problem in self.problems}
         new = other.take(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
         mine, theirs = (
-            (groups.rollout, groups.scores, groups.informative_P, groups.record_E) for groups in (self, new)
+            (groups.rollout, groups.scores, groups.informative_P, groups.trained_B, groups.record_E)
+            for groups in (self, new)
         )
         together = jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
         return PromptGroups([*self.problems, *new.problems], *together)
@@ -158,20 +156,25 @@ class PromptGroups:
         starts = {prompt: np.flatnonzero(self.rollout.sequences.prompt_id_B == prompt) for prompt in ids_of(chosen)}
         rows = np.concatenate([starts[prompt] for prompt in ids_of(chosen)]) if chosen else np.zeros(0, int)
         rollout = jax.tree.map(lambda value: np.asarray(value)[rows], self.rollout)
-        scores, record_E = jax.tree.map(lambda value: np.asarray(value)[responses], (self.scores, self.record_E))
-        return PromptGroups(chosen, rollout, scores, self.informative_P[groups], record_E)
+        of_responses = self.scores, self.trained_B, self.record_E
+        scores, trained_B, record_E = jax.tree.map(lambda value: np.asarray(value)[responses], of_responses)
+        return PromptGroups(chosen, rollout, scores, self.informative_P[groups], trained_B, record_E)
 
     def for_step(self, prompts: int) -> ScoredRollout:
         """Groups of a step, informative ones first; the others only fill up and are not trained on."""
         batch = self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
         metrics = self.metrics() | {"group/kept": float(batch.informative_P.sum())}
-        parts = batch.problems, batch.rollout, batch.scores, batch.informative_B
-        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E)
+        trained_B = np.repeat(batch.informative_P, batch.copies) & batch.trained_B
+        parts = batch.problems, batch.rollout, batch.scores, trained_B
+        means_P = means_of_groups(self.scores, len(self.problems)).tolist()
+        drawn = dict(zip(ids_of(self.problems), means_P, strict=True))
+        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E, drawn_scores=drawn)
 
     def metrics(self) -> Metrics:
         """Metrics of all that was generated, before groups were left out."""
         scorable_B = np.asarray(self.scores.scorable_B)
-        return {
+        episodes = {} if self.record_E is None else episode_metrics(list(self.record_E), scorable_B)
+        return episodes | {
             "group/generated": float(len(self.problems)),
             "group/flat_fraction": float(np.mean(~self.informative_P)),
             "score/generated_mean": float(np.mean(self.scores.score_B, where=scorable_B)),
@@ -214,7 +217,8 @@ def _answer(
     rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
     copies = work.config.rollout.responses_per_prompt
     informative_B = np.asarray(informative(scores, np.repeat(ids_of(drawn.problems), copies)))
-    return PromptGroups(drawn.problems, rollout, scores, informative_B[::copies], drawn.record_E)
+    trained_B = np.ones(len(informative_B), bool) if drawn.trained_B is None else np.asarray(drawn.trained_B)
+    return PromptGroups(drawn.problems, rollout, scores, informative_B[::copies], trained_B, drawn.record_E)
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:

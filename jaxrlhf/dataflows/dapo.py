@@ -11,6 +11,7 @@ from jaxrlhf.algos import group_relative, has_spread, overlong_penalty
 from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import DAPO
 from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.batches.episode_rows import drawn_by
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns
@@ -22,8 +23,9 @@ def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
     wanted, settings = "that score differently", work.settings
     sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=settings.max_rounds, wanted=wanted)
     batch = sampled.for_step(work.config.rollout.prompts_per_step)
-    trained_B = batch.trained_B & ~np.asarray(batch.rollout.truncated_B) if settings.mask_truncated else batch.trained_B
-    return replace(batch, scores=shaped(work, batch), trained_B=trained_B)
+    length_B, truncated_B = drawn_by(batch.rollout)
+    trained_B = batch.trained_B & ~truncated_B if settings.mask_truncated else batch.trained_B
+    return replace(batch, scores=shaped(work, batch, length_B), trained_B=trained_B)
 
 
 def learn(roles: Roles, work: StepInput[DAPO], batch: ScoredRollout) -> StepResult:
@@ -41,12 +43,11 @@ def advantage(returns: Returns) -> Array:
     return group_relative(*returns.groups, normalize_std=True)
 
 
-def shaped(work: StepInput[DAPO], batch: ScoredRollout) -> Scores:
-    """Scores with the overlong punishment added, as a part of its own."""
+def shaped(work: StepInput[DAPO], batch: ScoredRollout, length_B: np.ndarray) -> Scores:
+    """Scores with the overlong punishment of these lengths added, as a part of its own."""
     punishment, limit = work.settings.overlong, work.config.rollout.max_response_tokens
     if punishment is None:
         return batch.scores
-    length_B = np.asarray(batch.rollout.sequences.mask_BT).sum(axis=1)
     buffer = max(1, round(punishment.buffer_share * limit))
     penalty_B = overlong_penalty(length_B, max_tokens=limit, buffer_tokens=buffer, factor=punishment.factor)
     penalty_B = np.where(batch.scores.scorable_B, penalty_B, 0).astype(np.float32)

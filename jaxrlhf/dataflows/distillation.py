@@ -19,7 +19,7 @@ from jaxrlhf.algos import kl_estimate, policy_objective, selected, span_objectiv
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import LogitDistillation, PolicyGradient, SpanDistillation
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches, trained_alone
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
@@ -29,7 +29,8 @@ def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -
     """On-policy distillation: update the student with the teacher's log-probabilities as the advantage."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     teacher_logp = roles.reference.compute_ref_log_prob(batch.rollout)
-    prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, teacher_logp)
+    estimate = partial(prepare, work, trained_B=batch.trained_B)
+    prepared = call(estimate, batch.rollout, batch.scores, old_logp, teacher_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
@@ -40,11 +41,13 @@ def prepare(
     scores: Scores,
     old_logp_BT: Array | None,
     teacher_logp_BT: Array,
+    trained_B: Array | None = None,
 ) -> Minibatches:
     """The advantage of each token, cut into minibatches; responses without a score are trained on too."""
     sequences, mask_BT = rollout.sequences, rollout.sequences.mask_BT
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
+    sequences = trained_alone(sequences, trained_B)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, teacher_logp_BT)
     metrics = rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))

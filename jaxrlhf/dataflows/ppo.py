@@ -5,13 +5,14 @@ Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXi
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from jaxrlhf.algos import Targets, gae, policy_objective, turn_gae, value_objective, whiten
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches, trained_alone
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
@@ -29,7 +30,8 @@ def actor_critic(
     old_logp = old_log_prob(roles, work, batch.rollout)
     ref_logp = ref_log_prob(roles, work, batch.rollout)
     value = roles.critic.compute_values(batch.rollout)
-    prepared = call(prepare, work, batch.rollout, batch.scores, old_logp, ref_logp, value)
+    estimate = partial(prepare, work, trained_B=batch.trained_B)
+    prepared = call(estimate, batch.rollout, batch.scores, old_logp, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=work.settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= work.settings.critic_warmup_steps:
@@ -44,6 +46,7 @@ def prepare(
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     value_BT: Array,
+    trained_B: Array | None = None,
 ) -> Minibatches:
     """Rewards per token, advantages and returns, cut into minibatches."""
     sequences = scorable(rollout.sequences, scores)
@@ -51,6 +54,7 @@ def prepare(
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
     targets = advantages(work.settings, rollout, reward_BT, value_BT, mask_BT, lam=work.settings.lam)
     advantage_BT = whiten(targets.advantage_BT, mask_BT)
+    sequences = trained_alone(sequences, trained_B)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     fields = {"returns": targets.return_BT, "old_value": value_BT}
     value = minibatches(work, sequences, fields, aggregation="token-mean")

@@ -6,6 +6,7 @@ Source: Dai et al. 2023 (arXiv:2310.12773), section 3.3 and appendix B.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from jaxrlhf.algos import policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import SafeRLHF
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches, trained_alone
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.ppo import advantages
@@ -39,7 +40,8 @@ def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> Step
     settings, rollout = work.settings, batch.rollout
     old_logp, ref_logp = old_log_prob(roles, work, rollout), ref_log_prob(roles, work, rollout)
     value, cost_value = roles.critic.compute_values(rollout), roles.cost_critic.compute_values(rollout)
-    prepared = call(prepare, work, rollout, batch.scores, old_logp, ref_logp, value, cost_value)
+    estimate = partial(prepare, work, trained_B=batch.trained_B)
+    prepared = call(estimate, rollout, batch.scores, old_logp, ref_logp, value, cost_value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     cost_critic = roles.cost_critic.update_critic(prepared.cost, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critics warm up, the policy rests
@@ -59,6 +61,7 @@ def prepare(
     ref_logp_BT: Array | None,
     value_BT: Array,
     cost_value_BT: Array,
+    trained_B: Array | None = None,
 ) -> SafeMinibatches:
     """The multiplier, one advantage out of reward and cost, returns for each critic, examples beside responses."""
     settings = work.settings
@@ -80,10 +83,12 @@ def prepare(
     multiplier = priced["cost/multiplier"]
     advantage_BT = algos.lagrangian_advantage(gain.advantage_BT, cost.advantage_BT, multiplier=multiplier)
     advantage_BT = algos.whiten(advantage_BT, mask_BT)
+    sequences = trained_alone(sequences, trained_B)
     policy: Sequence[Experience]
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     if settings.ptx is not None:
-        policy = with_examples(policy, work.examples, coefficient=settings.ptx.coefficient)
+        ptx = settings.ptx
+        policy = with_examples(policy, work.examples, each=ptx.examples_per_update, coefficient=ptx.coefficient)
     value, cost_value = (
         minibatches(work, sequences, {"returns": returns, "old_value": old}, aggregation="token-mean")
         for returns, old in ((gain.return_BT, value_BT), (cost.return_BT, cost_value_BT))

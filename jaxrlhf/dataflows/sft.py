@@ -35,15 +35,14 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
 
 
 def with_examples(
-    batches: Sequence[Experience], problems: Sequence[Problem], *, coefficient: float
+    batches: Sequence[Experience], problems: Sequence[Problem], *, each: int, coefficient: float
 ) -> list[Experience]:
-    """Minibatches of responses, each with an equal share of the problems' solutions below it.
+    """Minibatches of responses, with the solutions of the next `each` problems below each of them.
 
     Fields of the responses are 0 for solutions, which `mixed_objective` imitates.
     """
-    share = len(problems) // len(batches)
-    assert share * len(batches) == len(problems) > 0
-    parts = [problems[start : start + share] for start in range(0, len(problems), share)]
+    assert each * len(batches) <= len(problems)  # minibatches without a token to train on were left out
+    parts = [problems[index * each : (index + 1) * each] for index in range(len(batches))]
     return [_with_examples(batch, part, coefficient) for batch, part in zip(batches, parts, strict=True)]
 
 

@@ -12,7 +12,7 @@ from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.batches.estimate import next_state, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches, trained_alone
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
@@ -30,6 +30,7 @@ def prepare(
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     value_BT: Array,
+    trained_B: Array | None = None,
 ) -> Minibatches:
     """PPO's minibatches, with a lambda of their own for policy and critic and the weights of imitated tokens."""
     settings, sequences = work.settings, scorable(rollout.sequences, scores)
@@ -45,8 +46,9 @@ def prepare(
         "vapo/lambda_mean": float(np.mean(lam_B)),
         "vapo/success_fraction": float(np.mean(succeeded_BT.any(axis=1))),
     }
-    imitated = {"imitation_weight": succeeded_BT}
     advantage_BT = whiten(advantage_BT, mask_BT)
+    sequences = trained_alone(sequences, trained_B)
+    imitated = {"imitation_weight": succeeded_BT & sequences.mask_BT}
     batches, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, imitated)
     policy = [weighted(batch, settings.imitation) for batch in batches]
     value = minibatches(work, sequences, {"returns": return_BT, "old_value": value_BT}, aggregation="token-mean")

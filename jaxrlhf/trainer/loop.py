@@ -80,9 +80,10 @@ class Loop:
                     self.stop.step = number
                     with self._naming_step(number):
                         state, metrics = self._step(number, state, log)
-                        if self.stop.asked or _due(number, self.config.saving.every_steps or 0, self.config.steps):
+                        save = self.stop.asked or _due(number, self.config.saving.every_steps or 0, self.config.steps)
+                        if save:
                             self._save(number, state, metrics)
-                    if self.stop.asked and number < self.config.steps:
+                    if save and self.stop.asked and number < self.config.steps:  # asked just now, it saves the next
                         return False
                 log.calls(self.roles.timeline.take())
                 log.finish(title=self.config.name, show=5)
@@ -166,10 +167,10 @@ class Loop:
         if not (isinstance(collected, ScoredRollout) and (online or isinstance(self.config.data, Mixture))):
             return {}
         score_P = mean_scores(collected)
-        prompts = [problem.prompt_id for problem in collected.problems]
-        known = {prompt: float(score) for prompt, score in zip(prompts, score_P, strict=True) if np.isfinite(score)}
         if online:
-            self.schedule.loader.observe(known)
+            prompts = [problem.prompt_id for problem in collected.problems]
+            drawn = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
+            self.schedule.loader.observe({prompt: score for prompt, score in drawn.items() if np.isfinite(score)})
         scores: dict[str, list[float]] = {}
         for problem, score in zip(collected.problems, score_P, strict=True):
             if problem.source and np.isfinite(score):

@@ -71,10 +71,11 @@ def check_same_start(workdir: Path, config: Config) -> None:
 
 
 def _flat(described: Described, prefix: str = "") -> Described:
-    """Every setting by its dotted name."""
+    """Every setting by its dotted name; one that has settings of its own is its class."""
     flat: Described = {}
     for name, value in described.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        inner = dict(value) if isinstance(value, dict) else {"class": value}
+        flat |= {prefix + name: inner.pop("class", None), **_flat(inner, f"{prefix}{name}.")}
     return flat
 
 

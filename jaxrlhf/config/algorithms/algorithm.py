@@ -122,7 +122,8 @@ class PolicyGradient(Algorithm):
 
     def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
         adapted = self.kl is not None and self.kl.adaptive is not None and saved.get("kl_coefficient", 0.0) > 0
-        return dict(saved) if adapted else self.initial_state()
+        carried = {**self.initial_state(), **saved}
+        return carried if adapted else carried | {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
 
     def updates_per_step(self, config: Config) -> int:
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update

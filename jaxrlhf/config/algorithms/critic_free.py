@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -178,6 +177,12 @@ class GDPO(GroupCompared):
             f"GDPO normalises several rewards by themselves, and rewards has {weighed} of a weight that is not 0; add "
             "one, or choose GRPO",
         )
+        own = [source.name for source in getattr(config.data, "sources", ()) if source.rewards is not None]
+        require(
+            not own,
+            f"GDPO normalises each of the run's rewards, and sources {', '.join(own)} have others in their place; give "
+            "all sources the same, or choose GRPO",
+        )
         require(
             not isinstance(self.kl, KLInReward),
             f"GDPO normalises rewards of whole responses, and kl={self.kl} would charge every token; give KLInLoss",
@@ -249,9 +254,6 @@ class RAE(PolicyGradient):
     learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:rae"
 
     decay: Share[float] = 0.95
-
-    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
-        return {**saved, **super().resumed_state(saved)}
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.rewards import ModelReward
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Arithmetic, DataSet, Generated, Gsm8k, Pretrained, PromptFile
@@ -115,9 +115,6 @@ class SafeRLHF(PPO):
     def initial_state(self) -> dict[str, float]:
         return super().initial_state() | {"multiplier": self.constraint.multiplier}
 
-    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
-        return super().resumed_state(saved) | {"multiplier": saved["multiplier"]}
-
     def check(self, config: Config) -> None:
         super().check(config)
         parts, index = config.rewards.parts, self.constraint.part
@@ -130,4 +127,11 @@ class SafeRLHF(PPO):
             parts[index].weight == 0,
             f"rewards.parts.{index} is the cost of algorithm.constraint, whose multiplier weighs it, and has "
             f"weight={parts[index].weight}, so it would count twice; set that to 0",
+        )
+        own = [source.name for source in getattr(config.data, "sources", ()) if source.rewards is not None]
+        require(
+            not own or isinstance(parts[index], ModelReward),
+            f"rewards.parts.{index} is the cost of algorithm.constraint, and sources {', '.join(own)} have rewards of "
+            "their own in place of rewards.parts, so their responses would have no cost; give a ModelReward, which "
+            "scores all responses, or no rewards by source",
         )

@@ -86,6 +86,15 @@ class Apart:
         )
 
 
+def drawn_by(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that the policy chose in each response or episode, and whether a limit ended it."""
+    length_B, truncated_B = np.asarray(rollout.sequences.mask_BT).sum(axis=1), np.asarray(rollout.truncated_B)
+    if rollout.episodes is None:
+        return length_B, truncated_B
+    start_E = starts_of(rollout.episodes.episode_B)
+    return np.add.reduceat(length_B, start_E), np.logical_or.reduceat(truncated_B, start_E)
+
+
 def starts_of(episode_B: Array) -> np.ndarray:
     """`start_E`, the first row of each episode; an episode's rows are one after another."""
     return np.flatnonzero(np.diff(np.asarray(episode_B), prepend=-1))

@@ -20,10 +20,7 @@ def scored_episodes(
 ) -> ScoredRollout:
     """Episodes and scores; those that a limit ended keep theirs, have 0, or are left out, as their environment says."""
     records: list[EpisodeRecord] = list(episodes.record_E)
-    settings = [choices(environment)[record.environment] for record in records]
-    ended = zip(records, settings, strict=True)
-    treated = [one.truncated if record.stop in TRUNCATIONS else "score" for record, one in ended]
-    zero_E, left_out_E = (np.array([how == wanted for how in treated]) for wanted in ("zero", "leave_out"))
+    zero_E, left_out_E = (treated(environment, records, how) for how in ("zero", "leave_out"))
     rollout, scorable_E = episodes.rollout, np.asarray(scores.scorable_B)
     if zero_E.any():
         assert rollout.episodes is not None
@@ -34,6 +31,13 @@ def scored_episodes(
     trained_E = ~left_out_E if left_out_E.any() else None
     metrics = episode_metrics(records, scorable_E)
     return ScoredRollout(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
+
+
+def treated(environment: AnyEnvironment, records: Sequence[EpisodeRecord], how: str) -> np.ndarray:
+    """bool `[E]`, episodes that a limit ended and that their environment's `truncated` has treated in this way."""
+    settings = [choices(environment)[record.environment] for record in records]
+    ended = zip(records, settings, strict=True)
+    return np.array([record.stop in TRUNCATIONS and one.truncated == how for record, one in ended], bool)
 
 
 def episode_metrics(records: Sequence[EpisodeRecord], scorable_E: np.ndarray) -> Metrics:

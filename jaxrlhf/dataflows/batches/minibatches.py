@@ -1,7 +1,7 @@
 """Minibatches: a step's responses, shuffled and cut, with the weight of every token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -28,6 +28,13 @@ class Minibatches:
     value: Sequence[Experience]
     metrics: Metrics
     state: State
+
+
+def trained_alone(sequences: Sequences, trained_B: Array | None) -> Sequences:
+    """The sequences with rows that are not to be trained on taken out of the mask; None is all are."""
+    if trained_B is None:
+        return sequences
+    return replace(sequences, mask_BT=np.asarray(sequences.mask_BT) & np.asarray(trained_B)[:, None])
 
 
 def minibatches(

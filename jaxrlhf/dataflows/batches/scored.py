@@ -1,12 +1,12 @@
 """Responses and their scores, which most algorithms learn from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem
+from jaxrlhf.batch import Array, Problem, Scores
 from jaxrlhf.dataflows.step import Metrics, value_of
 
 
@@ -21,6 +21,8 @@ class ScoredRollout:
       trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
       metrics: Numbers of what was generated and is not learnt from; they take the place of the rollout's own.
       record_E: `EpisodeRecord` of each episode, prompt-major; None where there is no environment.
+      drawn_scores: Mean score of every group that was drawn, by prompt id, before shaping and NaN where none is known;
+        empty where these groups are all and their scores as they were.
     """
 
     problems: Sequence[Problem]
@@ -29,12 +31,17 @@ class ScoredRollout:
     trained_B: Array | None = None
     metrics: Metrics = field(default_factory=dict)
     record_E: np.ndarray | None = None
+    drawn_scores: Mapping[int, float] = field(default_factory=dict)
 
 
 def mean_scores(collected: ScoredRollout) -> np.ndarray:
     """`[P]` mean score over each problem's scorable responses; NaN where there are none."""
-    scores = value_of(collected.scores)
-    score_PG = np.asarray(scores.score_B, np.float64).reshape(len(collected.problems), -1)
+    return means_of_groups(value_of(collected.scores), len(collected.problems))
+
+
+def means_of_groups(scores: Scores, groups: int) -> np.ndarray:
+    """`[P]` mean score over the scorable responses of each of so many groups; NaN where there are none."""
+    score_PG = np.asarray(scores.score_B, np.float64).reshape(groups, -1)
     scorable_PG = np.asarray(scores.scorable_B, bool).reshape(score_PG.shape)
     count_P = scorable_PG.sum(axis=1)
     total_P = np.where(scorable_PG, score_PG, 0.0).sum(axis=1)
