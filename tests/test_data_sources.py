@@ -162,7 +162,8 @@ def test_texts_and_chats(load, tokenizer, tmp_path, suffix):
     assert tokenizer.decode(first.solution_tokens) == "So 2<|eos|>"
     assert second.solution_tokens == (tokenizer.eos_token_id,)
 
-    chats = write(tmp_path / f"chats{suffix}", [{"prompt": CHAT, "extra": [1, 2]}])
+    chats = write(tmp_path / f"chats{suffix}", [{"prompt": CHAT, "extra": [1, 2], "small": 1e-5}])
+    assert load(prompt_file(chats, answer_key="small")).problems[0].answer == "0.00001"
     (problem,) = load(prompt_file(chats, answer_key=None)).problems
     assert problem.prompt == "<|system|>Be brief.<|user|>1+1?<|assistant|>"
     assert list(problem.prompt_tokens) == tokenizer.encode(problem.prompt)
@@ -281,6 +282,7 @@ def test_nothing_fits(load, tmp_path):
         ("a.jsonl", '{"prompt": []}\n', "line 1: 'prompt' must be a text"),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}\n', "line 1: a message in 'prompt' must have"),
         ("a.jsonl", '{"prompt": "x", "answer": null}\n', "number, got None; where there are none, set answer_key=None"),
+        ("a.jsonl", '{"prompt": "x", "answer": NaN}\n', "line 1: 'answer' must be a text or a number, got nan"),
         ("a.jsonl", '{"prompt": "x"}\n', r"line 1: no key 'answer'; there are \['prompt'\]"),
         ("a.parquet", "x", r"a\.parquet: not a readable parquet file"),
         ("a.parquet", "", r"a\.parquet: not a readable parquet file"),

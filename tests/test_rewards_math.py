@@ -36,6 +36,24 @@ from jaxrlhf.rewards.scorer import Scorer
         (r"\$18{,}000", r"\boxed{\$18,000}", 1),
         (r"\$18", r"\boxed{19}", 0),
         ("7", r"\boxed{x=7}", 1),
+        ("7", r"\boxed{7.}", 1),
+        (r"\frac12", r"\boxed{\frac{1}{2} .}", 1),
+        ("B", r"\boxed{\text{B.}}", 1),
+        ("7", r"\boxed {7}", 1),
+        ("7", r"\boxed 7", 1),
+        ("7", r"\fbox{8}, no: \fbox{7}", 1),
+        ("7", r"\boxed{7} is what \boxed shows", 1),
+        ("1000", r"\boxed{1\,000}", 1),
+        ("1000000", r"\boxed{1 000 000}", 1),
+        ("0", r"\boxed{1\,000}", 0),
+        (r"10\,000", "10000", 1),
+        (r"10\,000", r"\boxed{0}", 0),
+        ("3", r"\boxed{x = 2020\,100}", 0),  # not a gap between thousands
+        (
+            r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+            r"\boxed{\left\{\begin{array}{l}x=1\\y=2\end{array}\right.}",
+            1,
+        ),
     ],
 )
 def test_equal_as_mathematics(answer, response, right):

@@ -3,8 +3,10 @@
 import codecs
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -66,11 +68,16 @@ class Row(NamedTuple):
         return value
 
     def text(self, key: str, setting: str | None = None, advice: str = "") -> str:
-        """The field `key` as text; numbers become text, anything else is a `Refusal` with some advice."""
+        """The field `key` as text; numbers become text, without an exponent; else a `Refusal` with some advice."""
         value = self.value(key, setting)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}{advice}")
-        return str(value)
+        match value:
+            case str():
+                return value
+            case float() | Decimal() if math.isfinite(value):
+                return f"{Decimal(str(value)):f}"
+            case int() if not isinstance(value, bool):
+                return str(value)
+        raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}{advice}")
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
