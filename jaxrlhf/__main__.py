@@ -7,6 +7,7 @@ import difflib
 import importlib
 import sys
 
+import jaxrlhf
 from jaxrlhf.config import Refusal, run_command
 
 COMMANDS = {
@@ -36,6 +37,9 @@ def _command() -> None:
         print("usage: jaxrlhf COMMAND ...\n")
         print("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
         print("\njaxrlhf COMMAND --help says more, with examples.")
+        return
+    if name == "--version":
+        print(f"jaxrlhf {jaxrlhf.__version__}")
         return
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -1,5 +1,6 @@
 """Command lines: what they accept, user errors as one quick line, and a wheel that carries the configurations."""
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tyro
 
+import jaxrlhf
 from jaxrlhf.__main__ import _command
 from jaxrlhf.config import (
     CommandLine,
@@ -109,6 +111,12 @@ def test_a_command_adds_flags_of_its_own():
     assert (config.steps, config.seed, flags.dry_run) == (3, 4, True)
 
 
+def test_the_version_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxrlhf", "--version"])
+    _command()
+    assert capsys.readouterr().out == f"jaxrlhf {jaxrlhf.__version__}\n"
+
+
 def test_hosts_joined_by_ray_can_be_asked_for_and_left_out():
     for given, wanted in {"ray": RayCluster(), "None": None}.items():
         command = CommandLine()
@@ -144,6 +152,32 @@ def test_help_may_be_cut_short():
         assert (shown.stderr.read(), shown.wait()) == ("", 0)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("length", [1, 100_000])  # written at the end, and at once
+def test_output_may_be_cut_short(length, unbuffered):
+    code = f"from jaxrlhf.config import run_command; run_command(lambda: print('x' * {length}))"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as shown:
+        shown.stdout.close()
+        assert (shown.stderr.read(), shown.wait()) == (b"", 1)
+
+
+def test_another_pipe_that_breaks_is_an_error():
+    def break_down():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_command(break_down)
+
+
+def test_any_text_is_printed_in_any_encoding():
+    code = r"from jaxrlhf.config import run_command; run_command(lambda: print('\xb7 \u6f22 \ud83d'))"
+    for encoding, shown in (("ascii", "\\xb7 \\u6f22 \\ud83d"), ("utf-8", "\xb7 \u6f22 \\ud83d")):
+        done = python("-c", code, PYTHONIOENCODING=encoding)
+        assert (done.returncode, done.stdout) == (0, f"{shown}\n"), done.stderr
+
+
 # What is refused, in one line.
 
 
@@ -173,6 +207,7 @@ def test_user_error_is_one_line(refused, capsys):
         "--config grpo_gsm8k --algorithm.kl None --algorithm.kl.coefficient 1",
         "--config ppo_arithmetic --model Pretrained",
         "--config ppo_gsm8k --rewards.parts FormatReward",
+        "--config ppo_gsm8k --algorithm drgpro",
         "ppo_gsm8k",
     ]:
         with pytest.raises(SystemExit) as end:
@@ -191,6 +226,10 @@ def test_a_flag_or_a_command_that_is_misspelled_is_told(refused, monkeypatch):
     command.add_argument("--dry-run", action="store_true")
     with refused():
         command.parse_config(["mine", "--config", "ppo_gsm8k", "--dry_run"])
+    with refused():
+        command.parse_config(["mine", "--config", "ppo_gsm8k", "--dryrun"])
+    with refused():  # of the flags and the settings, this is closest to a setting
+        command.parse_config(["mine", "--config", "ppo_gsm8k", "--stpes", "3"])
     with refused():
         command.parse_args([])
 
@@ -242,6 +281,18 @@ def test_debugging_shows_the_traceback():
 def test_an_error_that_is_no_refusal_keeps_its_traceback():
     with pytest.raises(ValueError, match="cannot reshape"):
         run_command(lambda: np.zeros(3).reshape(2, 2))
+    with pytest.raises(ModuleNotFoundError):
+        run_command(lambda: importlib.import_module("no_module_of_this_name"))
+
+
+@pytest.mark.parametrize("package", ["starlette", "openai", "fcntl"])
+def test_a_package_that_is_missing_is_one_line(package, refused, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: importlib.import_module(f"{package}.testclient"))
+    shown = capsys.readouterr().err
+    refused.check(shown)
+    assert (end.value.code, shown.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("error", [Refusal("devices do not fit"), Infeasible("devices do not fit")])

@@ -205,6 +205,38 @@ def test_on_a_terminal_there_are_bars_as_well():
     assert names == ["steps"]
 
 
+SPEAKING = """
+import sys, time
+from jaxrlhf.tracking import RunConsole
+from jaxrlhf.tracking.console import is_live, default_console
+with RunConsole(steps=3) as console:
+    console.log(1, {})
+    sys.stdin.readline()
+    console.log(2, {})
+    print("by another way", flush=True)
+    console.log(3, {})
+sys.exit(7 if is_live(default_console()) else 0)
+"""
+
+
+def test_a_log_in_colour_is_not_redrawn():
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKING], env=os.environ | {"FORCE_COLOR": "1"}, input=b"\n", capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == b"step 1/3\nstep 2/3\nby another way\nstep 3/3\n"
+
+
+def test_a_run_goes_on_when_its_reader_has_left():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SPEAKING], **pipes) as speaking:
+        assert speaking.stdout.readline() == b"step 1/3\n"
+        speaking.stdout.close()
+        speaking.stdin.write(b"\n")
+        speaking.stdin.close()
+        assert (speaking.stderr.read(), speaking.wait()) == (b"", 0)
+
+
 def test_table_of_settings(capsys):
     rows = [("rollout", "prompts", 64, "a note"), ("rollout", "responses", 256, ""), ("actor", "[x]", "1e-6", "")]
     RunConsole(steps=1).print(SettingsTable(rows, title="derived"))

@@ -50,6 +50,14 @@ def test_the_first_interrupt_asks_and_the_second_raises(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interrupt_asks_also_where_nobody_reads(monkeypatch):
+    for broken in (BrokenPipeError(), RuntimeError("reentrant call inside <_io.BufferedWriter>")):
+        stop = Stop()
+        monkeypatch.setattr("builtins.print", lambda *_, broken=broken, **__: raised(broken))
+        stop.interrupt()
+        assert stop.asked and stop.interrupted
+
+
 class Deleted:
     def __init__(self, told: Callable[[], object]) -> None:
         self.told = told

@@ -1,6 +1,8 @@
 """Terminal output of a run: a line per step, a bar for the run, and bars for its long phases."""
 
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -186,12 +188,20 @@ class BytesBar:
         self._bars.stop()
 
 
+class _Output(Console):
+    """Console of a program that goes on when nobody reads it any more: a run's files have all that it says."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever else prints
+
+
 def default_console() -> Console:
-    """Standard output; where it is not a terminal, wide enough for tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    """Standard output; where it is not a terminal, wide enough for tables, and never redrawn, in colour or not."""
+    console = _Output()
+    return console if console.file.isatty() else _Output(width=PLAIN_WIDTH, force_interactive=False)
 
 
 def is_live(console: Console) -> bool:
     """True if the console can redraw what it has printed."""
-    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+    return console.is_terminal and console.is_interactive and not console.is_jupyter

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 AGAIN_S = 0.1
@@ -31,7 +31,9 @@ class Stop:
     def interrupt(self, *_: Any) -> None:
         """End after the step in progress, and print that."""
         self.asked = self.interrupted = True
-        print(f"finishing step {self.step}, then saving; press Ctrl-C again to stop at once", flush=True)
+        # In a pipe, `tee` ends by the same Ctrl-C; and the step in progress may be writing at this very moment.
+        with suppress(OSError, RuntimeError):
+            print(f"finishing step {self.step}, then saving; press Ctrl-C again to stop at once", flush=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import copy
+import difflib
 import io
 import os
 import sys
@@ -27,6 +28,11 @@ _EPILOG = (
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
 
+_EXTRAS = {"starlette": "serve", "uvicorn": "serve", "openai": "serve"}
+"""Extra of jaxrlhf that brings a package which commands need."""
+_OF_UNIX = ("fcntl", "resource")
+"""Modules of Python's own that Windows lacks."""
+
 
 def on_cluster(flags: Namespace) -> list[str]:
     """The setting that `--cluster` stands for: hosts joined by Ray, as the file has them or by default; or none."""
@@ -36,20 +42,36 @@ def on_cluster(flags: Namespace) -> list[str]:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one and code 130.
 
-    Any other error keeps its traceback, and under JAXRLHF_DEBUG=1 a refusal does too.
+    So does a package that an extra brings and that is not there. A reader of standard output that leaves before all is
+    said, such as `head`, ends it with code 1 and no word. Any other error keeps its traceback, and under
+    JAXRLHF_DEBUG=1 a refusal does too.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a model says may be more than the terminal's encoding has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        main()
+        with _until_the_reader_leaves(exit_code=1):
+            main()
     except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "stopped", file=sys.stderr)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the same Ctrl-C ends a `tee` that reads both
+            print(str(interrupt) or "stopped", file=sys.stderr)
+            sys.stdout.flush()
         os._exit(INTERRUPTED)  # the interpreter would wait for calls that still run on the devices
-    except Refusal as error:
-        if os.environ.get("JAXRLHF_DEBUG") == "1":
+    except (Refusal, ModuleNotFoundError) as error:
+        reason = str(error) if isinstance(error, Refusal) else _missing(error)
+        if reason is None or os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
-        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        said = "; ".join([reason, *getattr(error, "__notes__", [])])
         print("error:", " ".join(said.split()), file=sys.stderr)
         sys.exit(2)
+
+
+def _missing(error: ModuleNotFoundError) -> str | None:
+    """One line on a module that is missing, if what brings it is known."""
+    name = (error.name or "").partition(".")[0]
+    if name in _OF_UNIX:
+        return f"this system's Python has no module {name}; jaxrlhf runs on Linux and macOS, and on Windows in WSL"
+    extra = _EXTRAS.get(name)
+    return extra and f"this needs {name}, which is not installed: pip install 'jaxrlhf[{extra}]'"
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -121,18 +143,23 @@ class CommandLine(argparse.ArgumentParser):
         return load(flags.config, change if changed else None), flags
 
     def _check_misspelled(self, words: Sequence[str]) -> None:
-        """Refuse flags of this command with _ in place of -, which would be taken for settings."""
+        """Refuse misspelled flags of this command, which would be taken for settings."""
+        settings = [f"--{name.replace('_', '-')}" for name in field_types(Config)]
         for word in words:
             flag = word.partition("=")[0]
-            if "_" in flag and (meant := flag.replace("_", "-")) in self._option_string_actions:
-                raise Refusal(f"there is no {flag}; did you mean {meant}?")
+            meant = flag.replace("_", "-")
+            if not flag.startswith("--") or "." in flag or meant in settings:
+                continue
+            close = difflib.get_close_matches(meant, [*self._option_string_actions, *settings], n=1, cutoff=0.75)
+            if close and close[0] in self._option_string_actions:
+                raise Refusal(f"there is no {flag}; did you mean {close[0]}?")
 
     def _show_help(self, words: Sequence[str]) -> NoReturn:
         """Print the help, and the settings of a configuration if one is named, and leave."""
         named = CommandLine()
         named.add_argument("--config")
         config = named.parse_known_args([word for word in words if word != "-h" and word != "--help"])[0].config
-        with _until_the_reader_leaves():
+        with _until_the_reader_leaves(exit_code=0):
             self.print_help()
             if config is not None:
                 print()
@@ -210,10 +237,15 @@ def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any
             return None
         if name in classes:
             return classes[name]
+        names = {kind.__name__.lower(): kind.__name__ for kind in kinds if not isabstract(kind)}
+        close = difflib.get_close_matches(" ".join(words).lower(), names, n=1)
+        if close and not isinstance(value, tuple):
+            said = f"{name} takes the name of a class, and there is no {' '.join(words)}"
+            raise Refusal(f"{said}; did you mean {names[close[0]]}?")
         below = [setting for setting in setting_names(config) if setting.startswith(f"{name}.")]
         has = f" ({', '.join(below)})" if below else ""
-        names = " or ".join(kind.__name__ for kind in kinds if not isabstract(kind))
-        how = "edit the configuration file" if isinstance(value, tuple) else f"name their class: {names}"
+        listed = f"name their class: {' or '.join(names.values())}"
+        how = "edit the configuration file" if isinstance(value, tuple) else listed
         raise Refusal(f"{name} holds settings{has}, not a value; to replace them {how}")
     import tyro
 
@@ -248,10 +280,22 @@ def _without_words(settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _until_the_reader_leaves() -> Iterator[None]:
-    """Suppress the error of a reader, such as `head`, that leaves before all is printed."""
+def _until_the_reader_leaves(*, exit_code: int) -> Iterator[None]:
+    """End the program without a word if the reader of standard output, such as `head`, leaves within the block."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
+        if _is_read():  # it was another pipe
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        sys.exit(exit_code)
+
+
+def _is_read() -> bool:
+    """False if nobody reads standard output any more."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return False
+    return True
