@@ -106,7 +106,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     notes = (*question.notes, *([bound] if bound else []))
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
-        planner.save_timeline(best, Path(picture), title=planner.timeline_title(config, hardware))
+        planner.draw_timeline(best, title=planner.timeline_title(config, hardware)).savefig(picture, dpi=130)
     code = planner.snippet(config, best, written=written)  # it is pasted into what is written
     console = default_console()
     if not flags.json:
@@ -189,7 +189,8 @@ def _compile(
     if picture is not None:
         path = Path(picture)
         beside = path.with_name(f"{path.stem}_compiled{path.suffix}")
-        planner.save_compiled(compiled, hardware, beside, title=planner.timeline_title(config, hardware))
+        title = planner.timeline_title(config, hardware)
+        planner.draw_compiled(compiled, hardware, title=title).savefig(beside, dpi=130)
     return compiled
 
 

@@ -50,7 +50,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.hardware import Hardware, hardware
-from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
 from jaxrlhf.trainer.phase import load_data
@@ -149,7 +149,7 @@ def stages_of(trace: Path) -> list[dict[str, float]]:
 def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float]:
     """Seconds of each stage."""
     config = configuration(name)
-    problem = problem_of(config, machine, lengths=lengths)
+    problem = question_of(config, machine, lengths=lengths).problem
     if problem.pools is None:
         together = tuple(role.name for role in problem.roles)
         problem = replace(problem, pools=((together, config.devices or machine.devices),))

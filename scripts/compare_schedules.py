@@ -23,7 +23,7 @@ from pages import written
 
 from jaxrlhf.config import Config
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 from jaxrlhf.planner.search.mapping import search
@@ -87,7 +87,7 @@ def parts_of(config: Config, hardware: Hardware, lengths: GeometricLengths) -> t
     """A configuration's schedule, and seconds of its parts by the cost model."""
     workload, rollout = config.rollout, config.rollout
     prompt = (bench.SHORTEST_PROMPT + workload.max_prompt_tokens) / 2
-    problem = problem_of(config, hardware, lengths=Lengths(prompt, lengths.mean))
+    problem = question_of(config, hardware, lengths=Lengths(prompt, lengths.mean)).problem
     times = times_of(problem, search(problem, keep=1).plans[0])
     schedule = Schedule(rollout.staleness, rollout.over_provision, keeps=rollout.on_new_weights == "keep")
     return schedule, replace(times, slots=rollout.responses_per_step)  # as the engine has them

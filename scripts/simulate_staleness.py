@@ -23,7 +23,7 @@ from rich.markdown import Markdown
 from jaxrlhf.config import ROLLOUT, Pretrained, load, override
 from jaxrlhf.planner.hardware import KNOWN_HARDWARE
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.schedules.lengths import LognormalLengths
 from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, simulate
@@ -65,7 +65,7 @@ def problem(devices: int) -> PlacementProblem:
         },
     )
     hardware = replace(H20, machines=devices // H20.devices_per_machine)
-    found = problem_of(config, hardware, lengths=Lengths(PROMPT_TOKENS, MEAN_TOKENS))
+    found = question_of(config, hardware, lengths=Lengths(PROMPT_TOKENS, MEAN_TOKENS)).problem
     pages = 2 * (PROMPT_TOKENS + MEAN_TOKENS) / found.workload.longest_tokens
     return replace(found, software=replace(found.software, cache_copies=pages))
 

@@ -17,7 +17,7 @@ from made_plans import machines
 import jaxrlhf
 from jaxrlhf import algos, config
 from jaxrlhf.config import GRPO, Algorithm, CommandLine, PolicyGradient, RatioLoss, function_of, to_json
-from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.problem import question_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 
@@ -45,7 +45,7 @@ def test_the_pages_algorithm_has_settings_like_any_other(own_file):
 
 def test_the_pages_algorithm_is_planned_with_its_own_roles(own_file):
     config = jaxrlhf.load(own_file)
-    problem = problem_of(config, machines(), vocabulary=100)
+    problem = question_of(config, machines(), vocabulary=100).problem
     assert [role.name for role in problem.roles] == ["actor"]
     assert (problem.roles[0].generates, problem.roles[0].trained) == (True, True)
 

@@ -20,7 +20,7 @@ import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, Training
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
-from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.problem import question_of
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.rules import TRAIN, shardings
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
@@ -195,7 +195,7 @@ def test_what_it_cannot_do_is_refused_before_anything_compiles(own, training, me
 
 def test_it_is_not_planned(own):
     with pytest.raises(ValueError, match=r"the model is a module of your own .*write layouts yourself"):
-        problem_of(replace(learning(GRPO), model=own), machines())
+        question_of(replace(learning(GRPO), model=own), machines())
 
 
 # In a run.

@@ -17,7 +17,7 @@ from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.cost.cost import forward_cost, update_cost
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.workers.role_weights import RoleWeights
 
@@ -99,7 +99,7 @@ def adapting(**changes):
 
 def test_the_actor_makes_the_passes_of_a_reference_that_it_is_without_its_adapters():
     on = machines(machines=1, memory_bytes=80e9, matmul_flops_per_s=1e14, memory_bytes_per_s=1e12)
-    problem = problem_of(adapting(), on, vocabulary=100)
+    problem = question_of(adapting(), on, vocabulary=100).problem
     assert [role.name for role in problem.roles] == ["actor", "reward"]
     assert problem.roles[0].passes == 2  # four updates of a step read its own log-probabilities, too
     assert problem.offloads[-1] == ("actor", "reward")
@@ -109,7 +109,7 @@ def test_the_actor_makes_the_passes_of_a_reference_that_it_is_without_its_adapte
         config = planned_config(adapting(), plan)
         assert config.reference_is_frozen_actor
         assert sum("reference" in pool.roles for pool in config.pools) == 1
-        again = problem_of(config, on, vocabulary=100)
+        again = question_of(config, on, vocabulary=100).problem
         assert [set(roles) for roles, _ in again.pools] == [set(pool.roles) for pool in plan.pools]
         assert search(again).plans[0].seconds == pytest.approx(plan.seconds)
 
@@ -117,6 +117,6 @@ def test_the_actor_makes_the_passes_of_a_reference_that_it_is_without_its_adapte
 def test_a_reference_elsewhere_has_weights_of_its_own():
     apart = (Pool("a", 4, ("actor", "reward")), Pool("b", 4, ("reference",)))
     for config in (adapting(pools=apart), adapting(reference_layout=Layout(fsdp=2))):
-        problem = problem_of(config, machines(), vocabulary=100)
+        problem = question_of(config, machines(), vocabulary=100).problem
         assert [role.name for role in problem.roles] == ["actor", "reference", "reward"]
         assert [role.passes for role in problem.roles] == [1, 1, 1]

@@ -38,7 +38,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.planner.hardware import hardware_of
-from jaxrlhf.planner.problem import SCORED_TOKENS, Lengths, problem_of, question_of
+from jaxrlhf.planner.problem import SCORED_TOKENS, Lengths, question_of
 from jaxrlhf.planner.workload import Software, Workload
 from jaxrlhf.workers.score_model import ScoreModel
 
@@ -46,7 +46,7 @@ FUNCTIONS = Rewards((ArithmeticReward(),))
 
 
 def roles(config, **arguments):
-    return {role.name: role for role in problem_of(config, machines(), vocabulary=100, **arguments).roles}
+    return {role.name: role for role in question_of(config, machines(), vocabulary=100, **arguments).problem.roles}
 
 
 def verbs_called(algorithm: type[Algorithm]) -> Counter:
@@ -141,13 +141,13 @@ def test_a_critic_may_have_a_model_of_its_own():
 
 def test_reward_models_share_a_pool_and_functions_are_no_role():
     judges = (ArithmeticReward(), ModelReward("Qwen/Qwen2.5-0.5B"), ModelReward("Qwen/Qwen3-0.6B"))
-    problem = problem_of(a_config(rewards=Rewards(judges)), machines(), vocabulary=100)
+    problem = question_of(a_config(rewards=Rewards(judges)), machines(), vocabulary=100).problem
     assert [role.name for role in problem.roles][3:] == ["reward_1", "reward_2"]
     assert [role.model.num_layers for role in problem.roles[3:]] == [24, 28]
     assert problem.together == (("reward_1", "reward_2"),)
     assert problem.offloads[-1] == ("actor", "critic", "reference", "reward_1", "reward_2")
     assert [*roles(a_config(rewards=FUNCTIONS))] == ["actor", "critic", "reference"]
-    assert problem_of(a_config(), machines(), vocabulary=100).together == ()
+    assert question_of(a_config(), machines(), vocabulary=100).problem.together == ()
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def test_roles_of_algorithms_to_come():
 
 def test_a_vocabulary_from_scratch_is_rounded_to_64():
     assert roles(a_config(), lengths=None)["actor"].model.vocab_size == 128  # of 100 tokens
-    own = problem_of(a_config(), machines()).roles[0].model.vocab_size
+    own = question_of(a_config(), machines()).problem.roles[0].model.vocab_size
     from jaxrlhf.data.tokenizer import embedded_tokenizer
 
     assert own - 64 < len(embedded_tokenizer()) <= own
@@ -195,10 +195,10 @@ def test_a_vocabulary_from_scratch_is_rounded_to_64():
 
 def test_a_local_checkpoint_has_the_shape_of_its_config(tmp_path):
     model = write_policy(tmp_path / "model")
-    actor = problem_of(a_config(model=Pretrained(str(model))), machines()).roles[0]
+    actor = question_of(a_config(model=Pretrained(str(model))), machines()).problem.roles[0]
     assert actor.model.num_layers == 2
     # A model from scratch over the tokenizer of a checkpoint, whose own vocabulary is rounded the same way.
-    scratch = problem_of(a_config(tokenizer=str(model)), machines()).roles[0]
+    scratch = question_of(a_config(tokenizer=str(model)), machines()).problem.roles[0]
     assert scratch.model.vocab_size == actor.model.vocab_size
 
 
@@ -206,19 +206,19 @@ def test_a_local_checkpoint_has_the_shape_of_its_config(tmp_path):
 
 
 def test_the_workload_of_a_step():
-    problem = problem_of(a_config(), machines(), vocabulary=100)
+    problem = question_of(a_config(), machines(), vocabulary=100).problem
     # 32 prompts x 4 responses in updates of 32, twice over; 100 + 300 tokens at most.
     assert problem.workload == Workload(32, 128, 100.0, 300.0, 400, updates=8, epochs=2, longest_prompt_tokens=100)
-    means = problem_of(a_config(), machines(), lengths=Lengths(50, 120.5), vocabulary=100).workload
+    means = question_of(a_config(), machines(), lengths=Lengths(50, 120.5), vocabulary=100).problem.workload
     assert means == replace(problem.workload, prompt_tokens=50.0, response_tokens=120.5)
     slots = a_config(rollout=Rollout(prompts_per_step=32, slots=16))
-    assert problem_of(slots, machines(), vocabulary=100).workload.slots == 16
+    assert question_of(slots, machines(), vocabulary=100).problem.workload.slots == 16
 
 
 def test_supervised_training_has_one_update_of_its_examples():
     config = a_config(algorithm=SFT(examples_per_update=48))
     expected = Workload(48, 48, 100.0, 300.0, 400, longest_prompt_tokens=100)
-    assert problem_of(config, machines(), vocabulary=100).workload == expected
+    assert question_of(config, machines(), vocabulary=100).problem.workload == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_supervised_training_has_one_update_of_its_examples():
 )
 def test_means_that_cannot_be_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
-        problem_of(a_config(), machines(), lengths=Lengths(*lengths), vocabulary=100)
+        question_of(a_config(), machines(), lengths=Lengths(*lengths), vocabulary=100)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +242,13 @@ def test_means_that_cannot_be_are_refused(lengths, message):
     [("auto", False, 2), ("auto", True, 4), ("float32", False, 4), ("bfloat16", True, 2)],
 )
 def test_masters_are_float32_and_activations_what_the_configuration_says(dtype, shared, compute_bytes):
-    problem = problem_of(a_config(compute_dtype=dtype), machines(shared_compute=shared), vocabulary=100)
+    problem = question_of(a_config(compute_dtype=dtype), machines(shared_compute=shared), vocabulary=100).problem
     expected = Software(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, compute_bytes=compute_bytes)
     assert problem.software == expected
 
 
 def test_the_software_is_this_packages():
-    software = problem_of(a_config(), machines(), vocabulary=100).software
+    software = question_of(a_config(), machines(), vocabulary=100).problem.software
     assert software.adds_gradients
     assert software.cache_copies > 1  # programs return a new one
     assert software.decode_tokens_per_dispatch == Rollout(prompts_per_step=32).decode_tokens_per_dispatch
@@ -257,7 +257,7 @@ def test_the_software_is_this_packages():
 def test_a_cache_lies_in_pages_where_a_run_would_have_it_so():
     def pages(spec, path="Qwen/Qwen2.5-7B", **rollout):
         config = a_config(model=Pretrained(path), rollout=Rollout(prompts_per_step=32, **rollout))
-        return problem_of(config, hardware_of(config, spec)).software.pages
+        return question_of(config, hardware_of(config, spec)).problem.software.pages
 
     assert pages("h200") and pages("v5p-8") and not pages("cpu")
     assert not pages("h200", cache="slots") and pages("cpu", cache="pages")
@@ -268,7 +268,7 @@ def test_a_cache_lies_in_pages_where_a_run_would_have_it_so():
 
 
 def test_nothing_given_is_all_searched():
-    problem = problem_of(a_config(), machines(), vocabulary=100)
+    problem = question_of(a_config(), machines(), vocabulary=100).problem
     assert problem.offloads == (
         (),
         ("actor.optimizer", "critic.optimizer"),
@@ -280,29 +280,29 @@ def test_nothing_given_is_all_searched():
 def test_layouts_and_offload_that_are_given_are_kept():
     actor, judge = Layout(tensor=2, generation_tensor=2), ModelReward("Qwen/Qwen2.5-0.5B", layout=Layout(fsdp=2))
     given = {"actor": Training(layout=actor), "rewards": Rewards((judge,)), "offload": ("reward", "actor.optimizer")}
-    problem = problem_of(a_config(**given), machines(), vocabulary=100)
+    problem = question_of(a_config(**given), machines(), vocabulary=100).problem
     # A reference without a layout of its own has the actor's, which generates nothing.
     kept = {"actor": (actor,), "reference": (Layout(tensor=2),), "reward": (Layout(fsdp=2),)}
     assert problem.layouts == kept
     assert problem.offloads == (("reward", "actor.optimizer"),)
-    problem = problem_of(a_config(**given, reference_layout=Layout()), machines(), vocabulary=100)
+    problem = question_of(a_config(**given, reference_layout=Layout()), machines(), vocabulary=100).problem
     assert problem.layouts == kept | {"reference": (Layout(),)}
 
 
 def test_pools_that_are_given_are_costed_as_they_are():
     judges = Rewards((ModelReward("Qwen/Qwen2.5-0.5B"), ModelReward("Qwen/Qwen3-0.6B")))
     pools = (Pool("a", 4, ("actor", "reference")), Pool("b", 2, ("critic",)), Pool("c", 1, ("rollout",)))
-    problem = problem_of(a_config(pools=pools, rewards=judges), machines(), vocabulary=100)
+    problem = question_of(a_config(pools=pools, rewards=judges), machines(), vocabulary=100).problem
     policy = ("actor", "reference", "reward_0", "reward_1")  # rewards that are not placed are on the first pool
     assert problem.pools == ((policy, 4), (("critic",), 2), (("rollout",), 1))
     assert problem.offloads == ((),)
     assert problem.layouts == dict.fromkeys(("actor", "critic", "reference", "reward_0", "reward_1"), (Layout(),))
     apart = (Pool("a", 4, ("actor", "reference", "critic")), Pool("b", 2, ("reward",)))
-    assert problem_of(a_config(pools=apart, rewards=judges), machines(), vocabulary=100).pools == (
+    assert question_of(a_config(pools=apart, rewards=judges), machines(), vocabulary=100).problem.pools == (
         (("actor", "reference", "critic"), 4),
         (("reward_0", "reward_1"), 2),
     )
-    assert problem_of(a_config(pools=apart, rewards=FUNCTIONS), machines(), vocabulary=100).pools == (
+    assert question_of(a_config(pools=apart, rewards=FUNCTIONS), machines(), vocabulary=100).problem.pools == (
         (("actor", "reference", "critic"), 4),
     )
 

@@ -35,7 +35,7 @@ from jaxrlhf.dataflows import dpo
 from jaxrlhf.dataflows import reward_model as reward_model_dataflow
 from jaxrlhf.dataflows.batches import preference_pairs
 from jaxrlhf.planner.hardware import hardware_of
-from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.problem import question_of
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
@@ -236,6 +236,6 @@ def test_what_does_not_fit_pairs_is_refused(change, told):
 
 def test_a_plan_counts_both_answers_and_one_pass_of_each_role():
     for algorithm, roles in ((DPO(pairs_per_update=8), ["actor", "reference"]), (reward_model(), ["critic"])):
-        problem = problem_of(config(algorithm), hardware_of(config(algorithm), "a100x1x8"), vocabulary=500)
+        problem = question_of(config(algorithm), hardware_of(config(algorithm), "a100x1x8"), vocabulary=500).problem
         assert [(role.name, role.passes) for role in problem.roles] == [(name, 1) for name in roles]
         assert problem.workload.responses == 16

@@ -21,7 +21,7 @@ from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.planner.cost.memory import weights_learnt
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.resharding.offload import device_bytes
 from jaxrlhf.sharding.mesh import factored_mesh
@@ -153,7 +153,7 @@ def test_the_reference_is_the_actor_before_it_learnt_and_holds_no_bytes(built):
 
 def test_the_search_counts_the_bytes_that_actor_and_reference_hold(built):
     tokens = len(embedded_tokenizer())
-    problem = problem_of(config_of(), machines(), vocabulary=tokens)
+    problem = question_of(config_of(), machines(), vocabulary=tokens).problem
     assert "reference" not in {role.name for role in problem.roles}
     [actor] = [role for role in problem.roles if role.name == "actor"]
     held = Simulator(problem).role(replace(actor, remat=True), Layout(1), 1, (), generates=True).idle_bytes

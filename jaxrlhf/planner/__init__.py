@@ -2,9 +2,9 @@
 
 from jaxrlhf.planner.apply import freed, snippet
 from jaxrlhf.planner.compiled import check_fits, compiled_to_json
-from jaxrlhf.planner.compiled_report import compiled_report, save_compiled
+from jaxrlhf.planner.compiled_report import compiled_report, draw_compiled
 from jaxrlhf.planner.hardware import hardware_of
-from jaxrlhf.planner.picture import save_timeline
+from jaxrlhf.planner.picture import draw_timeline
 from jaxrlhf.planner.plan import plan_to_json
 from jaxrlhf.planner.problem import Lengths, question_of
 from jaxrlhf.planner.report import timeline_title

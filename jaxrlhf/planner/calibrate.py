@@ -75,8 +75,8 @@ class DecodingSize(NamedTuple):
 
 
 TRAININGS = tuple(
-    TrainingSize(hidden, layers, rows, width)
-    for hidden, layers, rows, width in (
+    TrainingSize(*numbers)
+    for numbers in (
         (64, 2, 1, 64), (128, 4, 1, 128), (256, 4, 1, 256), (512, 6, 1, 512), (1024, 8, 4, 1024), (2048, 8, 8, 1024),
     )
 )  # fmt: skip
@@ -85,8 +85,8 @@ NARROW = DecodingSize(64, 16, 4, 64)
 SHALLOW = DecodingSize(64, 2, 4, 64)
 """Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
 DECODINGS = tuple(
-    DecodingSize(hidden, layers, slots, capacity)
-    for hidden, layers, slots, capacity in (
+    DecodingSize(*numbers)
+    for numbers in (
         (128, 2, 4, 128), (256, 4, 8, 128), (512, 8, 8, 256), (1024, 12, 16, 512), (2048, 16, 32, 1024),
         (4096, 16, 32, 2048),
     )
@@ -309,14 +309,7 @@ def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any,
 def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: Any, seconds: float) -> RateSample:
     """Sample of decoding one token of every slot by the engine's own program; its layers are the steps."""
     model, itemsize = decoder(size.hidden, size.layers), jnp.dtype(dtype).itemsize
-    call = _decode_call(devices, model, size, dtype)
     read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
-    return RateSample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
-
-
-def _decode_call(
-    devices: Sequence[jax.Device], model: ModelConfig, size: DecodingSize, dtype: Any
-) -> Callable[[], Any]:
     mesh = mesh_of({"data": len(devices)}, devices)
     shape = programs.Shape(
         config=model,
@@ -350,7 +343,7 @@ def _decode_call(
         cache, slots, window = program(layers, params, cache, slots)
         return window
 
-    return call
+    return RateSample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
 
 
 def _params(mesh: Mesh, model: ModelConfig, dtype: Any) -> Params:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.planner.cost.programs import Expected, ExpectedPrograms
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, gib
 from jaxrlhf.planner.hlo import Collective, collectives, product_flops
 
 _SIZED = ("decode", "place", "add pages", "prefill", "insert", "resize", "keep")
@@ -154,11 +154,11 @@ def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
         return
     base = fullest.name.partition("[")[0].rpartition(".")[2]
     estimate, needed = fullest.estimated_bytes, fullest.peak_bytes - fullest.beside_bytes
-    counted = "" if estimate is None else f" (plans count {_gib(estimate)} for it)"
+    counted = "" if estimate is None else f" (plans count {gib(estimate)} for it)"
     raise Refusal(
-        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(needed)} by its compiler's "
-        f"word{counted}, and {_gib(fullest.beside_bytes)} is there beside it; a plan may fill {_gib(usable)} of "
-        f"a device. {_HELP.get(base, _HELP['gradient'])}"
+        f"the step does not fit {hardware.name}: {fullest.name} needs {gib(needed)} by its compiler's "
+        f"word{counted}, and {gib(fullest.beside_bytes)} is there beside it; a plan may fill {gib(usable)} "
+        f"of a device. {_HELP.get(base, _HELP['gradient'])}"
     )
 
 
@@ -186,7 +186,3 @@ def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) ->
     peak = max(program.peak_bytes for program in programs)
     large = [program.name for program in programs if program.peak_bytes > usable]
     return {"programs": rows, "peak_bytes": peak, "usable_bytes": usable, "fits": not large, "does_not_fit": large}
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -13,7 +12,7 @@ from rich.text import Text
 from jaxrlhf.planner.compiled import CompiledProgram
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.hlo import Collective
-from jaxrlhf.planner.report import machines, seconds_text
+from jaxrlhf.planner.report import LOOK, machines, seconds_text
 from jaxrlhf.tracking.plots import BLUE, GREEN, GREY, ORANGE, RED
 
 if TYPE_CHECKING:
@@ -26,40 +25,25 @@ _SMALL = 16 * _MIB
 
 def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> RenderableType:
     """The table, and what is fullest."""
-    table = Table(
-        title=f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-    )
+    table = Table(title=f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each", **LOOK)
     table.add_column("program", no_wrap=True)
-    for heading in (
-        "compiled in s",
-        "arguments",
-        "temporary",
-        "outputs",
-        "all",
-        "plan",
-        "beside",
-        "TFLOP",
-        "at best s",
-    ):
+    sizes = ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "TFLOP", "at best s")
+    for heading in sizes:
         table.add_column(heading, justify="right", no_wrap=True)
     for program in programs:
         fresh = program.output_bytes - program.alias_bytes
-        sizes = [program.argument_bytes, program.temporary_bytes, fresh, program.compiled_bytes]
+        parts = [program.argument_bytes, program.temporary_bytes, fresh, program.compiled_bytes]
         estimated = "" if program.estimated_bytes is None else f"{program.estimated_bytes / _GIB:.2f}"
         table.add_row(
             program.name,
             f"{program.seconds:.1f}",
-            *(f"{size / _GIB:.2f}" for size in sizes),
+            *(f"{size / _GIB:.2f}" for size in parts),
             estimated,
             f"{program.beside_bytes / _GIB:.2f}",
             "" if program.flops is None else f"{program.flops / 1e12:.3g}",
             seconds_text(program.seconds_at_best(hardware)),
         )
-    received = Table(title="received by each device", title_justify="left", box=None, pad_edge=False, show_header=False)
+    received = Table(title="received by each device", show_header=False, **LOOK)
     received.add_column(no_wrap=True)
     received.add_column()
     for program in programs:
@@ -120,21 +104,10 @@ def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, ti
         for line, program in enumerate(shown)
         if program.estimated_bytes is not None
     ]
-    axes.plot(
-        [at for at, _ in marks],
-        [line for _, line in marks],
-        "|",
-        color="black",
-        markersize=13,
-        label="the plan's estimate",
-    )
+    at, lines = zip(*marks, strict=True) if marks else ((), ())
+    axes.plot(at, lines, "|", color="black", markersize=13, label="the plan's estimate")
     axes.axvline(hardware.memory_bytes * hardware.usable_memory / _GIB, color=RED, linewidth=1, label="may be filled")
     axes.set_yticks(range(len(shown)), [program.name for program in shown], fontsize=8)
     axes.set_xlabel("GiB of a device")
     axes.legend(fontsize=8, loc="lower right")
     return figure
-
-
-def save_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, path: Path, *, title: str) -> None:
-    """Draw them into a file."""
-    draw_compiled(programs, hardware, title=title).savefig(path, dpi=130)

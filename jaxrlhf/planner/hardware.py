@@ -221,6 +221,12 @@ def _sized(kind: Hardware, machines: int, devices: int) -> Hardware:
     return replace(kind, machines=machines, devices_per_machine=devices, **rates)
 
 
+def gib(num_bytes: float) -> str:
+    """Bytes in words, such as `74.5 GiB`."""
+    size = num_bytes / 2**30
+    return f"{size:,.0f} GiB" if size >= 100 else f"{size:.3g} GiB"
+
+
 def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrlhf.planner.plan import PlacementPlan, PlannedCall
@@ -30,13 +29,6 @@ class CallBar(NamedTuple):
     def end_s(self) -> float:
         """End of the call, in seconds from the start of the step."""
         return self.start_s + self.call.cost.seconds
-
-
-def save_timeline(plan: PlacementPlan, png: Path | str, *, title: str) -> Path:
-    """Draw one step into a PNG."""
-    path = Path(png)
-    draw_timeline(plan, title=title).savefig(path, dpi=130)
-    return path
 
 
 def bars_of(plan: PlacementPlan) -> list[CallBar]:

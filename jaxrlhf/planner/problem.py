@@ -88,13 +88,6 @@ def question_of(
     return Question(problem, (*shapes.notes, *_notes(config, hardware, lengths)))
 
 
-def problem_of(
-    config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
-) -> PlacementProblem:
-    """Placement problem of a configuration, without the notes."""
-    return question_of(config, hardware, lengths=lengths, vocabulary=vocabulary).problem
-
-
 def judges_of(config: Config) -> dict[str, int]:
     """The role of each reward model, and its index in `rewards.parts`."""
     indices = [index for index, part in enumerate(config.rewards.parts) if isinstance(part, ModelReward)]

@@ -13,7 +13,8 @@ from jaxrlhf.planner.plan import PARTS, Cost, PlacementPlan, PlannedCall, Planne
 from jaxrlhf.planner.workload import STAGES, Stage
 
 _GIB, _NAMED = 2**30, 3
-_LOOK: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
+LOOK: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
+"""Look of a table."""
 
 
 def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
@@ -39,7 +40,7 @@ def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, sh
 
 def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
     """One line for each plan, and one below it for each further pool."""
-    table = Table(title=f"{hardware.devices} devices: {machines(hardware)}", **_LOOK)
+    table = Table(title=f"{hardware.devices} devices: {machines(hardware)}", **LOOK)
     for heading in ("", "placement"):
         table.add_column(heading)
     table.add_column("p-t-d x fsdp", no_wrap=True)
@@ -61,7 +62,7 @@ def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
 
 def calls_table(plan: PlacementPlan) -> Table:
     """Every call of a step, with its seconds by cause; and what a pool waits for the others."""
-    table = Table(title="the best plan, by call", **_LOOK)
+    table = Table(title="the best plan, by call", **LOOK)
     for heading in ("stage", "call"):
         table.add_column(heading, no_wrap=True)
     for heading in ("devices", "seconds", *PARTS.values()):

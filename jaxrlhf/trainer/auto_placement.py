@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxrlhf.config import Config
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import Hardware, hardware_of
-from jaxrlhf.planner.picture import save_timeline
+from jaxrlhf.planner.picture import draw_timeline
 from jaxrlhf.planner.plan import PLAN, PlacementPlan, read_plan, save_plan
 from jaxrlhf.planner.problem import placed_roles, question_of
 from jaxrlhf.planner.report import report, timeline_title
@@ -36,7 +36,7 @@ class Placed:
         """Keep a new plan, so that the run goes on with it."""
         if self.found:
             save_plan(self.plan, self.hardware, workdir)
-            save_timeline(self.plan, workdir / _PICTURE, title=self.title)
+            draw_timeline(self.plan, title=self.title).savefig(workdir / _PICTURE, dpi=130)
 
 
 def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:

@@ -39,7 +39,6 @@ def predictions(
     over_provision: float = 1.0,
     keeps: bool = False,
     stream_parts: int = 1,
-    steps: int = 20,
 ) -> list[ScheduledPlan]:
     """The synchronous schedule on the best plan, then the given one on every placement tried, fastest first.
 
@@ -74,9 +73,8 @@ def predictions(
         apart = _apart(plan) is not None and not problem.hardware.takes_turns
         schedule = Schedule(staleness, over_provision, apart, keeps, parts if apart else 1)
         work = problem.workload
-        copies = work.responses // work.prompts
         times = times_of(problem, plan, over_provision=over_provision)
-        result = simulate(schedule, times, lengths, groups=work.prompts, copies=copies, steps=steps)
+        result = simulate(schedule, times, lengths, groups=work.prompts, copies=work.responses // work.prompts)
         return ScheduledPlan(schedule, plan, result)
 
     found = [scheduled(plan, staleness, over_provision, stream_parts) for plan in plans]

@@ -8,22 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrlhf.planner.plan import plan_to_json
-from jaxrlhf.planner.report import placement_text, seconds_text
+from jaxrlhf.planner.report import LOOK, placement_text, seconds_text
 from jaxrlhf.planner.schedules.predict import ScheduledPlan
 
-_GAIN_WORTH_HAVING = 1.02
+_GAIN_WORTH_HAVING, _SHOWN = 1.02, 6
 
 
-def schedules_table(scheduled: Sequence[ScheduledPlan], *, shown: int = 6) -> Table:
+def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
     """The synchronous schedule, then those of the given staleness on each placement."""
-    look: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
-    table = Table(title="schedules, simulated", **look)
+    table = Table(title="schedules, simulated", **LOOK)
     for heading in ("staleness", "placement"):
         table.add_column(heading)
     for heading in ("step s", "times", "generates idle", "learns idle", "slots used", "age", "most", "again"):
         table.add_column(heading, justify="right")
     first = scheduled[0].prediction.step_s
-    for one in scheduled[: shown + 1]:
+    for one in scheduled[: 1 + _SHOWN]:
         result, schedule = one.prediction, one.schedule
         shares = (result.generation_idle, result.learning_idle, result.slots_in_use)
         more = f", {schedule.over_provision:g} steps' groups" if schedule.over_provision > 1 else ""

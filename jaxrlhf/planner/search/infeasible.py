@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.memory import cache_bytes
 from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.hardware import gib
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
 from jaxrlhf.planner.workload import Role
@@ -41,14 +42,14 @@ def explain_infeasible(problem: PlacementProblem) -> str:
         if need.num_bytes > usable:
             return (
                 f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
-                f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than "
-                f"the {_gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}"
+                f"{need.verb} needs {gib(need.num_bytes)} on each device, {gib(need.num_bytes - usable)} more "
+                f"than the {gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}"
                 f"{_advice(problem)}"
             )
     return (
         f"each role fits {_pool(problem, name)} by itself with offload={allowed}, and no placement fits them all: "
-        f"{name} {need.verb} needs {_gib(need.num_bytes)} of the {_gib(usable)} of a device that a plan may fill, and "
-        f"the others that share its devices need more than is left; {_advice(problem)}"
+        f"{name} {need.verb} needs {gib(need.num_bytes)} of the {gib(usable)} of a device that a plan may fill, "
+        f"and the others that share its devices need more than is left; {_advice(problem)}"
     )
 
 
@@ -135,8 +136,3 @@ def _text(layout: Layout) -> str:
         generation += f" x context {layout.generation_context}"
     more = "".join(f" x {name}={size}" for name in ("expert", "context") if (size := getattr(layout, name)) > 1)
     return f"data={data} x fsdp={layout.fsdp}{more} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
-
-
-def _gib(number: float) -> str:
-    gib = number / 2**30
-    return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
