@@ -79,12 +79,13 @@ def test_cancelled_requests_free_their_slots_and_change_no_other(service, alone)
     left = service.submit(ASKED[8], SAMPLING, seed=SEED)
     begun.wait(60)
     for future in cut:
-        service.cancel(future)
+        future.cancel()
     equal([left.result(300)], alone[8:9])
     assert all(future.cancelled() or future.result() for future in cut)
-    assert service.between_steps(lambda engine: None).result(300) is None
+    service.hold()  # until what was asked for before is done
     assert not service.engine.unfinished
     assert not service.waiting
+    service.go_on()
     with pytest.raises(CancelledError):
         next(future for future in cut if future.cancelled()).result()
 
@@ -107,7 +108,9 @@ def test_a_stop_text_of_several_tokens_ends_a_response_with_the_token_that_compl
     reused = service.counts.cached_tokens
     next_turn = service.submit(then, SAMPLING, seed=SEED).result(300)
     assert service.counts.cached_tokens - reused == len(asked.prompt_tokens) + end - 1
-    service.between_steps(lambda engine: engine.free()).result(300)
+    service.hold()
+    service.engine.free()
+    service.go_on()
     equal([next_turn], [service.submit(then, SAMPLING, seed=SEED).result(300)])
 
 
@@ -179,7 +182,7 @@ def test_a_service_that_is_held_ends_what_is_under_way_and_answers_the_rest_late
     service.hold()
     assert all(future.done() for future in first) and not service.engine.unfinished
     second = [service.submit(request, SAMPLING, seed=SEED) for request in later]
-    service.cancel(second[0])
+    second[0].cancel()
     equal(service.engine.generate(ASKED[8:9], SAMPLING, seed=SEED), alone[8:9])  # the engine is ours meanwhile
     assert not any(future.done() for future in second[1:])
     service.go_on()

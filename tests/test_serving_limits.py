@@ -37,11 +37,12 @@ def error(answer):
 
 def settled(model, timeout_s=10.0) -> bool:
     """Nothing is under way, soon."""
-    model.service.between_steps(lambda engine: None).result(timeout_s)
+    obeyed = threading.Event()
     end = time.monotonic() + timeout_s
-    while model.service.waiting and time.monotonic() < end:
+    model.service._tell(obeyed.set)
+    while (model.service.waiting or not obeyed.is_set()) and time.monotonic() < end:
         time.sleep(0.02)
-    return not model.service.waiting
+    return obeyed.is_set() and not model.service.waiting
 
 
 def test_only_who_has_the_key_may_ask(client):
@@ -92,7 +93,7 @@ def test_too_many_at_once_are_told_to_come_again_and_cut_connections_free_their_
     address, model = serving[0].address, serving[1]
     long = {**ASKED, "max_tokens": 128, "min_tokens": 128, "stream": True, "n": 4}
     cancelled, gate = model.service.counts.cancelled, threading.Event()
-    model.service.between_steps(lambda engine: gate.wait(60))  # what is under way stays so
+    model.service._tell(lambda: gate.wait(60))  # what is under way stays so
     with (
         httpx.Client(base_url=address, headers=client.headers) as other,
         other.stream("POST", "/v1/completions", json=long),

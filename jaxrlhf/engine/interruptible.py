@@ -32,11 +32,6 @@ class InterruptibleEngine(Engine):
                 f"generation_context={ways}; leave it at 'recompute'"
             )
 
-    def finish_windows(self) -> list[Completion]:
-        """Read tokens that were dispatched ahead, dispatch no others, and return the responses that ended."""
-        ended = [sequence for _ in range(self.book.unread) for sequence in self._read()]
-        return [sequence.complete(self._loaded().version) for sequence in ended]
-
     def held(self, sequences: Sequence[SequenceState]) -> list[HeldCache | None]:
         """Keys and values of responses under way, copied to the host for `go_on`; None of those without a slot.
 

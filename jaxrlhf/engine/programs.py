@@ -196,28 +196,21 @@ def prefill(
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
     """Start responses: draw their first tokens. `place` copies each prompt's cache into its slot."""
-    row_I, slot_I = insertion.row_I, insertion.slot_I
+    row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
     drawn_I = insertion.drawn_B + 1
+    state = token_I, logp_I, prompts.length_P[row_I], drawn_I, ~_ended(token_I, drawn_I, insertion)
+    return seated(slots, insertion, *state, None if offset_P is None else offset_P[row_I], kept_IK)
 
-    def put(stored_B, new_I):
-        return stored_B.at[slot_I].set(new_I, mode="drop")
 
-    return Slots(
-        token_B=put(slots.token_B, token_I),
-        logp_B=put(slots.logp_B, logp_I),
-        cached_B=put(slots.cached_B, prompts.length_P[row_I]),
-        drawn_B=put(slots.drawn_B, drawn_I),
-        active_B=put(slots.active_B, ~_ended(token_I, drawn_I, insertion)),
-        seed_B=put(slots.seed_B, insertion.seed_B),
-        request_B=put(slots.request_B, insertion.request_B),
-        limit_B=put(slots.limit_B, insertion.limit_B),
-        stop_BE=put(slots.stop_BE, insertion.stop_BE),
-        settings=jax.tree.map(put, slots.settings, insertion.settings),
-        offset_B=None if prompts.offset_P is None else put(slots.offset_B, prompts.offset_P[row_I]),
-        kept_BK=None if kept_IK is None else put(slots.kept_BK, kept_IK),
-    )
+def seated(
+    slots: Slots, insertion: Insertion, token: Any, logp: Any, cached: Any, drawn: Any, active: Any, *last: Any
+) -> Slots:
+    """Slots of which some have responses of an insertion, in this state; `last` are `offset_B` and `kept_BK`."""
+    asked = insertion.seed_B, insertion.request_B, insertion.limit_B, insertion.stop_BE, insertion.settings
+    new = Slots(token, logp, cached, drawn, active, *asked, *last)
+    return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.slot_I].set(new_I, mode="drop"), slots, new)
 
 
 def place(

@@ -57,7 +57,7 @@ class EngineService:
     """A thread that steps an engine as long as requests are under way.
 
     Several requests may have one seed and request_id, and are drawn alike if their prompts are. Nobody else may use
-    the engine before `close`, but for functions given to `between_steps`.
+    the engine before `close`, but while it is held.
 
     Args:
       engine: Engine with its weights loaded.
@@ -96,7 +96,7 @@ class EngineService:
     ) -> Future[Completion]:
         """Ask for a response; thread-safe.
 
-        `cancel` of the future, or of the service, drops the request and frees its slot.
+        `cancel` of the future drops the request and frees its slot.
 
         Args:
           seed: In [0, 2**32). With request_id and prompt it determines the response, whatever else is under way.
@@ -116,34 +116,15 @@ class EngineService:
         )
         return asked.future
 
-    def cancel(self, future: Future[Completion]) -> bool:
-        """Drop a request; false if it has ended. Thread-safe."""
-        return future.cancel()
-
     def release(self, request_id: int) -> None:
         """Keep what was computed for a request with `keep` no longer. Thread-safe."""
         self._tell(lambda: self.engine.release(request_id))
-
-    def between_steps(self, function: Callable[[Engine], None]) -> Future[None]:
-        """Have a function called in the service's thread while no program is being dispatched. Thread-safe."""
-        future: Future[None] = Future()
-
-        def call() -> None:
-            try:
-                function(self.engine)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._tell(call)
-        return future
 
     def hold(self) -> None:
         """Have requests wait from now on, and wait until those under way are answered.
 
         Until `go_on` the service leaves the engine alone: others may use it, and load other weights. One thread at a
-        time may hold it. Functions given to `between_steps` wait, too.
+        time may hold it.
         """
 
         def hold() -> None:

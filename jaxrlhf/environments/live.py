@@ -6,9 +6,10 @@ All of it runs on the pool's thread.
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxrlhf.config.environments import Agent, Tools
 from jaxrlhf.environments.family import Job, Process, ProcessFamily
@@ -148,7 +149,15 @@ class LiveEpisodes:
         episode.future = future
         return episode
 
-    def _submit(self, episode: _Live, job: Job) -> Job:
+    def _submit(
+        self,
+        episode: _Live,
+        request: Request,
+        pickled: bytes,
+        answered: Callable[[Answer], None],
+        lost: Callable[[CodeFailure, float], None],
+    ) -> Job:
+        job = Job(request, pickled, answered, lost, partial(episode.resolve, episode.future), episode.process)
         episode.jobs.append(job)
         episode.family.submit(job)
         return job
@@ -185,13 +194,10 @@ class LiveEpisodes:
                 self._forget(episode)
             episode.resolve(asked, failure)
 
-        def over(error: BaseException) -> None:
-            episode.resolve(asked, error)
-
         asked = episode.future
         episode.jobs.clear()
         pickled = pickle.dumps(request) if pickled is None else pickled
-        return self._submit(episode, Job(request, pickled, answered, lost, over, episode.process))
+        return self._submit(episode, request, pickled, answered, lost)
 
     def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
         """Make tool calls of a reply; those that a process went down at are answered, and the others made again."""
@@ -220,10 +226,7 @@ class LiveEpisodes:
             if not turn.pending:
                 episode.resolve(asked, turn.observation())
 
-        def over(error: BaseException) -> None:
-            episode.resolve(asked, error)
-
-        self._submit(episode, Job(request, pickle.dumps(request), answered, lost, over, episode.process))
+        self._submit(episode, request, pickle.dumps(request), answered, lost)
 
     def _forget(self, episode: _Live) -> None:
         if self._live.get(episode.number) is episode:

@@ -17,28 +17,15 @@ Source: HybridFlow (arXiv:2409.19256), section 5.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.relayout import Convert, Leaf, Plan, Step, cast_to, paired, plan, same_structure, ties_of
 from jaxrlhf.sharding.overlap import refines
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Cost of one switch of layouts.
-
-    Attributes:
-      bytes_per_device: Most bytes that any device had to receive.
-      seconds: Wall-clock time; the first switch of an engine compiles its programs too.
-    """
-
-    bytes_per_device: int
-    seconds: float
 
 
 class SwitchError(RuntimeError):
@@ -151,7 +138,7 @@ class HybridEngine:
         generated = laid_out(cast_shapes(dims, shapes, dtype=dtype), shardings(generation_mesh, dims, GENERATE))
         return cls(trained, generated, bucket_bytes=bucket_bytes)
 
-    def to_generation(self, params: Any) -> tuple[Any, Switch]:
+    def to_generation(self, params: Any) -> tuple[Any, Moved]:
         """The weights in the generation layout and dtype.
 
         Leaves of `params` that move in place are deleted. Hand the tree back to
@@ -168,9 +155,9 @@ class HybridEngine:
         ties = ties_of(leaves)
         way = self._plan(ties)
         weights = self._run(way.there, leaves, ties, "generation")
-        return weights, Switch(way.bytes_per_device, time.perf_counter() - start)
+        return weights, Moved(way.bytes_per_device, time.perf_counter() - start)
 
-    def to_training(self, weights: Any, params: Any) -> tuple[Any, Switch]:
+    def to_training(self, weights: Any, params: Any) -> tuple[Any, Moved]:
         """The parameters in the training layout; what `weights` does not share with them is deleted.
 
         Args:
@@ -195,7 +182,7 @@ class HybridEngine:
         ties = ties_of(leaves)
         way = self._plan(ties)
         params = self._run(way.back, leaves, ties, "training")
-        return params, Switch(way.bytes_back_per_device, time.perf_counter() - start)
+        return params, Moved(way.bytes_back_per_device, time.perf_counter() - start)
 
     def lower(self) -> Lowered:
         """The programs of both directions, of weights that are not tied."""

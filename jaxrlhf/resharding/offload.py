@@ -26,11 +26,11 @@ Block = tuple[tuple[int | None, int | None], ...]
 
 
 class Moved(NamedTuple):
-    """Cost of one move between device and host.
+    """Cost of a move between device and host, or of a switch of layouts.
 
     Attributes:
       bytes_per_device: Most bytes that any device of this process sent or received.
-      seconds: Wall-clock time.
+      seconds: Wall-clock time; a first switch compiles its programs too.
     """
 
     bytes_per_device: int

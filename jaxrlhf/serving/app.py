@@ -27,10 +27,10 @@ class WebApp:
 
     Args:
       token: Key that requests outside sessions must bear; None lets everybody in.
-      book: Sessions of agents; None has no paths below `/s/`.
+      book: Sessions of agents, whose paths are below `/s/`.
     """
 
-    def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook | None = None) -> None:
+    def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook) -> None:
         self._model, self._token, self._book = model, token, book
         self._http = HttpCounts()
         paths: list[tuple[str, str, Handler]] = [
@@ -72,10 +72,9 @@ class WebApp:
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        if self._book is not None:
-            for session_id in (request.path_params.get("session"), key.removeprefix("sk-")):
-                if session_id and (session := self._book.find(session_id)) is not None:
-                    return session
+        for session_id in (request.path_params.get("session"), key.removeprefix("sk-")):
+            if session_id and (session := self._book.find(session_id)) is not None:
+                return session
         if "session" in request.path_params:
             raise ApiError("no such session", status=404, code="no_such_session")
         if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):

@@ -176,19 +176,8 @@ class CallTree:
         if message is not None:
             told, reasoning = (*told, _words(message)), (*reasoning, message.get("reasoning_content"))
             ids = {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
-        made = RecordedCall(
-            prompt.before,
-            prompt.tokens,
-            told,
-            prompt.tools,
-            reply,
-            tuple(tokens),
-            tuple(logps),
-            version,
-            reasoning,
-            ids,
-            prompt.images,
-        )
+        drawn = reply, tuple(tokens), tuple(logps), version
+        made = RecordedCall(prompt.before, prompt.tokens, told, prompt.tools, *drawn, reasoning, ids, prompt.images)
         self.calls.append(made)
         if prompt.before is not None:
             prompt.before.after.append(made)
@@ -252,13 +241,8 @@ def _words(message: Message, images: Sequence[Image] = ()) -> str:
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
-        calls.append(
-            [
-                call.get("id"),
-                call["function"]["name"],
-                json.loads(arguments) if isinstance(arguments, str) else arguments,
-            ]
-        )
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append([call.get("id"), call["function"]["name"], arguments])
     words = {"role": message.get("role"), "content": message.get("content") or "", "calls": calls}
     seen = {"images": [image.digest for image in images]} if images else {}
     return json.dumps({**words, **seen, "answers": message.get("tool_call_id")}, sort_keys=True)
@@ -267,6 +251,5 @@ def _words(message: Message, images: Sequence[Image] = ()) -> str:
 def _named(message: Message, names: Mapping[str, str]) -> Message:
     """A tool's answer with the name of the tool, which some templates write."""
     name = names.get(str(message.get("tool_call_id")))
-    return (
-        message if message.get("role") != "tool" or name is None or message.get("name") else {**message, "name": name}
-    )
+    names_it = message.get("role") == "tool" and name is not None and not message.get("name")
+    return {**message, "name": name} if names_it else message

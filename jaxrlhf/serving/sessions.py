@@ -64,7 +64,7 @@ class ServedSession:
         tree: CallTree,
         base_url: str,
         *,
-        sampling: Sampling | None = None,
+        sampling: Sampling | None,
     ) -> None:
         self.episode, self.seed, self.limits, self.tree, self.sampling = episode, seed, limits, tree, sampling
         self.session_id = secrets.token_urlsafe(16)
@@ -82,7 +82,7 @@ class ServedSession:
     def check_open(self) -> None:
         """Raise `ApiError` if the episode has ended."""
         if self._closed:
-            raise ApiError("the episode has ended; its session takes no calls", status=409, code="session_closed")
+            raise _ended()
 
     def begin(self, prompt: tuple[int, ...], choices: int) -> list[int]:
         """Numbers that choices are drawn by: a function of seed, episode, prompt, and how often it was asked before.
@@ -92,16 +92,14 @@ class ServedSession:
         """
         with self.lock:
             self.check_open()
-            if self.limits.calls is not None and self._calls + choices > self.limits.calls:
-                self.refused["calls"] += 1
-                raise ApiError(
-                    f"the episode's limit of {self.limits.calls} calls is reached", status=403, code="limit_calls"
-                )
-            if self.limits.tokens is not None and self._tokens >= self.limits.tokens:
-                self.refused["tokens"] += 1
-                raise ApiError(
-                    f"the episode's limit of {self.limits.tokens} tokens is reached", status=403, code="limit_tokens"
-                )
+            for what, limit, wanted in (
+                ("calls", self.limits.calls, self._calls + choices),
+                ("tokens", self.limits.tokens, self._tokens + 1),
+            ):
+                if limit is not None and wanted > limit:
+                    self.refused[what] += 1
+                    message = f"the episode's limit of {limit} {what} is reached"
+                    raise ApiError(message, status=403, code=f"limit_{what}")
             self._calls += choices
             first = self._asked[prompt]
             self._asked[prompt] += choices
@@ -177,6 +175,10 @@ class ServedSession:
             return recorded, self._kept
 
 
+def _ended() -> ApiError:
+    return ApiError("the episode has ended; its session takes no calls", status=409, code="session_closed")
+
+
 class SessionBook:
     """Sessions that are open, and those that ended, whose late calls are told so.
 
@@ -185,13 +187,7 @@ class SessionBook:
       sampling: Temperature and the like of every call, whatever it asks for; None leaves that to the agents.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        address: str,
-        *,
-        sampling: Sampling | None = None,
-    ) -> None:
+    def __init__(self, model: ServedModel, address: str, *, sampling: Sampling | None) -> None:
         self._model, self._address, self._sampling = model, address, sampling
         self._by_id: dict[str, ServedSession] = {}
         self._by_episode: dict[Hashable, ServedSession] = {}
@@ -247,5 +243,5 @@ class SessionBook:
           ApiError: The episode has ended.
         """
         if session_id in self._ended:
-            raise ApiError("the episode has ended; its session takes no calls", status=409, code="session_closed")
+            raise _ended()
         return self._by_id.get(session_id)

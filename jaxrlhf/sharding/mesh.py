@@ -52,6 +52,16 @@ STAGE_AXES = ("stage", "micro_stage")
 TENSOR_AXES = ("tensor", "micro_tensor")
 """Axes that split every layer in training."""
 
+TRAINING_AXES: dict[str, Any] = {
+    "row_axes": BATCH_AXES,
+    "head_axes": TENSOR_AXES,
+    "expert_axes": EXPERT_AXES,
+    "stage_axes": STAGE_AXES,
+    "weight_axes": WEIGHT_AXES,
+    "token_axes": TOKEN_AXES,
+}
+"""Axes of a training mesh by what they split, as `choose_execution` takes them."""
+
 GENERATION_AXES: dict[str, Any] = {
     "row_axes": SLOT_AXES,
     "head_axes": ("tensor",),
@@ -59,7 +69,7 @@ GENERATION_AXES: dict[str, Any] = {
     "stage_axes": ("stage",),
     "cache_axes": CACHE_AXES,
 }
-"""Axes of a generation mesh by what they split, as `choose_execution` takes them."""
+"""Axes of a generation mesh, likewise."""
 
 
 def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:

@@ -154,29 +154,23 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
+_GENERATING = ("generate_sequences", "generate_part", "continue_sequences", "run_episodes", "continue_episodes")
+
+
 class GeneratesElsewhere(ABC):
-    """Methods of an actor that generate, on devices of another group."""
+    """An actor whose methods that generate are those of another group, and all others those of `_trains`."""
 
     _rollout: Group
+    _trains: Any
 
     @abstractmethod
     def _sent(self) -> Pending[Any]:
         """Version of the weights to generate with, once they are on the rollout's devices."""
 
-    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
-
-    def generate_part(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.generate_part(*args, versions=self._sent(), **kwargs)
-
-    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
-
-    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
-
-    def continue_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_episodes(*args, versions=self._sent(), **kwargs)
+    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
+        if name in _GENERATING:
+            return lambda *args, **kwargs: getattr(self._rollout, name)(*args, versions=self._sent(), **kwargs)
+        return getattr(self._trains, name)
 
 
 class ActorApart(GeneratesElsewhere):
@@ -192,7 +186,7 @@ class ActorApart(GeneratesElsewhere):
     """
 
     def __init__(self, actor: Group, rollout: Group, fetching: Callable[[], Group]) -> None:
-        self._actor, self._rollout, self._fetching = actor, rollout, fetching
+        self._trains, self._rollout, self._fetching = actor, rollout, fetching
         self._fetches = itertools.count()
         self._newest: Pending[Any] | None = None
         self._there: Pending[Any] | None = None
@@ -202,10 +196,10 @@ class ActorApart(GeneratesElsewhere):
         self._order = threading.Lock()  # an update is before or after an offer
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._updated(self._actor.update_actor, *args, **kwargs)
+        return self._updated(self._trains.update_actor, *args, **kwargs)
 
     def update_by_gradients(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._updated(self._actor.update_by_gradients, *args, **kwargs)
+        return self._updated(self._trains.update_by_gradients, *args, **kwargs)
 
     def _updated(self, update: Callable[..., Pending[Any]], *args: object, **kwargs: object) -> Pending[Any]:
         with self._order:
@@ -214,9 +208,6 @@ class ActorApart(GeneratesElsewhere):
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
-
-    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
-        return getattr(self._actor, name)
 
     def as_of_now(self, *, waiting: int) -> "ActorAsOf":
         """The actor that generates with the weights of this moment, whatever is updated before it does.
@@ -240,7 +231,7 @@ class ActorApart(GeneratesElsewhere):
     def _offer(self, wanted: Any) -> Pending[Any]:
         if wanted not in self._asked:
             self._asked.append(wanted)
-        return self._actor.offer_weights(wanted, waiting=self._waiting)
+        return self._trains.offer_weights(wanted, waiting=self._waiting)
 
     def send_again(self) -> None:
         """Send the newest weights, all of them, to a group that was launched anew and has none, nor its former size."""
@@ -248,7 +239,7 @@ class ActorApart(GeneratesElsewhere):
         self._newest = self._there = self._wanted = None
         asked, self._asked = self._asked, []
         for wanted in asked:  # by processes that are gone; nobody comes for what was offered to them
-            self._actor.withdraw_weights(wanted)
+            self._trains.withdraw_weights(wanted)
         self._sent()
 
     def load(self, fetched: Pending[Any]) -> Pending[Any]:
@@ -280,15 +271,12 @@ class ActorAsOf(GeneratesElsewhere):
     """
 
     def __init__(self, apart: ActorApart, rollout: Group, fetched: Pending[Any], launches: int) -> None:
-        self._apart, self._rollout = apart, rollout
+        self._trains, self._rollout = apart, rollout
         self._fetched, self._launches = fetched, launches
         self._versions: Pending[Any] | None = None
 
-    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
-        return getattr(self._apart, name)
-
     def _sent(self) -> Pending[Any]:
         if self._versions is None:
-            there = self._launches == self._apart.launches
-            self._versions = self._apart.load(self._fetched) if there else self._apart._sent()
+            there = self._launches == self._trains.launches
+            self._versions = self._trains.load(self._fetched) if there else self._trains._sent()
         return self._versions

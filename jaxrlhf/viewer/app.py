@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from jaxrlhf.processes.http_server import HttpServer
 from jaxrlhf.viewer.explanations import explanations
 from jaxrlhf.viewer.run_files import RunFiles
 
@@ -22,6 +23,14 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 """A page that runs no script but its own, whatever a model wrote."""
+
+
+class ViewServer(HttpServer):
+    """HTTP server of the view, at 127.0.0.1."""
+
+    def __init__(self, files: RunFiles, *, port: int) -> None:
+        super().__init__(host="127.0.0.1", port=port, flags="--port")
+        self.answer_by(view_app(files))
 
 
 def view_app(files: RunFiles) -> Starlette:

@@ -14,7 +14,8 @@ from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, Roll
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Refusal, Sampling
-from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
+from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
+from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.model import Metrics, ModelSetup
@@ -53,7 +54,7 @@ class Actor(TrainedWorker):
         super().__init__(setup, params, optimizer=optimizer, total_updates=total_updates, adapters=adapters)
         self._sampler, self._hybrid, self._exchange = sampler, hybrid, exchange
         self.version = 0
-        self._switches: list[Switch] = []
+        self._switches: list[Moved] = []
 
     def counters(self) -> dict[str, int]:
         return {**super().counters(), "version": self.version}
@@ -112,7 +113,7 @@ class Actor(TrainedWorker):
         if self.adapters is not None:
             self.adapters.tree = weights["adapters"]
 
-    def _switched(self, switched: tuple[Any, Switch]) -> Any:
+    def _switched(self, switched: tuple[Any, Moved]) -> Any:
         weights, switch = switched
         self._switches.append(switch)
         return weights

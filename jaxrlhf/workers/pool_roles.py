@@ -21,15 +21,7 @@ from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
-from jaxrlhf.sharding.mesh import (
-    BATCH_AXES,
-    EXPERT_AXES,
-    STAGE_AXES,
-    TENSOR_AXES,
-    TOKEN_AXES,
-    WEIGHT_AXES,
-    factored_mesh,
-)
+from jaxrlhf.sharding.mesh import TRAINING_AXES, factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.role_weights import RoleWeights
 
@@ -96,19 +88,8 @@ class PoolRoles:
 
     def execution(self, role: str, *, remat: str = "none") -> Execution:
         """Execution of a role in its training layout; `remat` as `Training` has it, settled."""
-        execution = choose_execution(
-            self.model_of(role),
-            self.dtype,
-            self.mesh(role),
-            row_axes=BATCH_AXES,
-            head_axes=TENSOR_AXES,
-            expert_axes=EXPERT_AXES,
-            stage_axes=STAGE_AXES,
-            weight_axes=WEIGHT_AXES,
-            token_axes=TOKEN_AXES,
-            remat=remat != "none",
-            wanted=self.config.attention,
-        )
+        how = {**TRAINING_AXES, "remat": remat != "none", "wanted": self.config.attention}
+        execution = choose_execution(self.model_of(role), self.dtype, self.mesh(role), **how)
         return replace(execution, offloads=remat == "offload")
 
     def model_of(self, role: str) -> AnyModel:

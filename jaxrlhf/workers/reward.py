@@ -59,16 +59,8 @@ class Reward:
         responses = response_texts(rollout, self._text)
         copies = len(responses) // len(problems)
         rows = [problem for problem in problems for _ in range(copies)]
-        scores = self._scorer.score(
-            [row.prompt for row in rows],
-            responses,
-            [row.answer for row in rows],
-            [_shown(row) for row in rows],
-            questions=[row.question for row in rows],
-            sources=[row.source for row in rows],
-            finished=(~np.asarray(rollout.truncated_B)).tolist(),
-            progress=lambda done, total: self._progress("reward", done, total),
-        )
+        finished = (~np.asarray(rollout.truncated_B)).tolist()
+        scores = self._scored(rows, responses, [_shown(row) for row in rows], finished)
         self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
@@ -88,16 +80,30 @@ class Reward:
         told_E = [_told(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
         failed = [f"{one.stop}: {one.failure}" for one in episodes if one.stop in FAILURES]
+        shown = [{**_shown(problem), "episode": told} for problem, told in zip(problems, told_E, strict=True)]
+        answers, finished = [one.answer for one in episodes], [one.stop not in TRUNCATIONS for one in episodes]
+        paid, why = np.array(paid_E, np.float32), failed[-1] if failed else ""
+        return self._scored(problems, answers, shown, finished, environment_B=paid, environment_failure=why)
+
+    def _scored(
+        self,
+        problems: Sequence[Problem],
+        responses: Sequence[str],
+        shown: Sequence[Mapping[str, Any]],
+        finished: Sequence[bool],
+        environment_B: np.ndarray | None = None,
+        environment_failure: str = "",
+    ) -> Scores:
         return self._scorer.score(
             [problem.prompt for problem in problems],
-            [one.answer for one in episodes],
+            responses,
             [problem.answer for problem in problems],
-            [{**_shown(problem), "episode": told} for problem, told in zip(problems, told_E, strict=True)],
+            shown,
             questions=[problem.question for problem in problems],
             sources=[problem.source for problem in problems],
-            finished=[one.stop not in TRUNCATIONS for one in episodes],
-            environment_B=np.array(paid_E, np.float32),
-            environment_failure=failed[-1] if failed else "",
+            finished=finished,
+            environment_B=environment_B,
+            environment_failure=environment_failure,
             progress=lambda done, total: self._progress("reward", done, total),
         )
 

@@ -25,7 +25,7 @@ from jaxrlhf.models import (
     token_scores,
 )
 from jaxrlhf.sharding.described import are_here, described
-from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, TOKEN_AXES, TRAINING_AXES
 from jaxrlhf.workers.offloadable import Offloadable
 from jaxrlhf.workers.role_weights import RoleWeights
 
@@ -77,18 +77,7 @@ class ScoreModel:
             int(np.prod([mesh.shape[axis] for axis in axes])) for axes in (BATCH_AXES, TOKEN_AXES)
         )
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._execution = choose_execution(
-            self._config,
-            dtype,
-            mesh,
-            row_axes=BATCH_AXES,
-            head_axes=TENSOR_AXES,
-            expert_axes=EXPERT_AXES,
-            stage_axes=STAGE_AXES,
-            weight_axes=WEIGHT_AXES,
-            token_axes=TOKEN_AXES,
-            wanted=attention,
-        )
+        self._execution = choose_execution(self._config, dtype, mesh, **TRAINING_AXES, wanted=attention)
         self._forward, self._forward_tokens = jax.jit(self._scores), jax.jit(self._token_scores)
 
     def reading(self, part: ModelReward) -> Callable[[Sequence[tuple[str, str, bool]]], np.ndarray]:

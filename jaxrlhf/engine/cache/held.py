@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.batch import Array
@@ -17,7 +16,7 @@ from jaxrlhf.engine.buckets import fit
 from jaxrlhf.engine.cache.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.compiled import EngineShardings
 from jaxrlhf.engine.prefill import Kind, Prefill
-from jaxrlhf.engine.programs import Insertion, Prefilled, Prompts, Shape, Slots
+from jaxrlhf.engine.programs import Insertion, Prefilled, Prompts, Shape, Slots, seated
 from jaxrlhf.models import Prefix
 from jaxrlhf.models.config import ModelConfig
 
@@ -125,22 +124,6 @@ class Newest(NamedTuple):
 
 def go_on(slots: Slots, newest: Newest, insertion: Insertion, *, shape: Shape) -> Slots:
     """Have responses go on in slots from their newest tokens; `place` puts what was held into the cache."""
-
-    def put(stored_B, new_I):
-        return stored_B.at[insertion.slot_I].set(new_I, mode="drop")
-
-    count = len(insertion.slot_I)
-    return Slots(
-        token_B=put(slots.token_B, newest.token_I),
-        logp_B=put(slots.logp_B, jnp.zeros(count, jnp.float32)),
-        cached_B=put(slots.cached_B, newest.cached_I),
-        drawn_B=put(slots.drawn_B, insertion.drawn_B),
-        active_B=put(slots.active_B, jnp.ones(count, bool)),
-        seed_B=put(slots.seed_B, insertion.seed_B),
-        request_B=put(slots.request_B, insertion.request_B),
-        limit_B=put(slots.limit_B, insertion.limit_B),
-        stop_BE=put(slots.stop_BE, insertion.stop_BE),
-        settings=jax.tree.map(put, slots.settings, insertion.settings),
-        offset_B=None if slots.offset_B is None else put(slots.offset_B, newest.offset_I),
-        kept_BK=None if slots.kept_BK is None else put(slots.kept_BK, -1),
-    )
+    offset, kept = None if slots.offset_B is None else newest.offset_I, None if slots.kept_BK is None else -1
+    state = newest.token_I, 0.0, newest.cached_I, insertion.drawn_B, True
+    return seated(slots, insertion, *state, offset, kept)
