@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 FLOORS = {
@@ -70,10 +71,9 @@ def floors(package: Path) -> list[str]:
 
 def sizes(path: Path) -> list[str]:
     """A file or a function that is too long to read at once."""
-    source = path.read_text()
-    lines = len(source.splitlines())
+    lines = len(path.read_text().splitlines())
     found = [f"{path.name} has {lines} lines, over {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -90,15 +90,14 @@ def shadowing(path: Path) -> list[str]:
 def vague_names(path: Path) -> list[str]:
     """Modules, classes and functions named after nothing in particular."""
     definitions = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    tree = ast.parse(path.read_text())
-    names = [path.stem, path.parent.name, *(node.name for node in ast.walk(tree) if isinstance(node, definitions))]
+    names = [path.stem, path.parent.name, *(node.name for node in _nodes(path) if isinstance(node, definitions))]
     words = {name: re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name) for name in names}
     return [f"{path.name}: {name}" for name in names if VAGUE & {word.lower() for word in words[name]}]
 
 
 def undocumented(path: Path) -> list[str]:
     """A module without a docstring."""
-    return [] if ast.get_docstring(ast.parse(path.read_text())) else [f"{path.name} has no docstring"]
+    return [] if ast.get_docstring(_tree(path)) else [f"{path.name} has no docstring"]
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -109,7 +108,7 @@ def imported_packages(path: Path) -> set[str]:
 def front_door_logic(path: Path) -> list[str]:
     """What a room's `__init__.py` does beyond a docstring, imports, literals and a lazy `__getattr__`."""
     found = []
-    for node in ast.parse(path.read_text()).body:
+    for node in _tree(path).body:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         lazy = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
         if not (isinstance(node, ast.Import | ast.ImportFrom) or text or lazy or _is_literal(node) or _is_typing(node)):
@@ -151,8 +150,7 @@ def retired_words(path: Path) -> list[str]:
 def unclear_docstrings(path: Path) -> list[str]:
     """Docstrings that begin in the middle: their subject is named only further on, or elsewhere."""
     found = []
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         for text, line in _docstrings(node):
             first = text.split(maxsplit=1)[0].strip(",.:;") if text.split() else ""
             if first in UNCLEAR_OPENINGS or text.startswith("The same"):
@@ -165,10 +163,21 @@ def repeated_class_names(paths: list[Path]) -> list[str]:
     """Class names that mean several things."""
     places: dict[str, list[str]] = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append("/".join(path.parts[-2:]))
     return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
+@lru_cache(maxsize=1)
+def _tree(path: Path) -> ast.Module:
+    """A file, parsed once for all rules that look at it one after another."""
+    return ast.parse(path.read_text())
+
+
+@lru_cache(maxsize=1)
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(path)))
 
 
 def _rooms(package: Path) -> list[Path]:
@@ -192,7 +201,7 @@ def _rooms_imported(path: Path, package: Path) -> set[str]:
 
 def _imports(path: Path) -> Iterator[str]:
     """Dotted names of all that a file imports, `from a import b` as `a.b`, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -1,6 +1,7 @@
 """Replies with tool calls in each family's form: read as they were meant, and never an exception."""
 
 import random
+from functools import cache
 
 import pytest
 from chat_families import small_tokenizer
@@ -13,9 +14,11 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall
 
 TOOLS = [NOTE, NOW]
-GOOD, BAD = 130, 30
+GOOD, BAD, ANY = 40, 8, 60
+"""Replies that are drawn of each form."""
 
 
+@cache
 def parser_of(form):
     template = "{{ messages }}" + "{# " + form.sign + " #}"
     tokenizer = small_tokenizer(("<s>", "</s>", *form.special), form.tags, template)
@@ -96,7 +99,7 @@ def test_any_tokens_make_a_reply(name):
     tokenizer, parser = parser_of(form)
     own = list(tokenizer.added_tokens_decoder)
     good = tokenizer.encode(form.write([("note", arguments(draw))]), add_special_tokens=False)
-    for trial in range(200):
+    for trial in range(ANY):
         if trial % 2:
             tokens = [draw.choice(own) if draw.random() < 0.3 else draw.randrange(len(tokenizer)) for _ in range(40)]
         else:
@@ -111,7 +114,7 @@ def test_any_tokens_make_a_reply(name):
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
-@pytest.mark.parametrize("depth", [300, 900, 3000])
+@pytest.mark.parametrize("depth", [300, 3000])
 def test_values_that_lie_deep_make_a_reply(name, depth):
     form = FORMS[name]
     tokenizer, parser = parser_of(form)

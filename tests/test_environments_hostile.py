@@ -153,21 +153,21 @@ def test_a_bad_step_fails_its_own_episode_alone(pool, notes):
     assert gone(notes)
 
 
-@pytest.mark.parametrize("where", ["reset", "get_reward", "close"])
-def test_bad_deeds_elsewhere(pool, notes, where):
-    kinds: dict[str, str | None] = {kind: DEEDS[kind] for kind in ("hang", "leave", "raises", "system_exit", "memory")}
-    kinds |= {"get_reward": {"nan": "not-finite", "text": "wrong-type"}}.get(where, {})
+def test_bad_deeds_elsewhere(pool, notes):
+    """At the beginning, in the final reward and at the end, all at once, so that limits of time are waited for once."""
+    causes = {kind: DEEDS[kind] for kind in ("hang", "leave", "raises", "system_exit", "memory")}
+    deeds = {(where, kind): cause for where in ("reset", "get_reward", "close") for kind, cause in causes.items()}
+    deeds |= {("get_reward", "nan"): "not-finite", ("get_reward", "text"): "wrong-type"}
     before = Counter(pool.closing_failures)
-    begun = {kind: begin(pool, ENVIRONMENT, kind, where, notes) for kind in kinds}
-    seen = {kind: failure_of(opened) for kind, (_, opened) in begun.items()}
-    rewards = {kind: pool.finish(begun[kind][0]) for kind, cause in seen.items() if cause is None}
-    seen |= {kind: failure_of(future) for kind, future in rewards.items()}
-    assert seen == (dict.fromkeys(kinds) if where == "close" else kinds)
-    if where == "close":
-        end = time.monotonic() + LIMIT_S
-        while (counted := pool.closing_failures - before) != Counter(kinds.values()) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert counted == Counter(kinds.values())
+    begun = {(where, kind): begin(pool, ENVIRONMENT, kind, where, notes) for where, kind in deeds}
+    seen = {deed: failure_of(opened) for deed, (_, opened) in begun.items()}
+    rewards = {deed: pool.finish(begun[deed][0]) for deed, cause in seen.items() if cause is None}
+    seen |= {deed: failure_of(future) for deed, future in rewards.items()}
+    assert seen == {deed: None if deed[0] == "close" else cause for deed, cause in deeds.items()}
+    end = time.monotonic() + LIMIT_S
+    while (counted := pool.closing_failures - before) != Counter(causes.values()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert counted == Counter(causes.values())
 
 
 def test_a_record_that_cannot_be_sent_is_a_failure(pool):

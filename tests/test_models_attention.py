@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -104,16 +104,21 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["xla", "splash", "flash"])
-@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(150, 4, 2), (18, 3, 1)])
-def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel, width, heads, kv_heads):
+@cache
+def packed_rows(width, heads, kv_heads):
+    """Arguments of `run_rows`, and what the naive reference makes of them."""
     shapes = [(2, width, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
     query, key, value, weight = drawn(*shapes)
     segment = np.array(SEGMENTS[width], np.int32)
-    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    run = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))
-    ours = run(*arrays, segment, np.asarray(weight, np.float32))
-    for got, true in zip(ours, naive_rows(query, key, value, segment, weight), strict=True):
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value, weight)]
+    return [*arrays[:3], segment, arrays[3]], naive_rows(query, key, value, segment, weight)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "splash", "flash"])
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(150, 4, 2), (18, 3, 1)])
+def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel, width, heads, kv_heads):
+    arguments, expected = packed_rows(width, heads, kv_heads)
+    for got, true in zip(jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))(*arguments), expected, strict=True):
         close(got, true)
 
 

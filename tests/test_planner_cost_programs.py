@@ -40,7 +40,7 @@ def test_a_device_computes_whole_rows_of_the_longest_length(
     assert batch.microbatches * batch.tokens == expected
 
 
-@pytest.mark.parametrize("responses", [1, 7, 64, 300])
+@pytest.mark.parametrize("responses", [1, 7, 100])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(3, 4), Layout(1, 2, 2), Layout(2, 1, 4, 2)])
 def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
     sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "expert", "stage", "tensor")}

@@ -1,6 +1,8 @@
 """What plans count by, held against the parameters that each family declares and against transformers' own."""
 
 import math
+from functools import cache
+from typing import Any
 
 import jax
 import pytest
@@ -48,29 +50,36 @@ def heads_of(kind: str) -> list[str]:
     return [head for head, task in TASKS.items() if tiny_checkpoints.model_class(kind, task) is not None]
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Function of a kind and a head: its shape as read, and the weights of transformers' model; each made once."""
+
+    @cache
+    def of(kind: str, head: str = "lm") -> tuple[Any, int]:
+        directory = tmp_path_factory.mktemp(f"{kind}_{head}")
+        model = on_no_device(kind, head, directory)
+        saved = model.state_dict()
+        weights = sum(weight.numel() for weight in model.parameters())
+        weights += sum(buffer.numel() for name, buffer in model.named_buffers() if name in saved)
+        return read_config(directory), weights
+
+    return of
+
+
 @pytest.mark.parametrize(("kind", "head"), [(kind, head) for kind in tiny_checkpoints.KINDS for head in heads_of(kind)])
-def test_a_family_has_as_many_weights_as_it_declares_and_as_transformers_has(kind, head, tmp_path):
-    model = on_no_device(kind, head, tmp_path)
-    saved = model.state_dict()
-    weights = sum(weight.numel() for weight in model.parameters())
-    weights += sum(buffer.numel() for name, buffer in model.named_buffers() if name in saved)
-    config = read_config(tmp_path)
+def test_a_family_has_as_many_weights_as_it_declares_and_as_transformers_has(kind, head, known):
+    config, weights = known(kind, head)
     assert sum(size for _, size in leaves(config, head)) == weights
     assert config.num_parameters(head) == weights
 
 
-def test_every_family_is_counted(tmp_path):
-    counted = set()
-    for kind in tiny_checkpoints.KINDS:
-        on_no_device(kind, "lm", tmp_path)
-        counted.add(read_config(tmp_path).family)
-    assert counted == set(FAMILIES)
+def test_every_family_is_counted(known):
+    assert {known(kind)[0].family for kind in tiny_checkpoints.KINDS} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
-def test_operations_are_two_for_each_weight_that_a_token_is_multiplied_with(kind, tmp_path):
-    on_no_device(kind, "lm", tmp_path)
-    config = read_config(tmp_path)
+def test_operations_are_two_for_each_weight_that_a_token_is_multiplied_with(kind, known):
+    config, _ = known(kind)
     experts = config.experts
     met = 0.0
     for path, size in leaves(config, "lm"):
@@ -82,9 +91,8 @@ def test_operations_are_two_for_each_weight_that_a_token_is_multiplied_with(kind
 
 
 @pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
-def test_a_token_takes_of_the_cache_what_the_cache_has_for_it(kind, tmp_path):
-    on_no_device(kind, "lm", tmp_path)
-    config = read_config(tmp_path)
+def test_a_token_takes_of_the_cache_what_the_cache_has_for_it(kind, known):
+    config, _ = known(kind)
     cache = jax.eval_shape(lambda: empty_cache(config, slots=3, capacity=32))
     held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert cache_bytes(config, Layout(), tokens=32, itemsize=4) * 3 == held

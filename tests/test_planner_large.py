@@ -51,7 +51,10 @@ def a_run(path: str):
     return override(load("grpo_gsm8k"), {"model.path": path, "actor.tokens_per_microbatch": 131_072})
 
 
-@pytest.fixture(scope="module", params=[(LLAMA, "v5p-128"), (LLAMA, "h100x16x8"), (QWEN, "h200x16x8")], ids="-".join)
+SEVERAL = pytest.param((LLAMA, "h100x16x8"), marks=pytest.mark.slow)  # its tests are those of the others
+
+
+@pytest.fixture(scope="module", params=[(LLAMA, "v5p-128"), SEVERAL, (QWEN, "h200x16x8")], ids="-".join)
 def planned(request):
     """The model, devices, memory of one, the problem and its best plan."""
     name, machines = request.param

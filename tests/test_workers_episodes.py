@@ -45,7 +45,9 @@ def episodes(*, split: bool) -> tuple[RolloutBatch, dict[str, np.ndarray]]:
     return rollout, {name: np.where(mask_BT, field_ET[episode_B], 0) for name, field_ET in fields.items()}
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])  # a sequence is an episode
+@pytest.mark.parametrize(
+    "aggregation", [pytest.param("token-mean", marks=pytest.mark.seeds), "seq-mean-token-mean"]
+)  # a sequence is an episode
 def test_an_episode_in_one_row_has_the_gradient_of_a_row_for_each_turn(actor, aggregation):
     rollout = replace(config().rollout, prompts_per_step=3)
     settings = replace(config(), algorithm=replace(config().algorithm, responses_per_update=6), rollout=rollout)

@@ -342,7 +342,15 @@ def grpo_step(one_device, algorithm: GRPO):
     return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
 
 
-@pytest.mark.parametrize("kl", [None, KLInLoss(coefficient=0.1), KLInReward(coefficient=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "kl",
+    [
+        pytest.param(None, marks=pytest.mark.seeds),
+        KLInLoss(coefficient=0.1),
+        pytest.param(KLInReward(coefficient=0.1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_update_without_the_old_pass_is_the_update_with_it(one_device, kl) -> None:
     # A policy that its reference is not, so that the KL terms say something.
     whole = GRPO(responses_per_update=16, kl=kl, old_logp="trainer")

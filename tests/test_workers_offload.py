@@ -57,9 +57,9 @@ def experience(rows: int = 8, width: int = 80) -> Experience:
     ("devices", "dtype", "layout"),
     [
         (1, "float32", {}),  # every weight is shared between the layouts
-        (2, "float32", {"tensor": 2}),  # some move in place, some are shared
+        pytest.param(2, "float32", {"tensor": 2}, marks=pytest.mark.slow),  # some move in place, some are shared
         (2, "bfloat16", {"tensor": 2}),  # matrices are cast, norms are shared
-        (4, "bfloat16", {"stage": 2, "fsdp": 2}),  # matrices are cast, norms move
+        pytest.param(4, "bfloat16", {"stage": 2, "fsdp": 2}, marks=pytest.mark.slow),  # matrices are cast, norms move
     ],
 )
 def test_masters_wait_while_the_actor_generates(devices: int, dtype: str, layout: dict[str, int]) -> None:

@@ -28,7 +28,7 @@ def updated(builder_and_workers, parts: int) -> tuple[list[np.ndarray], dict[str
     return [np.asarray(leaf) for leaf in jax.tree.leaves(actor.optimizer.tree)], report.metrics
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.seeds), 2])
 def test_an_update_in_parts_is_that_of_the_whole(devices: int) -> None:
     settings = config(devices=devices)
     whole, metrics = updated(build(settings), 1)

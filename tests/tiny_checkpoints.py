@@ -334,15 +334,18 @@ KINDS = {
 """Every family, with its flags one way and another."""
 
 RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
-TWINS = ("qwen2-tied", "mistral-full", "olmo2-grouped", "gemma2-uncapped", "qwen3-moe-tied", "mixtral-window")
-"""Older kinds of which each mechanism is another one's too."""
+FAST = (
+    *("qwen2-window", "qwen3", "llama3", "phi3", "olmo2", "gemma2", "gemma3", "mixtral", "deepseek-v3"),
+    *("smollm3", "granite", "gpt-oss"),
+)
+"""Kinds that have most mechanisms and compile fast; of others each mechanism is one of theirs too, or of the slow."""
 
-FAST = (*(kind for kind in KINDS if kind not in (*RECENT, *TWINS)), "smollm3", "granite", "gpt-oss")
-"""Older kinds, and recent ones whose mechanisms no older one has and that compile fast."""
-
-SLOW = ("mistral4", "gpt-oss", "qwen3-next", "granite4", "deepseek-v3.2", "gemma4", "gemma4-moe", "gemma3n")
-"""Recent kinds that show all other mechanisms: scaled queries, sinks, the delta rule, a state space, an indexer,
-embeddings for each layer, borrowed keys, experts beside a dense part, several residual streams."""
+SLOW = (
+    *("mistral", "phi3-long", "qwen3-moe", "deepseek-v2", "deepseek-v3-halves"),
+    *("mistral4", "qwen3-next", "granite4", "deepseek-v3.2", "gemma4", "gemma4-moe", "gemma3n"),
+)
+"""Kinds that show all other mechanisms: long rope, rotated halves of latents, scaled queries, the delta rule, a state
+space, an indexer, embeddings for each layer, borrowed keys, experts beside a dense part, several residual streams."""
 
 
 def tiered(kinds, fast=FAST, slow=SLOW):
