@@ -335,8 +335,8 @@ KINDS = {
 
 RECENT = list(KINDS)[list(KINDS).index("olmo3") :]
 FAST = (
-    *("qwen2-window", "qwen3", "llama3", "phi3", "olmo2", "gemma2", "gemma3", "mixtral", "deepseek-v3"),
-    *("smollm3", "granite", "gpt-oss"),
+    *("qwen2-window", "qwen3", "llama3", "phi3", "olmo2", "gemma2", "gemma3", "mixtral", "deepseek-v3", "smollm3"),
+    *("granite", "gpt-oss"),
 )
 """Kinds that have most mechanisms and compile fast; of others each mechanism is one of theirs too, or of the slow."""
 
@@ -344,8 +344,7 @@ SLOW = (
     *("mistral", "phi3-long", "qwen3-moe", "deepseek-v2", "deepseek-v3-halves"),
     *("mistral4", "qwen3-next", "granite4", "deepseek-v3.2", "gemma4", "gemma4-moe", "gemma3n"),
 )
-"""Kinds that show all other mechanisms: long rope, rotated halves of latents, scaled queries, the delta rule, a state
-space, an indexer, embeddings for each layer, borrowed keys, experts beside a dense part, several residual streams."""
+"""Kinds that show all other mechanisms, from long rope and the delta rule to several residual streams."""
 
 
 def tiered(kinds, fast=FAST, slow=SLOW):

@@ -6,6 +6,7 @@ An algorithm names one: a function of the roles and the step's input, whose resu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,7 +82,7 @@ def answered(
     seed: int,
 ) -> ScoredRollout:
     """Scored responses to problems or, with an environment, scored episodes that begin with them."""
-    how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
+    how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
         return gone_through(roles, config.environment, problems, sampling, **how)
     rollout = roles.actor.generate_sequences(problems, sampling, **how)
@@ -98,7 +99,7 @@ def gone_through(
     seed: int,
 ) -> ScoredRollout:
     """Scored episodes that begin with these problems."""
-    how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
+    how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     return judged(roles, environment, problems, value_of(roles.actor.run_episodes(problems, sampling, **how)))
 
 

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
+from jaxrlhf.batch import Array, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Refusal, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
 from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
+from jaxrlhf.workers.generation.generates import Generates
 from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.model import Metrics, ModelSetup
 from jaxrlhf.workers.sampler import Sampler
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker, Updated
 
 
-class Actor(TrainedWorker):
+class Actor(TrainedWorker, Generates):
     """The policy.
 
     Args:
@@ -72,7 +72,7 @@ class Actor(TrainedWorker):
         }
 
     @contextmanager
-    def generating(self, sampler: Sampler | None = None) -> Iterator[Sampler]:
+    def generating(self, versions: Sequence[int] = (), *, sampler: Sampler | None = None) -> Iterator[Sampler]:
         """Have the current weights in the engine of a sampler within the block; None is the policy's own."""
         sampler = self._sampler if sampler is None else sampler
         assert sampler is not None and self._hybrid is not None, "another pool generates for this actor"
@@ -118,24 +118,6 @@ class Actor(TrainedWorker):
         self._switches.append(switch)
         return weights
 
-    @worker_method(ONE_TO_ALL, part="generate")
-    def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
-        with self.generating() as sampler:
-            sampler.compile_ahead(prompt_lengths)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_sequences(
-        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> RolloutBatch:
-        """Sample responses, prompt-major, under the current policy.
-
-        Args:
-          seed: With a problem's id and the number of the copy it determines a response.
-        """
-        with self.generating() as sampler:
-            return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_part(
         self,
@@ -163,61 +145,8 @@ class Actor(TrainedWorker):
           seed: With a problem's id it determines a response; that of `generate_sequences` would draw alike.
         """
         assert self.opponents is not None, "the algorithm has no opponents"
-        with self.generating(self.opponents) as sampler:
+        with self.generating(sampler=self.opponents) as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=1, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_sequences(
-        self, problems: Sequence[Problem], under_way: PartialRollout, *, sampling: Sampling, until: Round
-    ) -> PartialRollout:
-        """Draw further tokens of groups under way, under the current policy, until enough of them are complete.
-
-        Keys and values of tokens that earlier policies drew are computed again by this one, or kept as they were.
-
-        Args:
-          problems: Problem of each group.
-          until: End of the round over all ranks, each of which has its share of it.
-        """
-        with self.generating() as sampler:
-            return sampler.go_on(problems, under_way, sampling, until)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def run_episodes(
-        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> EpisodeBatch:
-        """Go through episodes that begin with these problems, prompt-major, under the current policy.
-
-        Args:
-          seed: With a problem's id, the number of the copy, and the turn it determines a reply.
-        """
-        with self.generating() as sampler:
-            return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_episodes(
-        self,
-        problems: Sequence[Problem],
-        groups: OpenGroups,
-        *,
-        sampling: Sampling,
-        responses_per_prompt: int,
-        until: Round,
-    ) -> EpisodeBatch:
-        """Go on with groups of episodes, under the current policy, until enough of them are complete.
-
-        A reply is drawn by one policy. Episodes of groups that are new to this rank begin; the others go on where they
-        are, and their environments with them.
-
-        Args:
-          problems: Problem of each group.
-          until: End of the round over all ranks, each of which has its share of it.
-
-        Returns:
-          Episodes of the groups that are complete now and were not before.
-        """
-        copies = responses_per_prompt
-        with self.generating() as sampler:
-            return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=copies)
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:

@@ -206,7 +206,7 @@ class Sampler:
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> EpisodeBatch:
-        """Go through episodes that begin with these problems, prompt-major; see `Actor.run_episodes`."""
+        """Go through episodes that begin with these problems, prompt-major; see `Generates.run_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.run(
             self.engine,
@@ -227,7 +227,7 @@ class Sampler:
         *,
         responses_per_prompt: int,
     ) -> EpisodeBatch:
-        """Go on with groups of episodes until enough are complete; see `Actor.continue_episodes`."""
+        """Go on with groups of episodes until enough are complete; see `Generates.continue_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.go_on(
             self.engine,

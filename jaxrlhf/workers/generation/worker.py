@@ -1,21 +1,22 @@
 """Worker of the rollout role: generation on another pool than the actor's, with copies of its weights."""
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
+from jaxrlhf.batch import Problem, RolloutBatch
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.resharding.offload import to_device
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
+from jaxrlhf.workers.generation.generates import Generates
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.sampler import Sampler
 
 
-class RolloutWorker:
+class RolloutWorker(Generates):
     """The rollout role: an engine on another pool, which is sent the actor's weights.
 
     Those of a later moment may be fetched into the host's memory while the engine draws with those that it has.
@@ -97,25 +98,6 @@ class RolloutWorker:
         self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
         return version
 
-    @worker_method(ONE_TO_ALL, part="generate")
-    def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
-        """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
-        self._at_version(versions).compile_ahead(prompt_lengths)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_sequences(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int],
-    ) -> RolloutBatch:
-        """Sample responses, prompt-major, with the weights last sent; see `Actor.generate_sequences`."""
-        sampler = self._at_version(versions)
-        return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_part(
         self,
@@ -129,55 +111,14 @@ class RolloutWorker:
         versions: Sequence[int],
     ) -> RolloutBatch:
         """Sample the next part of the responses with the weights last sent; see `Actor.generate_part`."""
-        sampler = self._at_version(versions)
-        if part == 0:
-            how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
-            self._parts = sampler.generate_parts(problems, sampling, **how)
-        return next(self._parts)
+        with self.generating(versions) as sampler:
+            if part == 0:
+                how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
+                self._parts = sampler.generate_parts(problems, sampling, **how)
+            return next(self._parts)
 
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_sequences(
-        self,
-        problems: Sequence[Problem],
-        under_way: PartialRollout,
-        *,
-        sampling: Sampling,
-        until: Round,
-        versions: Sequence[int],
-    ) -> PartialRollout:
-        """Draw further tokens of groups under way with the weights last sent; see `Actor.continue_sequences`."""
-        return self._at_version(versions).go_on(problems, under_way, sampling, until)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def run_episodes(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        versions: Sequence[int],
-    ) -> EpisodeBatch:
-        """Go through episodes, prompt-major, with the weights last sent; see `Actor.run_episodes`."""
-        sampler = self._at_version(versions)
-        return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def continue_episodes(
-        self,
-        problems: Sequence[Problem],
-        groups: OpenGroups,
-        *,
-        sampling: Sampling,
-        responses_per_prompt: int,
-        until: Round,
-        versions: Sequence[int],
-    ) -> EpisodeBatch:
-        """Go on with groups of episodes with the weights last sent; see `Actor.continue_episodes`."""
-        sampler = self._at_version(versions)
-        return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=responses_per_prompt)
-
-    def _at_version(self, versions: Sequence[int]) -> Sampler:
+    @contextmanager
+    def generating(self, versions: Sequence[int] = ()) -> Iterator[Sampler]:
         """The sampler, whose engine frees its cache by itself; the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
-        return self._sampler
+        yield self._sampler
