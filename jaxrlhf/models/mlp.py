@@ -76,5 +76,6 @@ def _largest(gate_RWF: Array, cut: Array) -> Array:
     """
     wide_RWF = gate_RWF.astype(jnp.float32)
     mean_RW1 = wide_RWF.mean(axis=-1, keepdims=True)
-    deviation_RW1 = jnp.sqrt(jnp.square(wide_RWF - mean_RW1).mean(axis=-1, keepdims=True))
+    # Where all gates are alike, as those of zeros are, the root alone would have no finite gradient.
+    deviation_RW1 = jnp.sqrt(jnp.maximum(jnp.square(wide_RWF - mean_RW1).mean(axis=-1, keepdims=True), 1e-30))
     return jax.nn.relu(wide_RWF - mean_RW1 - cut * deviation_RW1).astype(gate_RWF.dtype)

@@ -19,6 +19,8 @@ from jaxrlhf.models.norm import norm
 
 _SMALLEST = 1e-5
 """Least mean square that a projection is divided by the root of."""
+_NOTHING = 1e-30
+"""Mean square that is as good as none."""
 
 
 def spread(params: Params, config: ModelConfig, embed_RWD: Float[Array, "R W D"]) -> Float[Array, "R W C"]:
@@ -46,7 +48,9 @@ def _as_large(projected_D: Array, like_D: Array) -> Array:
     def mean_square(array_D: Array) -> Array:
         return jnp.mean(jnp.square(array_D.astype(jnp.float32)), axis=-1, keepdims=True)
 
-    size = jnp.sqrt(mean_square(like_D)) / jnp.sqrt(jnp.maximum(mean_square(projected_D), _SMALLEST))
+    # Of an embedding of zeros, as that of padding may be, the root alone would have no finite gradient.
+    size = jnp.sqrt(jnp.maximum(mean_square(like_D), _NOTHING))
+    size /= jnp.sqrt(jnp.maximum(mean_square(projected_D), _SMALLEST))
     return projected_D * size.astype(projected_D.dtype)
 
 
