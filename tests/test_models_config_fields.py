@@ -224,6 +224,7 @@ GPT_OSS_20B = _SHARED | {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
+_LINEAR = {"rope_type": "linear", "factor": 8.0}
 PUBLISHED = {
     "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
     "Mistral-7B-v0.3": (MISTRAL, 7_248_023_552),
@@ -288,6 +289,8 @@ def refused(directory, fields, change):
         (GEMMA3, {"attn_logit_softcapping": 50.0}),
         (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}),
         (GEMMA3, {"rope_parameters": {"rope_theta": 5.0}}),
+        (GEMMA3 | {"rope_scaling": _LINEAR}, {"rope_parameters": {"full_attention": _LINEAR | {"factor": 4.0}}}),
+        (GPT_OSS_20B, {"rope_scaling": None}),
         (OLMO2, {"attention_bias": True}),
         (OLMO2, {"clip_qkv": 8.0}),
         (PHI4, {"lm_head_bias": True}),

@@ -201,3 +201,5 @@ def test_names_of_older_transformers(tmp_path):
     (source / "config.json").write_text(json.dumps(fields))
     assert models.read_config(source) == new
     assert new.rope_scaling is not None
+    (source / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+    assert models.read_config(source) == new

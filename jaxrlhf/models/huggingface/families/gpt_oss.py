@@ -14,6 +14,11 @@ def _read(given: Fields) -> dict[str, Any]:
     for name in ("initial_context_length", "experts_per_token", "num_experts"):
         given.take(name)  # said by others
     given.default(num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    if not (given.take("rope_parameters") or given.take("rope_scaling")):
+        raise given.error(
+            "neither rope_parameters nor rope_scaling",
+            'transformers stretches positions of gpt_oss by YaRN then; say so, or "default" as their rope_type',
+        )
     count = given.need("num_hidden_layers")
     experts = Experts(
         count=given.take("num_local_experts", 128),

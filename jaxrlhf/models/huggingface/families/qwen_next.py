@@ -14,7 +14,7 @@ from jaxrlhf.models.huggingface.families.family import (
     of_both_kinds,
 )
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.rope_fields import read_rope, rope_dictionary
 
 _LINEAR = LAYER + "linear_attn."
 _KINDS = {"full_attention": False, "linear_attention": True}
@@ -44,18 +44,14 @@ def _read(given: Fields) -> dict[str, Any]:
         value_dim=given.take("linear_value_head_dim", 128),
         kernel=given.take("linear_conv_kernel_dim", 4),
     )
-    rope = dict(given.take("rope_parameters") or given.take("rope_scaling") or {})
-    given.take("rope_scaling")
-    rope = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
-    rope.setdefault("rope_theta", given.take("rope_theta"))
-    rope.setdefault("partial_rotary_factor", given.take("partial_rotary_factor") or _ROTATED)
+    given.default(partial_rotary_factor=_ROTATED)
     return {
         "qk_norm": True,
         "unit_offset": True,
         "attention_gate": True,
         "linear": linear,
         "linear_layers": tuple(_KINDS[kind] for kind in kinds),
-        **parse_rope(rope, given),
+        **read_rope(given, unread=_OF_IMAGES),
     }
 
 

@@ -1,7 +1,7 @@
 """Fields of rotary positions in config.json: since transformers 5 in `rope_parameters`, before beside each other."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -27,13 +27,26 @@ _KINDS: dict[str, type[RopeScaling] | None] = {
 _OTHER_NAMES = {"su": "longrope"}
 
 
-def read_rope(given: Fields) -> dict[str, Any]:
-    """Base, scaling, rotated part and longest sequence of a model whose layers are alike."""
-    rope = dict(given.take("rope_parameters") or given.take("rope_scaling") or {})
-    given.take("rope_scaling")
-    rope.setdefault("rope_theta", given.take("rope_theta"))
-    rope.setdefault("partial_rotary_factor", given.take("partial_rotary_factor"))
-    return parse_rope(rope, given)
+def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:
+    """Base, scaling, rotated part and longest sequence of a model whose layers are alike.
+
+    Args:
+      unread: Fields of the dictionary that make no difference.
+
+    Raises:
+      Refusal: The dictionaries of newer and of older versions are both there, and differ.
+    """
+    beside = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    both = [given.take(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    kept = [{name: value for name, value in rope.items() if name not in unread} for rope in both if rope]
+    found = [parse_rope(beside | rope, given) for rope in kept or [{}]]
+    if found[0] != found[-1]:
+        raise given.error(
+            f"rope_parameters={both[0]!r} and rope_scaling={both[1]!r}, of which some readers take the one and some "
+            "the other",
+            "say the same in both, or leave one out",
+        )
+    return found[0]
 
 
 def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
@@ -103,9 +116,11 @@ def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) ->
       Refusal: Layers with a window have scaled ones, or there are layers of another kind.
     """
     given.take("rope_theta")
-    ropes = given.take("rope_parameters") or {}
-    full = {"rope_theta": full_theta, **(given.take("rope_scaling") or {})}
-    full |= ropes.get("full_attention") or {}
+    ropes, scaling = given.take("rope_parameters") or {}, given.take("rope_scaling") or {}
+    own = ropes.get("full_attention") or {}
+    if any(scaling.get(name, value) != value for name, value in own.items()):
+        raise given.error(f"rope_scaling={scaling!r} and rope_parameters of full_attention={own!r}", "leave one out")
+    full = {"rope_theta": full_theta, **scaling, **own}
     sliding = {"rope_theta": sliding_theta}
     sliding |= ropes.get("sliding_attention") or {}
     if unread := ropes.keys() - {"full_attention", "sliding_attention"}:
