@@ -18,7 +18,7 @@ from tiny_runs import get_config, numbers, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import load_pretrained
-from jaxrlhf.checkpoint.pretrained import export_converted
+from jaxrlhf.checkpoint.pretrained import convert, export_converted
 from jaxrlhf.config import Evaluation, Pretrained
 from jaxrlhf.trainer.policy import export_policy
 from jaxrlhf.trainer.run import run
@@ -102,6 +102,14 @@ def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, caps
     for name in names - {"config.json"}:
         assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
     assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+def test_labels_of_tokens_are_not_converted(refused, tmp_path):
+    """Their two rows and biases would become one row."""
+    source = write(tmp_path / "labels", build("qwen2", "ForTokenClassification"))
+    with refused():
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_directories_may_be_relative(source, tmp_path, monkeypatch):

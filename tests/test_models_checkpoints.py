@@ -121,8 +121,24 @@ def test_dtype(source):
 
 def test_a_tied_checkpoint_that_also_saved_its_head(tmp_path):
     directory = write(tmp_path, build("qwen2-tied"))
-    rewrite(directory, lm_head__weight=np.zeros((97, 32), np.float32))
+    embed = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(directory, lm_head__weight=embed)
     assert "head" not in load(directory)
+    # As adapters leave it whose `modules_to_save` were both; transformers unties them then, and others do not.
+    rewrite(directory, lm_head__weight=embed + (np.arange(97) == 96)[:, None])
+    refuses(directory, "lm_head.weight", "tie_word_embeddings", str(directory))
+
+
+def test_adapters_beside_the_weights_are_not_left_out(copy):
+    (copy / "adapter_config.json").write_text("{}")
+    refuses(copy, "adapter_config.json", "merged")
+
+
+def test_an_export_names_no_code_that_is_not_beside_it(copy, tmp_path_factory):
+    change(copy, auto_map={"AutoConfig": "configuration_qwen2.Qwen2Config"})
+    export = tmp_path_factory.mktemp("export")
+    models.save_params(load(copy), models.read_config(copy), export, source=copy)
+    assert "auto_map" not in json.loads((export / "config.json").read_text())
 
 
 def test_missing_directory(tmp_path):
@@ -204,6 +220,7 @@ def test_config_that_is_not_json(copy):
         {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
         {"vocab_size": None},
     ],
     ids=lambda fields: "-".join(fields),

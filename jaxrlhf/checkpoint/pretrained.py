@@ -18,7 +18,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import read_config, read_family
+from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_family
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import Keep, Progress, check_head, check_params, load_params
 from jaxrlhf.models.huggingface.save import check_new, copy_description, read_dtypes, save_each
@@ -134,6 +134,8 @@ def convert(
     """
     directory = check_new(directory)
     config, (_, head) = read_config(source, vision=vision), read_family(source)
+    if labels_steps(source):
+        raise Refusal(f"{source} labels tokens, for which converted checkpoints have no place; use it as it is")
     found = resolve(source, weights=True)
     shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
     layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)

@@ -22,10 +22,15 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import labels_steps, read_family
-from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, StoredTensor, stored_tensors
+from jaxrlhf.models.huggingface.families import FAMILIES, LM_HEAD, SIGHTS, StoredTensor, stored_tensors
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
+
+ADAPTERS = "adapter_config.json"
+"""File of adapters."""
+_TIED_ROWS = 16_384
+"""Rows of an embedding and of a head that are compared at a time."""
 
 Ranges = tuple[tuple[int, int], ...]
 Progress = Callable[[int, int], None]
@@ -60,7 +65,7 @@ def load_params(
       keep: Called with each parameter before the next one is read.
 
     Raises:
-      Refusal: The checkpoint lacks the wanted head, or its tensors are not those of the model.
+      Refusal: The checkpoint lacks the wanted head or has two, or its tensors are not those of the model.
     """
     declared = declare(config, head)
     if shardings is None:
@@ -69,6 +74,8 @@ def load_params(
 
     with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
         stored, labelled = _check(files, config, head), head != "lm" and labels_steps(path)
+        if head == "lm" and config.tie_embeddings:
+            _check_tied(files, stored["embed"].name)
         if dtype is None:
             dtype = _dtypes(files, declared, stored)
         dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
@@ -242,6 +249,11 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
       Refusal: The files do not fit the model.
     """
     stored = stored_tensors(config, head)
+    if (adapters := files.directory / ADAPTERS).is_file():
+        raise Refusal(
+            f"{adapters} lies beside weights, to which transformers adds its adapters, and this does not; give merged "
+            "weights without that file"
+        )
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)
     labelled = head != "lm" and labels_steps(files.directory)
@@ -261,6 +273,23 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
     if head not in ("value", saved):
         says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
         raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint")
+
+
+def _check_tied(files: TensorFiles, embed: str) -> None:
+    """Refuse a head beside a tied embedding that is not the same; of both some rows at a time are read."""
+    head = LM_HEAD.name
+    if head not in files.file_of:
+        return
+    shape = files[embed].get_shape()
+    same = files[head].get_shape() == shape
+    for start in range(0, shape[0] if same else 0, _TIED_ROWS):
+        rows = slice(start, min(start + _TIED_ROWS, shape[0])), slice(None)
+        same = same and np.array_equal(*(files[name][rows].astype(np.float32) for name in (embed, head)))
+    if not same:
+        raise Refusal(
+            f"tensor {head!r} in {files.where(head)} is not {embed!r}, and config.json ties them: some readers take "
+            f"the one and some the other; set tie_word_embeddings to false there, or leave {head} out"
+        )
 
 
 def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, StoredTensor]) -> None:

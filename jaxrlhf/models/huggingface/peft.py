@@ -14,10 +14,11 @@ from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families import module_name, stored_tensors
 from jaxrlhf.models.huggingface.hub import without_revision
+from jaxrlhf.models.huggingface.load import ADAPTERS
 from jaxrlhf.models.lora.lora import INPUTS, adapter_shapes
 from jaxrlhf.models.parameters import path_name
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTERS, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HEAD = f"{_PREFIX}score.weight"
 _READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "init_lora_weights")

@@ -233,7 +233,8 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
     fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
         given = read_fields(source, whole=config.vision is not None)
-        kept = {name: value for name, value in given.items() if name != "quantization_config"}
+        # Weights are written as they are used, and none of the code is copied that `auto_map` names.
+        kept = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
