@@ -137,6 +137,7 @@ def test_setting_refuses(refused):
         lambda: PPO(gamma=1.1),
         lambda: PPO(lam=-0.1),
         lambda: PPO(critic_warmup_steps=-1),
+        lambda: VAPO(critic_warmup_steps=-1),
         lambda: GRPO(epochs_per_step=0),
         lambda: SFT(examples_per_update=0),
         lambda: ColdStart(steps=0),

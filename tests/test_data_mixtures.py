@@ -1,6 +1,7 @@
 """Several sources side by side: what a step draws of each, what of them is used, and who scores it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,28 @@ def test_a_selection_leaves_out_repeated_prompts_and_those_of_the_wrong_difficul
 def test_the_order_of_an_epoch_may_be_the_given_one():
     loader = Loader(problems(6), per_step=2, seed=3, parts=[Part(np.array([5, 3, 1, 0]))], shuffle=False)
     assert ids(loader, 3) == [[5, 3], [1, 0], [5, 3]]
+
+
+def test_the_last_of_a_given_order_come_too():
+    """Six in batches of four: the two that are left over come with the first two of the next epoch."""
+    saved = None
+    for batch in [[5, 3, 1, 0], [4, 2, 5, 3], [1, 0, 4, 2]] * 2:  # each by a run that was resumed
+        part = Part(np.array([5, 3, 1, 0, 4, 2]))
+        loader = Loader(problems(6), per_step=4, seed=3, parts=[part], shuffle=False)
+        if saved is not None:
+            loader.restore(saved)
+        assert ids(loader, 1) == [batch]
+        saved = json.loads(json.dumps(loader.state()))
+
+
+def test_other_weights_after_a_resume_count_from_there():
+    """What was drawn by the weights of before is not made up for, in batches of one source alone."""
+    parts = [Part(np.arange(60), 1.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
+    before = Loader(problems(100), per_step=8, seed=3, parts=parts)
+    ids(before, 30)
+    now = Loader(problems(100), per_step=8, seed=3, parts=[replace(parts[0], weight=3.0), parts[1]])
+    now.restore(json.loads(json.dumps(before.state())))
+    assert [sum(one < 60 for one in batch) for batch in ids(now, 5)] == [6] * 5
 
 
 def test_a_source_is_scored_by_its_own_parts():

@@ -12,10 +12,11 @@ from tiny_models import sharp
 from tiny_runs import get_config, records, training
 
 from jaxrlhf import models
-from jaxrlhf.batch import Problem
+from jaxrlhf.batch import Problem, Sequences
 from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import (
     GRPO,
+    PRIME,
     Checkpointing,
     Evaluation,
     RolloutServer,
@@ -23,11 +24,14 @@ from jaxrlhf.config import (
     Tools,
     TruncatedImportance,
 )
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.sampling import sample, settings_of, uniforms
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import mesh_of
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.run import run
+from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.generation.rollouts import to_rollout
 
 MODEL = ModelConfig(
@@ -169,6 +173,24 @@ def test_packed_rows_have_the_samplers_probabilities_and_the_gradient_of_a_plain
     expected, expected_gradient = jax.value_and_grad(plain)(params)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), gradient, expected_gradient)
+
+
+def test_a_process_reward_starts_at_the_reference_among_the_kept_tokens():
+    """Its log-ratio to the reference is its reward: both are over the same tokens, so that it begins at 0."""
+    prime = PRIME(responses_per_update=16, process_reward=training())
+    config = replace(get_config(), cold_start=None, algorithm=prime)
+    roles = ("process_reward", "reference")
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    workers = builder.workers(Phase(config, roles, 1))
+    draw, shape = np.random.default_rng(0), (4, config.rollout.width)
+    token_BT = draw.integers(4, 40, shape).astype(np.int32)
+    kept_BTK = np.stack([token_BT, np.where(token_BT == 7, -1, 7)], axis=-1).astype(np.int32)
+    mask_BT = np.broadcast_to(np.arange(shape[1]) >= config.rollout.max_prompt_tokens, shape)
+    sequences = Sequences(token_BT, np.full(4, shape[1], np.int32), mask_BT, np.arange(4), kept_BTK=kept_BTK)
+    mine, theirs = (workers[role].log_prob(sequences) for role in roles)
+    np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert np.abs(mine[mask_BT]).mean() < 1  # one of two tokens, and not of the vocabulary
 
 
 def test_rollouts_of_which_the_kept_tokens_are_not_known_are_refused(refused):

@@ -101,5 +101,7 @@ def test_the_data_position_of_further_data_is_kept_and_given_back():
     assert schedule.state() == {"loader": 1, "examples": 2}
     schedule.restore({"loader": "here", "examples": "there", "step": 3})
     assert seen == [(1, "here"), (2, "there")]
+    schedule.restore({"loader": "here"})  # of a run without further data, which begin now
+    assert seen == [(1, "here"), (2, "there"), (1, "here")]
     with pytest.raises(KeyError, match="loader"):
         schedule.restore({})

@@ -38,7 +38,8 @@ class Loader:
     The order of an epoch is a function of the seed and the epoch alone, so the whole state is
     a position. It is the sorting permutation of raw Philox words, a sequence that numpy
     keeps across versions. Problems that do not fill a batch at the end of an epoch wait for a
-    later one: a batch never holds a problem twice, since its id names its group.
+    later one, or without shuffling come together with the first of the next: a batch never holds
+    a problem twice, since its id names its group.
 
     Args:
       problems: Already tokenised.
@@ -114,12 +115,15 @@ class Loader:
         return wanted
 
     def _take(self, number: int, count: int) -> list[int]:
+        rest: list[int] = []
         if self._offset[number] + count > len(self._order[number]):
+            if not self._shuffle:  # the same would be left over in every epoch, the hardest of a curriculum
+                rest = self._order[number][self._offset[number] :].tolist()
             self._epoch[number], self._offset[number] = self._epoch[number] + 1, 0
             self._left_out[number] = self._outside(number)
             self._order[number] = self._ordered(number, self._epoch[number])
-        start, self._offset[number] = self._offset[number], self._offset[number] + count
-        return self._order[number][start : self._offset[number]].tolist()
+        start, self._offset[number] = self._offset[number], self._offset[number] + count - len(rest)
+        return rest + self._order[number][start : self._offset[number]].tolist()
 
     def observe(self, scores: Mapping[int, float]) -> None:
         """Note mean scores of problems that were drawn, by prompt id."""
@@ -132,6 +136,7 @@ class Loader:
         position: dict[str, Any] = {"epoch": self._epoch[0], "offset": self._offset[0]}
         if several:
             position = {"epoch": [*self._epoch], "offset": [*self._offset], "drawn": [*self._drawn]}
+            position["shares"] = [*self._shares]
         if self._band is not None:
             left_out = [index.tolist() for index in self._left_out]
             position |= {"observed": [*map(list, self._observed.items())], "left_out": left_out}
@@ -161,7 +166,9 @@ class Loader:
                 f"the saved data position is of {len(epoch)} sources and this run has {len(self._parts)}; "
                 "resume with the same data and seed, or start a new run"
             )
-        self._epoch, self._offset, self._drawn = epoch, offset, [*state.get("drawn", self._drawn)]
+        self._epoch, self._offset, self._drawn = epoch, offset, [0] * len(self._parts)
+        if state.get("shares", self._shares) == self._shares:  # else what was drawn by other weights would be made up
+            self._drawn = [*state.get("drawn", self._drawn)]
         self._observed = {int(index): float(score) for index, score in state.get("observed", ())}
         if "left_out" in state:
             self._left_out = [np.array(index, np.int64) for index in state["left_out"]]

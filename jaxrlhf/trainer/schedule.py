@@ -126,7 +126,7 @@ class Synchronous:
                 f"wait; resume with rollout.staleness={queued} or more"
             )
         self.loader.restore(saved["loader"])
-        if self.examples is not None:
+        if self.examples is not None and "examples" in saved:  # else the run had none, and begins with them
             self.examples.restore(saved["examples"])
 
     def close(self) -> None:

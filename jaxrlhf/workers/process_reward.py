@@ -11,6 +11,8 @@ from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 class ProcessReward(TrainedWorker):
     """An implicit process reward model, at the temperature of the rollout."""
 
+    keeps_sampled = True
+
     @worker_method(THREE_D_PROTO)
     def compute_log_prob(self, rollout: RolloutBatch) -> Array:
         """log pi of every response token under the process reward model."""

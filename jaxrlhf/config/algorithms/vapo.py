@@ -26,7 +26,7 @@ class VAPO(PPO):
     learn: ClassVar[str] = "jaxrlhf.dataflows.vapo:learn"
 
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
-    critic_warmup_steps: int = 50
+    critic_warmup_steps: NotNegative[int] = 50
     length_scale: Positive[float] = 0.05
     imitation: NotNegative[float] = 0.1
     success: Finite[float] = 0.0
