@@ -74,14 +74,17 @@ def expected():
 
 @pytest.mark.parametrize(
     ("pages", "sizes"),
-    [(False, {"data": 2, "stage": 2, "tensor": 2}), (True, {"data": 4, "tensor": 2})],
-    ids=["slots and stages", "pages"],
+    [
+        pytest.param(False, {"data": 2, "stage": 2, "tensor": 2}, marks=pytest.mark.slow, id="slots and stages"),
+        pytest.param(True, {"data": 4, "tensor": 2}, id="pages"),
+    ],
 )
 def test_eight_devices_in_chunks_generate_what_one_does_whole(expected, pages, sizes, monkeypatch):
     engine = build(WINDOWS, monkeypatch, chunks=True, pages=pages, **sizes)
     assert_same(greedy(engine, 7, 36, 33, 40), expected)
 
 
+@pytest.mark.slow
 def test_experts_are_recorded_and_no_other_length_recompiles(monkeypatch):
     expected = greedy(build(MIXTURE, monkeypatch, chunks=False), 7, 36, 33, 40)
     engine = build(MIXTURE, monkeypatch, chunks=True)

@@ -66,11 +66,11 @@ ENGINES = {
 }
 
 
-FURTHER = ("few slots", "pages")
-"""Engines of the `seeds` tier."""
+FURTHER = {"few slots": pytest.mark.seeds, "pages": pytest.mark.seeds, "stages": pytest.mark.slow}
+"""Engines of later tiers."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.seeds] * (n in FURTHER)) for n in ENGINES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in ENGINES])
 def test_rounds_of_one_policy_draw_what_it_draws_at_once_and_run_no_token_twice(monkeypatch, name):
     build_engine, model = ENGINES[name]
     engine = build_engine()

@@ -67,7 +67,7 @@ def expected():
     ("sizes", "replicas"),
     [
         ({"data": 8}, 8),
-        ({"data": 2, "tensor": 2, "micro_tensor": 2}, 4),
+        pytest.param({"data": 2, "tensor": 2, "micro_tensor": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "micro_stage": 4}, 4, marks=pytest.mark.seeds),  # test_engine_stages.py has stages
     ],
 )
@@ -77,13 +77,18 @@ def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
     same(completions, expected)
 
 
+@pytest.mark.slow
 def test_heads_are_split_where_the_cache_is_of_latents_that_serve_all_of_them():
     _, completions = run(LATENT, data=2, tensor=2)
     same(completions, run(LATENT)[1])
 
 
 @pytest.mark.parametrize(
-    ("model", "order"), [(MODEL, ((0, 3, 1, 2), (0, 2, 1, 3))), (LATENT, ((0, 1, 3, 2), (0, 1, 2, 3)))]
+    ("model", "order"),
+    [
+        (MODEL, ((0, 3, 1, 2), (0, 2, 1, 3))),
+        pytest.param(LATENT, ((0, 1, 3, 2), (0, 1, 2, 3)), marks=pytest.mark.slow),
+    ],
 )
 def test_a_cache_that_lies_position_by_position_as_on_tpus_gives_the_same(model, order, expected, monkeypatch):
     monkeypatch.setattr(compiled, "BY_POSITION", ("cpu",))

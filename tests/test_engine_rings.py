@@ -99,7 +99,8 @@ def generated(engine: Engine, *, keep: bool = False):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixed", "everywhere", "borrowing"),
+        "mixed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("everywhere", "borrowing")),
         *(pytest.param(name, marks=pytest.mark.seeds) for name in ("sinks", "apart")),
     ],
 )

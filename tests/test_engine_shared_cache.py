@@ -117,13 +117,9 @@ def same(ours, theirs):
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("plain", {"context": 4, "tensor": 2}),
         *[
-            pytest.param(kind, sizes, marks=pytest.mark.slow)
-            for kind, sizes in [
-                ("sinks, windows and soft caps", {"context": 4, "tensor": 2}),
-                ("latents", {"context": 4, "tensor": 2}),
-            ]
+            pytest.param(kind, {"context": 4, "tensor": 2}, marks=pytest.mark.slow)  # the session below is a fast one
+            for kind in ("plain", "sinks, windows and soft caps", "latents")
         ],
         pytest.param("plain", {"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.seeds),
         pytest.param("linear attention", {"context": 4, "tensor": 2}, marks=pytest.mark.seeds),

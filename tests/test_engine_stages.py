@@ -97,6 +97,7 @@ def test_stages_generate_what_one_device_does(staged, requests, expected):
     assert_same(generate(staged, requests), expected)
 
 
+@pytest.mark.slow
 def test_stages_of_heads_generate_what_one_device_does(params, requests, expected):
     mesh = mesh_of({"fsdp": 2, "stage": 2, "tensor": 2}, jax.devices())
     assert_same(generate(engine_on(mesh, params), requests), expected)
@@ -156,7 +157,7 @@ def running(staged, requests):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "stage": 2, "tensor": 2}, pytest.param({"data": 4}, marks=pytest.mark.seeds)], ids=str
+    "sizes", [pytest.param({"data": 2, "stage": 2, "tensor": 2}, marks=pytest.mark.slow), {"data": 4}], ids=str
 )
 def test_replicas_leave_idle_slots_together(params, one_device, sizes, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)

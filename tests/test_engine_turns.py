@@ -100,10 +100,12 @@ ENGINES = {
     "stages": {"stage": 2},
     "latents": {"model": LATENT},
 }
+FURTHER = {"stages": pytest.mark.seeds, "replicas and heads": pytest.mark.slow}
+"""Engines of later tiers."""
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=[pytest.mark.seeds] * (name == "stages"), id=name) for name, how in ENGINES.items()]
+    "how", [pytest.param(how, marks=FURTHER.get(name, ()), id=name) for name, how in ENGINES.items()]
 )
 def test_a_turn_begins_where_the_last_one_ended(how):
     engine = build(**how)

@@ -145,6 +145,7 @@ def test_equal_tokens_with_other_images_share_nothing():
     np.testing.assert_allclose(other.logps, alone.logps, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_later_turn_runs_the_tower_over_new_images_alone():
     """And is drawn as where nothing was kept."""
     kept, greedy, before = engine(), Sampling(greedy=True), PROBLEMS[0]

@@ -40,7 +40,9 @@ def both_ways(config, params, token_PS, length_P, execution=models.ONE_DEVICE):
     return run(rest, config, token_PS, length_P), run(rest, config, token_PS, length_P, chunk_tokens=CHUNK)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "latents and experts")) for name in CONFIGS]
+)
 def test_prompts_run_by_layers_that_lie_apart_give_what_their_stack_gives(name):
     params = drawn(CONFIGS[name])
     expected = of_tokens(prefill(CONFIGS[name], params, TOKENS, LENGTHS))
@@ -48,6 +50,7 @@ def test_prompts_run_by_layers_that_lie_apart_give_what_their_stack_gives(name):
         close(of_tokens(found), expected)
 
 
+@pytest.mark.slow
 def test_stages_run_their_own_layers_that_lie_apart():
     mesh, params = mesh_of({"data": 2, "stage": 2, "tensor": 2}, jax.devices()), drawn(GEMMA)
     expected = of_tokens(prefill(GEMMA, params, TOKENS, LENGTHS))
@@ -95,7 +98,9 @@ def expected():
     return found
 
 
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "stage": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"data": 2, "stage": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_weights_that_only_the_engine_reads_lie_apart_and_generate_the_same(expected, sizes):
     engine = new_engine(sizes)
     for version in range(2):

@@ -170,7 +170,11 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(
+    "pools",
+    [pytest.param(POOLS["rewards apart"], marks=pytest.mark.slow), POOLS["generation apart"]],
+    ids=POOLS,
+)
 def test_pools_of_one_process_hear_of_each_other(tmp_path, monkeypatch, pools):
     monkeypatch.setattr(build, "InterruptibleEngine", Typewriter)
     (tmp_path / "functions.py").write_text(FUNCTION)
