@@ -1,9 +1,9 @@
-"""GRPO on a program that talks to the policy through OpenAI's client, from random weights; needs `jaxrlhf[serve]`.
+"""GRPO on a program that talks to the policy through OpenAI's client, from random weights.
 
-    pip install openai && python -m jaxrlhf.train --config agent_openai.py
+    pip install 'jaxrlhf[serve]' && python -m jaxrlhf.train --config agent_openai.py
 
-The task of `tools_arithmetic.py`, but the loop of calls is a program's own (`jaxrlhf/environments/openai_agent.py`);
-the run answers its requests, and trains on the tokens that it drew for them.
+The task of `tools_arithmetic.py`. A program (`jaxrlhf/environments/openai_agent.py`) makes the loop of calls; the run
+answers its requests, and trains on the tokens that it drew for them.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO.
 """

@@ -1,10 +1,10 @@
-"""A game of gymnasium's, from random weights: cross the frozen lake; needs `jaxrlhf[environments]`.
+"""A game of gymnasium's, from random weights: cross the frozen lake.
 
-    pip install gymnasium && python -m jaxrlhf.train --config game_frozen_lake.py
+    pip install 'jaxrlhf[environments]' && python -m jaxrlhf.train --config game_frozen_lake.py
 
-The policy is told the cell that it stands on, and says L, D, R or U. Seven of ten steps of its demonstrations go to the
-right or down, where the goal is, and know nothing of the holes; six steps are the shortest way. GiGPO compares steps
-that were made from one cell.
+The policy is told the cell that it stands on, and says L, D, R or U. Seven of ten steps of its demonstrations go right
+or down, towards the goal, and know nothing of the holes. The shortest way has six steps. GiGPO compares steps that were
+made from one cell.
 
 Result: 7, 4 and 3 % of sampled games cross it in the first step, 100, 91 and 98 % in step 12, seeds 0, 1 and 2.
 

@@ -2,12 +2,11 @@
 
     python -m jaxrlhf.train --config game_higher_lower.py
 
-Each guess is told which numbers are left. The demonstrations guess any of them, which finds 67.8 % of the numbers;
-always halving what is left finds all. The reward is 1 for the number, and GiGPO compares guesses among the same
-numbers.
+After each guess the policy is told which numbers are left. The demonstrations guess any of these, which finds 67.8 % of
+the numbers; always halving what is left finds all. The reward is 1 for the number, and GiGPO compares guesses among the
+same numbers.
 
-Result: 70 and 65 % of the first step's sampled games find the number, 99.4 % of the last step's (seeds 0 and 1); nine
-in ten do from step 11 and 10 on.
+Result: 70 and 65 % of the first step's sampled games find the number, 99.4 % of the last step's (seeds 0 and 1).
 
 Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978).
 """

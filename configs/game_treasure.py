@@ -2,9 +2,9 @@
 
     python -m jaxrlhf.train --config game_treasure.py
 
-The policy is told where on a path of nine places it stands and where the treasure is, five to eight steps away, and has
-ten steps. Six of ten steps of its demonstrations go towards the treasure; the reward is 1 for reaching it, and GiGPO
-compares steps that were made at one place.
+The policy is told its place on a path of nine, and the treasure's, five to eight steps away; it has ten steps. Six of
+ten steps of its demonstrations go towards the treasure. The reward is 1 for reaching it, and GiGPO compares steps that
+were made at one place.
 
 Result: 15 to 19 % of the first step's sampled games reach the treasure, more than 99 % from step 6 on (three seeds).
 

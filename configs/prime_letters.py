@@ -2,11 +2,11 @@
 
     python -m jaxrlhf.train --config prime_letters.py
 
-A response of 24 tokens is right if none of them has an `m`, which one in sixteen has. Most fail for a token or two, and
-there are only eight a step; the implicit process reward model learns from right and wrong responses which tokens it
-were. No prompt is too easy or too hard here. Nothing is downloaded.
+A response of 24 tokens is right if no token has an `m`; one in sixteen tokens has one. Most of the eight responses of a
+step fail for a token or two. The implicit process reward model learns from right and wrong responses which tokens are at
+fault. Nothing is downloaded.
 
-Result: after 60 steps all held-out responses and all of the last step are right, of the first step's none.
+Result: none of the first step's responses is right; after 60 steps all of the last step's and all held-out ones are.
 
 Source: Cui et al. 2025 (PRIME, arXiv:2502.01456).
 """

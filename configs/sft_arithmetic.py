@@ -2,7 +2,7 @@
 
     python -m jaxrlhf.train --config sft_arithmetic.py
 
-The supervised half of `ppo_arithmetic.py` as a run of its own. Nothing is downloaded.
+The problems of `ppo_arithmetic.py`, with solutions that are all whole. Nothing is downloaded.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 1.
 """

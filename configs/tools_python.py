@@ -2,9 +2,8 @@
 
     python -m jaxrlhf.train --config tools_python.py
 
-Three in ten demonstrations write a program, and one of twenty of those never ends; the others guess. GRPO sees only
-whether the number at the end is right, and learns to write programs that do end. Each runs in the sandbox of rewards
-for programs.
+Three in ten demonstrations write a program, one in twenty of which never ends; the others guess. GRPO sees only whether
+the number at the end is right, and learns to write programs that end. They run in the sandbox of `CodeReward`.
 
 Result: hardly a held-out answer is right after the cold start, 96, 92 and 80 % are after eight steps (three seeds).
 

@@ -2,9 +2,9 @@
 
     python -m jaxrlhf.train --config tools_retrieval.py
 
-Documents say what the `a` of a number is, what the `b` of another is, and much besides. A question asks for the `b` of
-the `a` of a number. Two in five demonstrations search twice and read what is found, the others guess; numbers of one
-question in eight are in no question that is trained on. What is found is in the context, and not trained on.
+Documents say what the `a` of a number is, what the `b` of another is, and much else. A question asks for the `b` of the
+`a` of a number. Two in five demonstrations search twice and read what is found, the others guess. Held-out questions
+are about numbers that no question of the training is about. What is found is in the context, and not trained on.
 
 Result: no held-out question is answered after the cold start, 99 to 100 % are after eight steps (three seeds).
 
