@@ -3,9 +3,9 @@
     python -m jaxrlhf.train --config grpo_haystack.py
 
 A text names one thing of each of six kinds. A question asks which things three people find, each of whom collects one
-kind. A cold start imitates answers to texts of 12 to 256 words; six in ten of them stop after the first thing. GRPO sees
-only whether the answer is right, on texts that grow from 512 to 4096 words: it learns to finish, and to find in long
-texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
+kind. A cold start imitates answers to texts of 12 to 256 words; six in ten of them stop after the first thing. GRPO
+sees only whether the answer is right, on texts that grow from 512 to 4096 words: it learns to finish, and to find in
+long texts what it found in short ones. A guess is right once in 64 times. Nothing is downloaded.
 
 Result: 66 % of 64 held-out questions about 4096 words are answered at the end, 14 % halfway, 5 % after 12 steps.
 

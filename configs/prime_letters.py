@@ -3,8 +3,8 @@
     python -m jaxrlhf.train --config prime_letters.py
 
 A response of 24 tokens is right if no token has an `m`; one in sixteen tokens has one. Most of the eight responses of a
-step fail for a token or two. The implicit process reward model learns from right and wrong responses which tokens are at
-fault. Nothing is downloaded.
+step fail for a token or two. The implicit process reward model learns from right and wrong responses which tokens are
+at fault. Nothing is downloaded.
 
 Result: none of the first step's responses is right; after 60 steps all of the last step's and all held-out ones are.
 

@@ -3,8 +3,8 @@
     python -m jaxrlhf.train --config safe_rlhf_digits.py
 
 A response earns 1 if it begins with a digit, and 1.5 with a letter, which costs 1. PPO alone takes letters. The
-multiplier prices them while they begin more than a tenth of the responses, so the policy finds the digits, which are far
-fewer. Nothing is downloaded.
+multiplier prices them while they begin more than a tenth of the responses, so the policy finds the digits, which are
+far fewer. Nothing is downloaded.
 
 Result: after 40 steps all held-out responses begin with a letter or digit; in the last step, none with a letter.
 
