@@ -134,11 +134,11 @@ def test_a_group_that_is_over_waits_for_the_call_in_which_it_arrived_before(agen
 
 
 def test_seconds_of_replies_that_wait_for_their_policy_do_not_count(agents, engine, weights):
-    """A quick episode is drawn by the policy of the third call; each call before it takes four seconds."""
+    """A quick episode is drawn by the policy of the third call; each call before it takes two seconds."""
     run(agents, engine, problems(3, first=20))  # compiles, which is not to count
-    settings, versions = replace(TALKS, episode_s=7.5), {(0, 0): ((4,) * TURNS,) * COPIES}
+    settings, versions = replace(TALKS, episode_s=3.75), {(0, 0): ((4,) * TURNS,) * COPIES}
     quick, *slow = problems(3)
-    slow = [replace(one, record={"turns": 1, "pause_s": 4.0}) for one in slow]
+    slow = [replace(one, record={"turns": 1, "pause_s": 2.0}) for one in slow]
     with EnvironmentPool((settings,)) as pool:
         timed = replace(agents, environment=settings, pool=pool)
         try:

@@ -117,7 +117,7 @@ def test_instances_may_share_a_process(code):
         assert pool.step(3, Reply("", "")).result(60).messages[0]["content"] == pids[3]
 
 
-@pytest.mark.parametrize("end", ["kill", "interrupt", "exit"])
+@pytest.mark.parametrize("end", ["kill", "interrupt", pytest.param("exit", marks=pytest.mark.slow)])
 def test_processes_do_not_outlive_the_run(tmp_path, end):
     hostile = Path(__file__).with_name("hostile_environments.py")
     script = f"""

@@ -55,7 +55,12 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk_tokens"), [*((name, CHUNK) for name in CONFIGS), ("dense", 1), ("windows and soft caps", 22)]
+    ("name", "chunk_tokens"),
+    [
+        *((name, CHUNK) for name in CONFIGS),
+        pytest.param("dense", 1, marks=pytest.mark.slow),
+        pytest.param("windows and soft caps", 22, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_give_what_whole_prompts_give(whole, name, chunk_tokens):
     params, expected = whole(CONFIGS[name])
@@ -67,7 +72,7 @@ def test_chunks_give_what_whole_prompts_give(whole, name, chunk_tokens):
     ("name", "sizes"),
     [
         ("windows and soft caps", {"data": 2, "stage": 2, "tensor": 2}),
-        ("latents and experts", {"data": 2, "tensor": 4}),
+        pytest.param("latents and experts", {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_eight_devices_say_what_one_says(whole, name, sizes):

@@ -139,7 +139,7 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
     "sizes",
     [
         pytest.param({"fsdp": 8}, marks=pytest.mark.seeds),
-        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
         {"fsdp": 2, "context": 2, "tensor": 2},
         pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.seeds),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.seeds),

@@ -73,8 +73,17 @@ def execution_of(mesh, *, dtype=jnp.float32, pipeline=None):
     return replace(models.choose_execution(MODEL, dtype, mesh, **axes, remat=True), pipeline=pipeline)
 
 
-@pytest.mark.parametrize("layout", [None, Layout(1, 8), Layout(2, expert=4)], ids=["alone", "fsdp", "expert"])
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nf4"])
+@pytest.mark.parametrize(
+    ("layout", "quantized"),
+    [
+        pytest.param(Layout(1, 8), False, id="fsdp, float32"),
+        pytest.param(Layout(2, expert=4), True, id="expert, nf4"),
+        pytest.param(None, False, marks=pytest.mark.slow, id="alone, float32"),
+        pytest.param(Layout(2, expert=4), False, marks=pytest.mark.slow, id="expert, float32"),
+        pytest.param(None, True, marks=pytest.mark.slow, id="alone, nf4"),
+        pytest.param(Layout(1, 8), True, marks=pytest.mark.slow, id="fsdp, nf4"),
+    ],
+)
 def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -> None:
     execution = models.Execution(jnp.bfloat16)
     if layout is not None:
