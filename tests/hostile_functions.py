@@ -101,6 +101,11 @@ def one_for_all(prompts, responses, answers, records):
 
 
 @batched
+def a_set(prompts, responses, answers, records):
+    return {0.0, 0.5, 1.0}
+
+
+@batched
 def a_number(prompts, responses, answers, records):
     return 1.0
 

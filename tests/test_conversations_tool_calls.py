@@ -1,6 +1,7 @@
 """Replies with tool calls in each family's form: read as they were meant, and never an exception."""
 
 import random
+import time
 from functools import cache
 
 import pytest
@@ -8,7 +9,7 @@ from chat_families import small_tokenizer
 from written_calls import FORMS, NOTE, NOW, arguments
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures
+from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures, glm
 from jaxrlhf.conversations.tool_calls.written import WrittenCall
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall
@@ -91,6 +92,14 @@ def test_letters_that_spell_a_tag_call_nothing(name):
     ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
     reply = read(parser, ids)
     assert (reply.calls, reply.malformed, reply.text) == ((), (), text)
+
+
+def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once():
+    round_ = "<arg_key>a</arg_key><arg_value>"
+    start = time.perf_counter()
+    written = glm.find(f"<tool_call>note{round_ * 2000}</tool_call>", str)
+    assert time.perf_counter() - start < 1.0
+    assert [type(call) for call in written.calls] == [str]
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))

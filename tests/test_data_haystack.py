@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrlhf.config import load
+from jaxrlhf.config import Generated, load
 from jaxrlhf.data.documents import COLLECTED, all_found, haystack
 from jaxrlhf.data.generated import generated_records
+from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.trainer.phase import load_data
 
@@ -81,3 +82,16 @@ def test_a_cold_start_reads_data_of_its_own_and_shorter_prompts():
 def test_arguments_that_a_function_does_not_take_are_refused(refused):
     with refused():
         list(generated_records("jaxrlhf.data.documents:haystack", "train", 2, 0, {"pages": 3}))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"prompt": None}, {"prompt": 5}, {"prompt": []}, {"prompt": {"role": "user"}}]
+    + [{"prompt": "x", "solution": said} for said in (5, [], [1], {"role": "assistant"})],
+)
+def test_records_that_are_no_texts_are_refused(refused, tmp_path, record):
+    file = tmp_path / "records.py"
+    file.write_text(f"def made(split, count, seed): return [{record!r}] * count")
+    data = Generated(f"{file}:made", train_problems=1)
+    with refused():
+        load_problems(data, embedded_tokenizer(), split="train", max_prompt_tokens=8, system_prompt="Be brief.")

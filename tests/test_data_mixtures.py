@@ -206,6 +206,7 @@ def test_the_most_frequent_answer_wins():
     ]
     scores = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     assert majority(texts, scores) == 0.5
+    assert majority([r"\boxed{4}", r"\boxed{5}", r"\boxed{5.}"], np.array([[0.0, 1.0, 1.0]])) == 1.0
     assert majority(["a", "b"], np.zeros((1, 2))) == 0.0
     assert majority(["#### 4", "#### 5"], np.array([[1.0, 0.0]])) == 1.0, "the earliest of those that are as frequent"
     assert majority(["#### 4", "#### 5"], np.array([[np.nan, 0.5]])) == 0.5

@@ -321,6 +321,7 @@ def test_tests_that_do_not_fit_in_the_time_have_failed():
     "tests",
     [
         *(None, [], "", 5, {}, [5], {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": [1], "outputs": ["1"]}),
+        {"inputs": "12", "outputs": "34"},  # texts, whose letters are no tests
         {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
         [{"input": "1", "output": "1", "testtype": "functional"}],
         [{"input": "1", "output": "1", "type": "function_call", "fn_name": "add"}],

@@ -150,7 +150,9 @@ def test_a_batch_of_the_wrong_length(hostile):
     assert "returned 2 scores for 3 responses; a batched function gives a list" in failures[0].detail
 
 
-@pytest.mark.parametrize(("name", "given"), [("one_for_all", "1 scores"), ("a_number", "a float: 1.0")])
+@pytest.mark.parametrize(
+    ("name", "given"), [("one_for_all", "1 scores"), ("a_number", "a float: 1.0"), ("a_set", "a set: {0.0, 0.5, 1.0}")]
+)
 def test_one_score_for_a_whole_batch_is_nobodys(hostile, name, given):
     # Tried one by one it would look like each one's own.
     values, failures, _ = run(hostile, name, ["value 1"] * 3, workers=1)

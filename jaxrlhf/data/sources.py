@@ -228,12 +228,15 @@ def _read_shapes(data: Shapes, split: Split) -> Iterator[SourceRecord]:
 def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
     count = data.train_problems if split == "train" else data.eval_problems
     for row in generated_records(data.function, split, count, data.seed, data.keywords):
-        prompt, solution = row.value("prompt"), row.record.get("solution")
-        if isinstance(prompt, list):
-            for message in prompt:
-                _check_message(message, f"{row.place}: a message in 'prompt'")
-        answer = None if row.record.get("answer") is None else row.text("answer")
-        solution, further = _several(solution)
+        prompt, answer = row.value("prompt"), None if row.record.get("answer") is None else row.text("answer")
+        solution, further = _several(row.record.get("solution"))
+        for key, said in (("prompt", prompt), ("solution", "" if solution is None else solution)):
+            if not isinstance(said, str) and not (isinstance(said, list) and said):
+                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {said!r:.80}")
+        for message in prompt if isinstance(prompt, list) else ():
+            _check_message(message, f"{row.place}: a message in 'prompt'")
+        if isinstance(solution, list) and not all(isinstance(message, dict) for message in solution):
+            raise Refusal(f"{row.place}: 'solution' must be a list of texts or of messages, got {solution!r:.80}")
         yield SourceRecord(row.place, prompt, answer, solution, row.stored, further=further)
 
 

@@ -50,7 +50,7 @@ def final_answer(text: str) -> str | None:
     """Answer that a response gives: the last `\\boxed{...}`, the number after `####`, or the last number."""
     begun = text.rfind("\\boxed{")
     if begun >= 0 and (inside := _braced(text[begun + len("\\boxed{") :])) is not None:
-        return "".join(inside.split())
+        return "".join(inside.split()).rstrip(".")
     number = marked_number(text)
     number = last_number(text) if number is None else number
     return None if number is None else f"{number.normalize():f}"

@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -233,7 +233,7 @@ def judge(index: int, value: Any) -> Answer:
 
 def judge_all(indices: list[int], values: Any) -> list[Answer]:
     """The answers for what a batched function returned; with too few or too many, none is known to be anybody's."""
-    sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping)
+    sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # which have no order
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
     if found is not None and len(found) == len(indices):
         return [judge(index, value) for index, value in zip(indices, found, strict=True)]

@@ -3,24 +3,31 @@
 `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line breaks between them.
 """
 
-import re
-
 from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
 
 SIGNS = ("<arg_key>",)
+_PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
 
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    tags = [re.escape(tag(name)) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
-    argument = re.compile(r"{}(.*?){}\s*{}(.*?){}".format(*tags), re.DOTALL)
+    tags = [tag(name) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
     closing = tag("</tool_call>")
     content, found = blocks(text, tag("<tool_call>"), closing)
-    return Written(content, [_call(body, argument) if closed else unclosed(closing) for body, closed in found])
+    return Written(content, [_call(body, *tags) if closed else unclosed(closing) for body, closed in found])
 
 
-def _call(body: str, argument: re.Pattern[str]) -> WrittenCall | str:
-    name = argument.sub("", body).strip()
+def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:
+    """Call of a name and pairs; each tag is looked for once, since a policy may go round in circles in them."""
+    name, *pairs = body.split(key_begin)
+    arguments = {}
+    for pair in pairs:
+        key, _, rest = pair.partition(key_end)
+        between, _, rest = rest.partition(value_begin)
+        value, ended, after = rest.partition(value_end)
+        if not ended or between.strip() or after.strip():
+            return _PROBLEM
+        arguments[key.strip()] = value
     if "<arg_" in name or "</arg_" in name:
-        return "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
-    return WrittenCall(name, {key.strip(): value for key, value in argument.findall(body)}, False)
+        return _PROBLEM
+    return WrittenCall(name.strip(), arguments, False)

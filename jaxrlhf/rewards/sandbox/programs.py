@@ -103,8 +103,9 @@ def read_cases(tests: Any, key: str) -> list[Case]:
         except ValueError:
             tests = [tests]
     if isinstance(tests, Mapping) and set(tests) == {"inputs", "outputs"}:
-        inputs, outputs = tests["inputs"], tests["outputs"]
-        tests = [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+        lists = tests["inputs"], tests["outputs"]
+        if all(isinstance(column, list) for column in lists):
+            tests = [{"input": given, "output": expected} for given, expected in zip(*lists, strict=True)]
     cases = [_case(test) for test in tests] if isinstance(tests, list) else []
     if not cases or None in cases:
         raise ValueError(f"the record's {key!r} holds no tests that can be read, but {tests!r:.80}")
