@@ -5,8 +5,13 @@ resolved on first use.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 import jaxrlhf.runtime.environment
+
+if TYPE_CHECKING:
+    from jaxrlhf.config import Config, load, override
+    from jaxrlhf.trainer.run import run
 
 __version__ = "0.1.0"
 
@@ -18,6 +23,10 @@ _LAZY = {
 }
 
 __all__ = ["Config", "__version__", "load", "override", "run"]
+
+
+def __dir__():
+    return [*globals(), *_LAZY]
 
 
 def __getattr__(name: str):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
+from jaxrlhf.config.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     import jax
@@ -56,6 +57,7 @@ def _check(flags: Namespace) -> None:
         raise Refusal(f"--out must be a file whose name ends in .json, got {flags.out!r}")
     if not out.parent.is_dir():
         raise Refusal(f"--out {flags.out!r}: there is no folder {str(out.parent)!r}; make it, or write elsewhere")
+    check_writable(out)
     if not 0 < flags.seconds <= MOST_SECONDS:
         raise Refusal(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {flags.seconds}")
     if flags.devices is not None and flags.devices < 1:

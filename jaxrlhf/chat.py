@@ -56,7 +56,7 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
     from openai import APIError
 
     from jaxrlhf.data.images import data_url
-    from jaxrlhf.tracking import default_console
+    from jaxrlhf.tracking import default_console, visible
 
     begun = [{"role": "system", "content": flags.system}] if flags.system else []
     messages, console, images = list(begun), default_console(), list[dict[str, Any]]()
@@ -95,8 +95,10 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
             for choice in (event.choices[0] for event in stream if event.choices):
                 thought = getattr(choice.delta, "reasoning_content", None)
                 if thought:
-                    console.print(thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
-                console.print(choice.delta.content or "", end="", markup=False, highlight=False, soft_wrap=True)
+                    console.print(visible(thought), end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    visible(choice.delta.content or ""), end="", markup=False, highlight=False, soft_wrap=True
+                )
                 said += choice.delta.content or ""
                 if choice.finish_reason == "length":
                     console.print(" [dim](cut at its limit)[/dim]", end="")

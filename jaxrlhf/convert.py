@@ -6,6 +6,7 @@ again. With `--multihost` it is started once on every host, and each writes what
 """
 
 import argparse
+from pathlib import Path
 
 from jaxrlhf.config import CommandLine, run_command
 
@@ -29,8 +30,9 @@ def main() -> None:
         jax.distributed.initialize()
     from jaxrlhf.checkpoint import convert
     from jaxrlhf.tracking import BytesBar
+    from jaxrlhf.trainer.failures import one_message, writing
 
-    with BytesBar("reading") as bar:
+    with one_message(), writing(Path(flags.directory)), BytesBar("reading") as bar:
         convert(flags.model, flags.directory, dtype=flags.dtype, progress=bar)
     if jax.process_index() == 0:
         print(f"wrote the model to {flags.directory}, {bar.total / 1e9:.3g} GB")

@@ -22,6 +22,7 @@ from jaxrlhf.config import (
     Sampling,
     run_command,
 )
+from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.config.roles import REWARD, actor
 
 _SUFFIXES = (".jsonl", ".parquet")
@@ -121,6 +122,9 @@ def _check(flags: Namespace) -> None:
         raise Refusal(f"{flags.out}: completions are written to a file that ends with {' or '.join(_SUFFIXES)}")
     if Path(flags.out).exists():
         raise Refusal(f"{flags.out} is there already; name another file, or delete it")
+    if not Path(flags.out).parent.is_dir():
+        raise Refusal(f"{flags.out}: there is no folder {Path(flags.out).parent}; make it, or write elsewhere")
+    check_writable(Path(flags.out))
 
 
 def _answering(config: Config, prompts: str) -> Config:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrlhf.config import CommandLine, Config, Refusal, on_cluster, run_command
+from jaxrlhf.config.cli.outputs import check_writable
 
 if TYPE_CHECKING:
     from jaxrlhf.planner.compiled import CompiledProgram
@@ -65,6 +66,8 @@ def main() -> None:
     config, flags = command.parse_config(implied=on_cluster)
     if flags.plans < 1:
         raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
+    if flags.picture is None and not flags.json:
+        flags.picture = f"plan_{config.name}.png"
     if flags.picture is not None:
         _check_picture(Path(flags.picture))
     _plan(config, flags)
@@ -73,6 +76,7 @@ def main() -> None:
 def _check_picture(path: Path) -> None:
     if path.suffix not in _PICTURES or not path.parent.is_dir():
         raise Refusal(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
+    check_writable(path)
 
 
 def _plan(written: Config, flags: Namespace) -> None:
@@ -104,14 +108,14 @@ def _plan(written: Config, flags: Namespace) -> None:
         simulated = partial(predictions, keeps=rollout.on_new_weights == "keep", stream_parts=parts)
         scheduled = simulated(question.problem, best, drawn, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))
-    picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
-    if picture is not None:
-        planner.draw_timeline(best, title=planner.timeline_title(config, hardware)).savefig(picture, dpi=130)
+    if flags.picture is not None:
+        title = planner.timeline_title(config, hardware)
+        planner.draw_timeline(best, title=title).savefig(flags.picture, dpi=130)
     code = planner.snippet(config, best, written=written)  # it is pasted into what is written
     console = default_console()
     if not flags.json:
         console.print(report(found, hardware, notes, shown=flags.plans))
-        console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
+        console.print(f"timeline of the best plan: {flags.picture}", markup=False, highlight=False)
     compiled = _compile(config, hardware, question.problem, best, flags) if flags.compile else None
     if flags.json:
         rows = {
@@ -185,9 +189,8 @@ def _compile(
             bars.update(bar, description=f"compiling {name}", completed=done, total=total)
 
         compiled = compile_plan(config, problem, plan, devices, progress=progress)
-    picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
-    if picture is not None:
-        path = Path(picture)
+    if flags.picture is not None:
+        path = Path(flags.picture)
         beside = path.with_name(f"{path.stem}_compiled{path.suffix}")
         title = planner.timeline_title(config, hardware)
         planner.draw_compiled(compiled, hardware, title=title).savefig(beside, dpi=130)

@@ -35,6 +35,7 @@ def main() -> None:
     flags: argparse.Namespace = command.parse_args()
     if flags.token and flags.no_token:
         raise Refusal("--token and --no-token contradict each other; give one")
+    flags.name = flags.name or Path(flags.policy).name or Path(flags.policy).resolve().name  # "." has no last part
     limits = ServingLimits(requests=flags.requests, request_s=flags.timeout)
     token = None if flags.no_token else flags.token or f"sk-{secrets.token_urlsafe(24)}"
 
@@ -52,11 +53,10 @@ def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -
     from jaxrlhf.trainer.served_policy.load import load_policy
 
     loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step, vision=flags.vision)
-    name = flags.name or Path(flags.policy).name
     with EngineService(loaded.engine) as service:
-        model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, limits, loaded.images)
+        model = ServedModel(flags.name, service, loaded.tokenizer, loaded.stop_tokens, limits, loaded.images)
         with Server(model, host=flags.host, port=flags.port, token=token) as server:
-            print(f"serving {name} at {server.address}/v1", flush=True)
+            print(f"serving {flags.name} at {server.address}/v1", flush=True)
             print("no key is asked for" if token is None else f"key: {token}", flush=True)
             server.wait()
 

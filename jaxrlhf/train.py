@@ -6,8 +6,15 @@ what could not be exported or uploaded is refused before anything is trained. `-
 hosts joined by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
+import signal
+import sys
+
 from jaxrlhf.config import CommandLine, on_cluster, run_command
 from jaxrlhf.trainer.publishing.export import Export, add_flags
+
+STOPPED_CODE = 128 + signal.SIGTERM
+"""Exit code of a run that SIGTERM ended before its last step, as shells have it: 0 would tell a scheduler not to start
+it again."""
 
 
 def main() -> None:
@@ -45,6 +52,7 @@ def main() -> None:
         result = run(config, dry_run=flags.dry_run)
         if not flags.dry_run and not result.finished:
             print(f"{STOPPED} {result.workdir}")
+            sys.exit(STOPPED_CODE)
         elif export and not flags.dry_run:
             export.write(result.workdir)
 

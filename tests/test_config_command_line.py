@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tyro
 
-import jaxrlhf
+import jaxrlhf.serve
 from jaxrlhf.__main__ import _command
 from jaxrlhf.config import (
     CommandLine,
@@ -29,6 +29,7 @@ from jaxrlhf.config import (
     run_command,
     shipped,
 )
+from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.config.cli.override import find, setting_names
 from jaxrlhf.planner.plan import Infeasible
 
@@ -263,6 +264,47 @@ def test_a_file_that_contradicts_itself_is_mended_on_the_command_line(tmp_path):
         from_words([*words, "--stpes", "3"])
     with pytest.raises(Refusal, match=r"x.py:5: "):
         load(path)
+
+
+WRITING = {
+    "generate": "policy prompts.jsonl {}/out.jsonl",
+    "calibrate": "--out {}/mine.json",
+    "plan": "--config ppo_arithmetic --hardware h100x2 --picture {}/plan.png",
+    "export": "run {}/export",
+}
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_a_place_that_cannot_be_written_is_refused_at_once(command, tmp_path, refused, monkeypatch):
+    main = importlib.import_module(f"jaxrlhf.{command}").main
+    monkeypatch.setattr(sys, "argv", [command, *WRITING[command].format(tmp_path).split()])
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with refused():
+        main()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", [command, *WRITING[command].format(tmp_path / "file").split()])
+    with refused():
+        main()
+
+
+def test_a_place_may_be_yet_to_be_made(tmp_path):
+    (tmp_path / "there.json").touch()
+    for place in ("there.json", "new.json", "new/folder/file", "."):
+        check_writable(tmp_path / place)
+
+
+def test_the_library_names_what_it_has():
+    assert {"Config", "load", "override", "run"} <= {*dir(jaxrlhf)}
+
+
+def test_a_policy_of_this_folder_is_served_by_its_name(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(jaxrlhf.serve, "serve", lambda flags, *_: named.append(flags.name))
+    monkeypatch.chdir(tmp_path)
+    for words in ("runs/mine/", ".", "Qwen/Qwen3-8B", ". --name yours"):
+        monkeypatch.setattr(sys, "argv", ["serve", *words.split()])
+        jaxrlhf.serve.main()
+    assert named == ["mine", tmp_path.name, "Qwen3-8B", "yours"]
 
 
 def test_user_error_is_quick():

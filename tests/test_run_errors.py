@@ -5,18 +5,22 @@ import os
 import pickle
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tiny_runs import write_policy
 
+import jaxrlhf
 from jaxrlhf.batch import Diverged
 from jaxrlhf.rewards import RewardsFailing
 from jaxrlhf.single_controller.ray.failure import HostFailure, HostId
+from jaxrlhf.trainer.run import RunResult
 
 PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
 SIZES = (
@@ -153,6 +157,22 @@ def test_what_ends_a_run_is_one_message(command, failure, monkeypatch, capsys):
     monkeypatch.setenv("JAXRLHF_DEBUG", "1")
     with pytest.raises(type(failure)):
         runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
+
+
+def test_a_run_that_was_stopped_is_no_success(tmp_path, monkeypatch, capsys):
+    config = str(Path(__file__).parent / "tiny_runs.py")
+    for finished, code in ((False, 128 + signal.SIGTERM), (True, None)):
+        monkeypatch.setattr("jaxrlhf.trainer.run.run", lambda *_, done=finished, **__: RunResult(tmp_path, done))
+        monkeypatch.setattr(sys, "argv", ["train", "--config", config])
+        with nullcontext() if code is None else pytest.raises(SystemExit) as end:
+            runpy.run_module("jaxrlhf.train", run_name="__main__")
+        assert code is None or end.value.code == code
+    assert capsys.readouterr().out == f"stopped after saving; the same command goes on from {tmp_path}\n"
+
+
+def test_the_name_of_a_configuration_is_none(refused):
+    with refused():
+        jaxrlhf.run("grpo_arithmetic")
 
 
 def test_an_evaluation_names_the_policy_that_diverged(files, monkeypatch, capsys):

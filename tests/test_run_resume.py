@@ -104,7 +104,7 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 def test_stopped_three_times(start, undisturbed, tmp_path):
     # In the first step of the cold start.
     done = start(tmp_path, "SIGTERM", "update", 1)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
     assert f"stopped after saving; the same command goes on from {tmp_path}" in done.stdout
     assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
 
@@ -115,7 +115,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
 
     # In the last step of the cold start: the main stage is not begun.
     done = start(tmp_path, "SIGTERM", "update", 1)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
     assert "stopped after saving" in done.stdout
     assert (saved(tmp_path / "cold_start"), (tmp_path / "metrics.jsonl").exists()) == ({2}, False)
 

@@ -1,5 +1,6 @@
 """What one process compiled the next one loads, and the user's settings decide where it lies."""
 
+import ast
 import json
 import os
 import subprocess
@@ -75,6 +76,43 @@ def test_nothing_is_kept_where_that_is_off_or_impossible(tmp_path, off):
     assert told["cache_hits"] == told["cache_misses"] == 0
     assert told["row"][2] == "not kept"
     assert ("JAX_ENABLE_COMPILATION_CACHE" if off else str(home)) in told["row"][3]
+
+
+ANOTHERS = """
+import os
+from jaxrlhf.data.table import kept
+from jaxrlhf.runtime import compilation_cache
+
+if os.getuid() == 0:
+    os.setuid(65533)
+os.environ["HOME"] = os.environ["ANOTHERS"]
+compilation_cache.turn_on()
+print(compilation_cache.settings_row()[2:])
+with kept.new_folder(kept._place() / "x") as made:
+    assert made is None
+os.environ.pop("HOME")
+os.path.expanduser = lambda path: path  # as of a user without an entry
+assert kept._place() is None
+print(compilation_cache.settings_row()[2:])
+"""
+
+
+def test_a_home_that_is_anothers_or_none_is_left_alone(tmp_path):
+    """As in containers that run as a user whom they do not know, with root's HOME or without any."""
+    home, here = tmp_path / "locked" / "home", tmp_path / "here"
+    home.mkdir(parents=True)
+    here.mkdir()
+    home.parent.chmod(0)
+    names = ("COMPILATION_CACHE", "XDG_CACHE_HOME", "JAXRLHF_DATA_CACHE")
+    given = {name: value for name, value in os.environ.items() if not any(other in name for other in names)}
+    command = [sys.executable, "-c", ANOTHERS]
+    done = subprocess.run(command, env=given | {"ANOTHERS": str(home)}, cwd=here, capture_output=True, text=True)
+    home.parent.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    first, second = map(ast.literal_eval, done.stdout.splitlines())
+    assert first == ("not kept", f"{home}/.cache/jaxrlhf/xla cannot be written; give JAX_COMPILATION_CACHE_DIR")
+    assert second == ("not kept", "this user has no home folder; give JAX_COMPILATION_CACHE_DIR")
+    assert not any(here.iterdir()) and not any(home.iterdir())
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):

@@ -175,6 +175,16 @@ def test_samples_are_shown_as_they_were_written(terminal):
     assert ("╭" in shown) == terminal
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_samples_do_nothing_to_a_terminal(terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None, legacy_windows=False)
+    show_samples([Sample(3, "a\x1b[8mb\x9d", "\x0e\ud83d\tend", 0.5, 1, 2, False)], console=console)
+    shown = out.getvalue()
+    assert all(text in shown for text in (r"a\x1b[8mb\x9d", r"\x0e\ud83d", "end"))
+    assert not any(sign in shown for sign in ("\x1b[8m", "\x9d", "\x0e", "\ud83d"))
+
+
 METRICS = {"score/mean": 0.5123, "kl/ref": float("nan"), "throughput/generated_tokens_per_s": 1234.5, "other": 1.0}
 
 
@@ -293,7 +303,7 @@ EVERYTHING = (
 @pytest.mark.parametrize("steps", [1, 2, 30])
 def test_learning_curve_has_six_labelled_panels(tmp_path, steps):
     write_curves(tmp_path / "metrics.jsonl", steps, EVERYTHING)
-    png = save_learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", title="run")
+    png = save_learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", title="lr $x_{ $")
     assert png.read_bytes().startswith(b"\x89PNG")
     axes = draw_learning_curve(tmp_path / "metrics.jsonl").axes
     panels = [each for each in axes if each.get_title()]

@@ -122,7 +122,7 @@ def test_the_picture_is_written(tmp_path):
     assert len(drawn) == 5
     assert drawn[2][2] == drawn[3][2] == drawn[4][2] != drawn[0][2]  # updates look alike
     assert axes.get_xlim() == (0, 10)
-    png = save_step_picture(STEPS[1], tmp_path / "timeline.png", title="a run")
+    png = save_step_picture(STEPS[1], tmp_path / "timeline.png", title="lr $x_{ $")
     assert png.read_bytes().startswith(b"\x89PNG")
 
 

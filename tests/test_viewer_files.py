@@ -102,6 +102,19 @@ def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
     assert list(files.steps("one", "samples"))[-1] == 7
 
 
+def test_a_file_of_another_program_hides_no_run(tmp_path):
+    write_runs(tmp_path, steps=2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "metrics.jsonl").symlink_to(tmp_path / "nothing")
+    runs = {run["run"]: run for run in RunFiles(tmp_path).runs()}
+    assert {name for name, run in runs.items() if "unreadable" not in run} == {"one", "two"}
+    assert runs.keys() - {"one", "two"} == {"other", "folder"}
+    assert "line 1, is not a JSON object with a 'step'" in runs["other"]["unreadable"]
+
+
 def test_every_name_on_the_page_of_metrics_is_explained_by_its_row():
     rows = explanations()
     assert len(rows) > 60

@@ -164,7 +164,7 @@ def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
     """Configurations that the card of a data set declares, with files."""
     from huggingface_hub import DatasetCard
 
-    card = DatasetCard(place.file("README.md").read_text(), ignore_metadata_errors=True)
+    card = DatasetCard(place.file("README.md").read_text("utf-8"), ignore_metadata_errors=True)
     return [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
 
 

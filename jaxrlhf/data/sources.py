@@ -1,6 +1,7 @@
 """From a data setting to tokenised problems."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -121,7 +122,7 @@ def load_problems(
         folder = folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
     if folder is None:
         return _tokenized(read, split, Tokenized(tokenizer, limits, reader=reader, episodes=episodes))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises where a folder above may not be looked into
         with new_folder(folder) as new:
             loaded = _tokenized(read, split, Tokenized(tokenizer, limits, reader=None, episodes=None, folder=new))
             if new is None:

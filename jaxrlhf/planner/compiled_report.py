@@ -87,7 +87,7 @@ def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, ti
     figure = Figure(figsize=(9, 1.4 + 0.32 * len(shown)), layout="constrained")
     axes: Any = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", parse_math=False)
     left = [0.0] * len(shown)
     parts: dict[str, tuple[str, list[float]]] = {
         "beside": (GREY, [program.beside_bytes for program in shown]),

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxrlhf.runtime.cache_folder import cache_folder
+
 MOST_BYTES = 2 * 2**30
 """Size of our own folder that a run leaves when it starts."""
 
@@ -24,7 +26,8 @@ def turn_on() -> None:
     """
     if not _setting("jax_enable_compilation_cache"):
         return
-    if _setting("jax_compilation_cache_dir") is None and _writable(folder := _own_folder()):
+    folder = _own_folder()
+    if _setting("jax_compilation_cache_dir") is None and folder is not None and _writable(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # JAX's own bound makes it look at every file of the folder whenever it writes one: 0.15 s at 5000 files.
         prune(folder, most_bytes=MOST_BYTES)
@@ -51,7 +54,9 @@ def settings_row() -> tuple[str, str, str, str]:
     if not _setting("jax_enable_compilation_cache"):
         value, note = "not kept", "JAX_ENABLE_COMPILATION_CACHE is off"
     elif where is None:
-        value, note = "not kept", f"{_own_folder()} cannot be written; give JAX_COMPILATION_CACHE_DIR"
+        own = _own_folder()
+        why = "this user has no home folder" if own is None else f"{own} cannot be written"
+        value, note = "not kept", f"{why}; give JAX_COMPILATION_CACHE_DIR"
     elif "://" in where:
         value, note = "kept", where
     else:
@@ -66,14 +71,15 @@ def _setting(name: str) -> Any:
     return getattr(jax.config, name)  # its attributes have no types
 
 
-def _own_folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache, "jaxrlhf", "xla").absolute()
+def _own_folder() -> Path | None:
+    caches = cache_folder()
+    return None if caches is None else caches / "xla"
 
 
 def _writable(folder: Path) -> bool:
     """True if files can be made there; it need not exist yet."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    # Of os.path, because Path's raises where a folder above may not be looked into, such as another user's home.
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     return os.access(there, os.W_OK | os.X_OK)
 
 

@@ -52,7 +52,7 @@ def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Fig
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * rows), layout="constrained")
     if title:
-        figure.suptitle(title, fontsize=12, fontweight="bold")
+        figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
     for position, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, position)
         axes.spines[["top", "right"]].set_visible(False)

@@ -13,6 +13,8 @@ from rich.text import Text
 
 from jaxrlhf.tracking.records import RecordFile, read_records
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -85,14 +87,14 @@ def show_samples(samples: Sequence[Sample], *, source: str | None = None, consol
     for sample in samples:
         # Text, not str: what a model writes may look like rich's markup.
         if console.is_terminal or console.is_jupyter:
-            body = Group(Text(sample.prompt, style="dim"), Rule(style="dim"), Text(sample.response))
+            body = Group(Text(visible(sample.prompt), style="dim"), Rule(style="dim"), Text(visible(sample.response)))
             if sample.episode is not None:
                 body = Group(*(_spoken(message) for message in sample.episode["messages"]))
             console.print(
                 Panel(body, title=Text(_caption(sample, source)), title_align="left", border_style=_colour(sample))
             )
         else:
-            plain = f"--- {_caption(sample, source)}\n{sample.prompt}\n>>>\n{sample.response}\n"
+            plain = f"--- {_caption(sample, source)}\n{visible(sample.prompt)}\n>>>\n{visible(sample.response)}\n"
             if sample.episode is not None:
                 spoken = "\n".join(_spoken(message).plain for message in sample.episode["messages"])
                 plain = f"--- {_caption(sample, source)}\n{spoken}\n"
@@ -107,7 +109,12 @@ def _spoken(message: Mapping[str, Any]) -> Text:
     if message.get("reasoning_content"):
         said.insert(0, f"<think>{message['reasoning_content']}</think>")
     style = "" if message["role"] == "assistant" else "dim"
-    return Text(f"{message['role']}: {' '.join(part for part in said if part)}", style=style)
+    return Text(visible(f"{message['role']}: {' '.join(part for part in said if part)}"), style=style)
+
+
+def visible(text: str) -> str:
+    """Text with control characters, which may do anything to a terminal, and lone surrogates as backslash escapes."""
+    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
 
 
 def _caption(sample: Sample, source: str | None) -> str:
@@ -115,7 +122,8 @@ def _caption(sample: Sample, source: str | None) -> str:
     answer = "" if sample.answer is None else f" · answer {sample.answer}"
     cut = " (cut)" if sample.truncated else ""
     turns = "" if sample.episode is None else f" · {len(sample.episode['turns'])} turns, {sample.episode['stop']}"
-    return f"{source or f'step {sample.step}'} · {score}{answer} · {sample.response_length} tokens{cut}{turns}"
+    of = source or f"step {sample.step}"
+    return visible(f"{of} · {score}{answer} · {sample.response_length} tokens{cut}{turns}")
 
 
 def _colour(sample: Sample) -> str:

@@ -45,7 +45,7 @@ def timeline_figure(
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(WIDTH_IN, 1.7 + line_in * len(names)), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", parse_math=False)
     axes = figure.add_subplot()
     hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": "#c8c8c8", "hatch": "////"}
     if waits:

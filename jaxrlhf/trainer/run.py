@@ -68,6 +68,8 @@ def run(
       Refusal: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
       KeyboardInterrupt: After Ctrl-C, and once all is saved: cells or runs that were to follow shall not.
     """
+    if not isinstance(config, Config):
+        raise Refusal(f"run takes a Config, got {config!r}; jaxrlhf.load makes one of a file's path or name")
     context = _prepared(config)
     cluster, workdir = context.launched.cluster, context.workdir
     restarts = 0 if cluster is None or dry_run else cluster.restarts

@@ -31,7 +31,7 @@ def explanations() -> tuple[Explanation, ...]:
     """The rows of the page that the package ships, in its order."""
     installed = Path(__file__).with_name("metrics.md")  # where the wheel carries it
     page = installed if installed.is_file() else _PACKAGE.parent / "docs" / "metrics.md"
-    return tuple(map(_explanation, re.findall(r"^\| `.*$", page.read_text(), re.MULTILINE)))
+    return tuple(map(_explanation, re.findall(r"^\| `.*$", page.read_text("utf-8"), re.MULTILINE)))
 
 
 def _explanation(row: str) -> Explanation:

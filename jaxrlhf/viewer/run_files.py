@@ -33,21 +33,30 @@ class RunFiles:
         self._indices: dict[Path, StepIndex] = {}
 
     def runs(self) -> list[dict[str, Any]]:
-        """Runs and cold starts by their path below the folder, with their last step and the size of their metrics."""
+        """Runs and cold starts by their path below the folder, with their last step and the size of their metrics.
+
+        One whose metrics cannot be read, or are of another program, has the reason as `unreadable`.
+        """
         found = []
         for metrics in sorted(self.root.rglob(METRICS)):
             if not metrics.resolve().is_relative_to(self.root):
                 continue
-            records = self._records(metrics)
-            found.append(
-                {
-                    "run": metrics.parent.relative_to(self.root).as_posix(),
-                    "records": len(records),
-                    "last_step": records[-1]["step"] if records else 0,
-                    "changed": metrics.stat().st_mtime,
-                    "has": [name for name, file in SAMPLE_FILES.items() if (metrics.parent / file).is_file()],
-                }
-            )
+            run = metrics.parent.relative_to(self.root).as_posix()
+            try:
+                records = self._records(metrics)
+                found.append(
+                    {
+                        "run": run,
+                        "records": len(records),
+                        "last_step": records[-1]["step"] if records else 0,
+                        "changed": metrics.stat().st_mtime,
+                        "has": [name for name, file in SAMPLE_FILES.items() if (metrics.parent / file).is_file()],
+                    }
+                )
+            except FileNotFoundError:  # it was deleted just now
+                continue
+            except (Refusal, OSError) as error:
+                found.append({"run": run, "records": 0, "last_step": 0, "has": [], "unreadable": str(error)})
         return found
 
     def metrics(self, run: str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.config import DataSet, PairFile, PromptFile, StepFile, to_json
 from jaxrlhf.config.sources import HubFiles
 from jaxrlhf.data.hub import identity
+from jaxrlhf.runtime.cache_folder import cache_folder
 
 LEAST_BYTES = 16 * 2**20
 """Size of a split's text, together, from which it is kept."""
@@ -75,7 +76,8 @@ def _place() -> Path | None:
     given = os.environ.get("JAXRLHF_DATA_CACHE")
     if given is not None:
         return None if given.lower() in ("", "false", "0") else Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrlhf" / "data"
+    caches = cache_folder()
+    return None if caches is None else caches / "data"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_fields, write_fields
 from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors
@@ -262,10 +263,11 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
 
 
 def check_new(directory: str | Path) -> Path:
-    """A directory to write to; `Refusal` if it is a file or holds some."""
+    """A directory to write to; `Refusal` if it is a file, holds some, or cannot be written to."""
     directory = Path(directory).expanduser()
     if directory.is_file():
         raise Refusal(f"{directory} is a file; choose a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise Refusal(f"{directory} is not empty; choose a new directory")
+    check_writable(directory)
     return directory

@@ -42,13 +42,19 @@ class Trackers:
     """Trackers of a phase, as one.
 
     A service that fails in the middle costs no run: its failure is a warning, and the phase's own files have all.
+
+    Raises:
+      Refusal: One does not begin, such as for want of a key.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self._trackers: dict[str, Tracker] = {}
         with ExitStack() as opened:
             for name in names:
-                self._trackers[name] = KNOWN[name](run)
+                try:
+                    self._trackers[name] = KNOWN[name](run)
+                except Exception as error:
+                    raise Refusal(f"tracker {name} does not begin ({error!r}); mend that, or drop it") from error
                 opened.callback(self._trackers[name].close)
             opened.pop_all()
 

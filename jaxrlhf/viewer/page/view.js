@@ -14,14 +14,15 @@ const TABS = { Metrics: showMetrics, Samples: tab(showSamples), Evaluation: tab(
   Timeline: tab(showTimeline), Settings: showSettings };
 
 function tab(show) { return () => show(main, chosenRuns()); }
-const chosenRuns = () => view.runs.filter(run => view.chosen.has(run.run));
+const chosenRuns = () => view.runs.filter(run => view.chosen.has(run.run) && !run.unreadable);
 const colour = run => colourOf(view.runs.findIndex(one => one.run === run));
 
 async function begin() {
   view.explanations = (await api("explanations")).map(row => ({ ...row, pattern: new RegExp(row.pattern) }));
   await look();
-  view.runs.filter(run => !run.run.endsWith("cold_start")).slice(0, 4).forEach(run => view.chosen.add(run.run));
-  if (!view.chosen.size) view.runs.slice(0, 1).forEach(run => view.chosen.add(run.run));
+  const readable = view.runs.filter(run => !run.unreadable);
+  readable.filter(run => !run.run.endsWith("cold_start")).slice(0, 4).forEach(run => view.chosen.add(run.run));
+  if (!view.chosen.size) readable.slice(0, 1).forEach(run => view.chosen.add(run.run));
   await show();
   setInterval(() => view.follow && look(true).catch(failed), EVERY_MS);
 }
@@ -47,7 +48,7 @@ function listRuns() {
         view.chosen[event.target.checked ? "add" : "delete"](run.run);
         show();
       } }), " ", el("span", { style: { color: colour(run.run) } }, "■ "), run.run,
-      el("small", {}, ` step ${run.last_step}`))),
+      el("small", {}, run.unreadable ? ` ${run.unreadable}` : ` step ${run.last_step}`))),
     el("p", {}, tick("follow", view.follow, follow => { view.follow = follow; })));
 }
 
