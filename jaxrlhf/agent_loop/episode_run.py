@@ -53,7 +53,6 @@ class EpisodeRun:
     """An episode under way.
 
     Attributes:
-      problem: Record that it begins with.
       episode: Id of the episode, part of what its draws depend on.
       environment: Number of its environment among those of the run.
       place: Number by which the pool of environments knows it, unlike that of any other episode that is open.

@@ -43,9 +43,7 @@ class AgentLoop:
     """Goes through episodes with one engine, and environments in processes of their own.
 
     Attributes:
-      environment: Settings of the environments.
       format: Form of the policy's chats.
-      pool: Processes of the environments.
       max_prompt_tokens: Longest first prompt of an episode.
       max_response_tokens: Most tokens after it, replies and observations together.
       stop_tokens: Ids that end a reply, beside those of the chat's form.
@@ -187,7 +185,6 @@ class AgentLoop:
         Args:
           episode: Part of what its draws depend on.
           place: Number by which the pool of environments is to know it; None is the episode's.
-          drawing: See `EpisodeRun`.
         """
         number = choice(self.environment, problem.record)
         return EpisodeRun(

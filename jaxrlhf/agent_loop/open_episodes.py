@@ -91,7 +91,6 @@ class OpenEpisodes:
         """Go on with groups of episodes until enough of them are complete, and begin those that are new.
 
         Args:
-          problems: Problem of each group.
           until: End of the round, for which groups count that had ended before. Where it repeats arrivals, others
             that are over wait, and replies are drawn by the versions that drew them before; those of agent programs,
             and of a group that arrives now, by this one.

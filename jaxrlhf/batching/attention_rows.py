@@ -16,7 +16,6 @@ class AttentionPlaces:
 
     Args:
       row_B: Packed row of each sequence, below `rows`.
-      row_tokens: Tokens of a packed row.
       longest: Tokens of the widest attention row.
       room: Attention rows of each width that there is room for; grows where a batch needs more.
       agree: Elementwise maximum over processes.

@@ -20,7 +20,6 @@ class ImagePlaces:
     """Images of the packed rows of a batch.
 
     Args:
-      vision: Tower of the model.
       images_B: Images of each sequence; None if this process has none.
       row_B: Packed row of each sequence, below `rows`.
       room: What a row had room for in all batches before; grows where this one needs more.

@@ -22,12 +22,7 @@ def packed_row_tokens(longest: int, *, budget: int, token_shards: int = 1) -> in
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Shape of a microbatch on one data-parallel device.
-
-    Attributes:
-      rows: Packed rows.
-      row_tokens: Tokens of a row.
-    """
+    """Shape of a microbatch on one data-parallel device."""
 
     rows: int
     row_tokens: int
@@ -99,7 +94,6 @@ def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: f
     """Packed rows for responses of one length to prompts of one length.
 
     Args:
-      responses: Responses to each prompt.
       own: Tokens of a response, and its prompt's last, which is not shared.
       shared: Tokens of a prompt without the last.
     """

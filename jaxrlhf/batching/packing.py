@@ -85,7 +85,6 @@ class Packing:
       rows: Rows of a microbatch on one device, at most.
       row_tokens: Columns of a row, a multiple of the longest sequence.
       devices: Data-parallel devices of this process.
-      stages: Stages of the pipeline.
       token_shards: Devices that split a row's tokens.
       longest_response: Tokens of the longest response there may be; None is not known.
       prompts: Distinct prompts that the sequences may be of, as many of them as there are sequences at most, where
@@ -93,7 +92,6 @@ class Packing:
       shares: True if shared prompts lie in a row once, where that is worth it.
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
       vision: Tower of the model; None takes no images.
-      pixels: Reads images.
       patch_room: Strips and patches that a row had room for before; grows where this batch needs more.
       agree: Elementwise maximum over processes: those that run one program together have to make the same number
         of microbatches of the same shapes.

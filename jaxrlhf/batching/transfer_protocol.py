@@ -37,7 +37,6 @@ class RankCoordinates:
 
     Attributes:
       rank: Index of the process; ranks hold consecutive blocks of the mesh's devices.
-      sizes: Size of each mesh axis.
       coordinates: Index along each axis, for each of the rank's devices.
     """
 

@@ -18,7 +18,6 @@ class Shape:
       replicas: Parts that the slots are split into.
       most_stop_tokens: Ids that may end a response.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
-      execution: For the engine's mesh.
       records_routing: Which experts tokens go through is kept.
       most_kept: K, tokens at most that a recorded draw is among; 0 records none.
     """

@@ -96,7 +96,6 @@ class RequestLimits:
 
     Attributes:
       capacity: Most tokens of prompt and response together.
-      vocab: Ids of the vocabulary.
       most_tokens, most_stops: Most tokens of any response, and of those that may end it.
       stop_tokens, stop_texts: End of a response whose request names none.
       decodes: Stop texts can be found.
@@ -142,11 +141,7 @@ def check_request(
     most_stops: int,
     vision: Vision | None = None,
 ) -> None:
-    """Raise `Refusal` if an engine with these `RequestLimits` cannot answer a request.
-
-    Args:
-      limit: Most tokens of the response.
-    """
+    """Raise `Refusal` if an engine with these `RequestLimits` cannot answer a request."""
     prompt = request.prompt_tokens
     own = bool(request.has_replies or request.drawn)
     check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}", drawn=own)

@@ -59,7 +59,6 @@ class Prefill:
       replicas: Parts that rows are split into.
       longest_prompt: Tokens of the longest prompt that programs are compiled for ahead of time.
       capacity: Tokens of the longest sequence, all of which may be a prompt of a later turn.
-      pixels: Reads the images of prompts.
 
     Attributes:
       buckets: Lengths that prompts are padded to.

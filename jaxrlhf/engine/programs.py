@@ -53,7 +53,6 @@ class Prefilled:
     """Prompts that were run, ready to be inserted any number of times.
 
     Attributes:
-      tokens: Token ids of each prompt.
       version: Version of the weights that ran them.
       first: Position of each from which on rings have its keys and values; none of responses that were held.
     """
@@ -90,7 +89,6 @@ class Slots(NamedTuple):
 
     Attributes:
       token_B: The newest token, which is not in the cache yet.
-      logp_B: Its log-probability.
       kept_BK: Tokens that it was drawn among, as in `Sampled`.
       cached_B: Tokens in the cache, so the newest token's position.
       drawn_B: Tokens of the response, the newest included.

@@ -28,7 +28,6 @@ class PolicyWeights:
     """One version of the policy's weights.
 
     Attributes:
-      config: Shape of the model.
       params: Weights in the generation layout; adapters are laid over those that they belong to.
       version: Steps that have updated them.
       spent: Tree of bools: which of `params` nobody else reads, so that an engine may delete them; None is none.

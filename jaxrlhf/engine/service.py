@@ -23,7 +23,6 @@ class ServiceCounts:
 
     Attributes:
       requests: Requests submitted, each of which is then one of `completed`, `cancelled` and `failed`.
-      drawn_tokens: Tokens of responses.
       prompt_tokens: Tokens of prompts that were prefilled, once for all that wait together with one prompt.
       cached_tokens: Tokens of them that were in the cache.
       queue_s: Seconds between a request and its slot, of all requests together.
@@ -58,9 +57,6 @@ class EngineService:
 
     Several requests may have one seed and request_id, and are drawn alike if their prompts are. Nobody else may use
     the engine before `close`, but while it is held.
-
-    Args:
-      engine: Engine with its weights loaded.
 
     Attributes:
       counts: What was done so far; written by the service's thread.

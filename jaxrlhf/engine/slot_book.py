@@ -174,7 +174,6 @@ def insertion_of(placements: Sequence[Placement], *, rows: int, slots: int, most
     """Insertion of these responses, as host arrays of `rows` rows; rows that are left fill no slot.
 
     Args:
-      slots: Number of slots.
       most_stops: E, stop tokens that a response may have.
     """
     left = rows - len(placements)

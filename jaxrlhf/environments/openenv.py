@@ -19,7 +19,6 @@ class OpenEnv:
     """Factory of sessions with one server, each of which is an instance of its environment.
 
     Args:
-      address: Address of the server.
       action: Fields of an action, made of a reply; or a text for the policy, whose reply is none.
       view: Text of an observation, made of its fields; the default writes them as they are.
       prompt: Text before the first view.

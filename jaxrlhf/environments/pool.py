@@ -41,7 +41,6 @@ class EnvironmentPool:
     where the pool is closed.
 
     Args:
-      choices: Environments of the configuration.
       output: File that receives what the user's code prints; None is the standard error stream.
 
     Raises:

@@ -18,7 +18,6 @@ class ReasoningGym:
     """Factory of episodes of one data set, which is made once.
 
     Args:
-      name: Name of the data set.
       prompt: Text after a question.
       settings: Its settings, `size` and `seed` among them.
     """

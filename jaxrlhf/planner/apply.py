@@ -26,7 +26,6 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     the smallest there can be, so a token budget below that is raised.
 
     Args:
-      config: The configuration that was planned.
       written: The configuration that the settings are to change, if it was freed to be planned.
 
     Raises:

@@ -24,7 +24,6 @@ class CompiledProgram:
 
     Attributes:
       name: `role.program[sizes]`.
-      seconds: Seconds that it took to compile.
       alias_bytes: Outputs that take the memory of donated arguments.
       needed_bytes: Most of all these that there is at a time, which the compiler compares with its chip's memory; on
         TPUs less than `compiled_bytes`, as their temporaries are counted with those that took their place. 0

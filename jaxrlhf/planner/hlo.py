@@ -54,7 +54,6 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """Collectives of a program, those that move most first.
 
     Args:
-      text: Optimised HLO.
       mesh_shape: Size of every axis of the mesh whose devices, in order, run the program.
     """
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -69,11 +68,7 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 
 def product_flops(text: str) -> int:
-    """FLOPs of a device's matrix products; those inside kernels, such as attention's, are not seen.
-
-    Args:
-      text: Optimised HLO.
-    """
+    """FLOPs of a device's matrix products; those inside kernels, such as attention's, are not seen."""
     return sum(times * _flops(instruction, types) for instruction, types, times in _run(text, _multiplies))
 
 

@@ -66,13 +66,10 @@ class HybridEngine:
       convert: Makes of a weight what generation takes, where it lies, if more than its dtype is to change.
 
     Attributes:
-      train: Tree of the training shardings.
-      generate: Tree of the generation shardings.
       generation_shapes: Tree of shapes and dtypes of the generation weights.
       masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
       spent: Tree like the weights made, of bools: which of them nobody else reads.
       refines: Whether every device's training shard is a part of its generation shard.
-      train_bytes_per_device: Bytes of the weights while training.
       generation_bytes_per_device: Bytes of the weights while generating, without masters of cast leaves.
       copy_bytes_per_device: The part of them that are casts, beside masters that stay.
       redundancy_bytes_per_device: What generation does not need: masters beside their casts, until they are

@@ -28,8 +28,6 @@ class RecordedCall:
       told: Messages of the request and the reply, as they are compared; empty of a completion without a chat.
       tools: Tools of the request, as they are compared.
       reply: Words of what was drawn; None of a completion without a chat.
-      images: Images of the prompt.
-      reward: Reward that was posted for it.
     """
 
     before: "RecordedCall | None"

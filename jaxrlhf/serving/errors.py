@@ -15,7 +15,6 @@ class ApiError(Exception):
     """Answer to a request that cannot be served.
 
     Attributes:
-      status: HTTP status.
       kind: OpenAI's `type`, such as `invalid_request_error`.
       code: Word for programs.
       param: Field of the request that is wrong.

@@ -90,7 +90,6 @@ class Choice:
     Attributes:
       seed, request_id: What its draws depend on beside its prompt.
       keep: Keys and values stay for a next turn.
-      images: Images of the prompt.
       has_replies: The prompt has earlier replies, as of `Request`.
     """
 

@@ -10,9 +10,6 @@ from jaxrlhf.serving.sessions import SessionBook
 class Server(HttpServer):
     """HTTP server of a model.
 
-    Attributes:
-      sessions: Sessions of agents.
-
     Args:
       token: Key that requests outside sessions must bear; None lets everybody in.
       sampling: Sampling of all sessions, whatever their calls ask for; None leaves that to the agents.

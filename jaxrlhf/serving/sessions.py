@@ -206,7 +206,6 @@ class SessionBook:
 
         Args:
           episode: Name of the episode, on which with the seed its draws depend.
-          history: See `CallTree`.
 
         Raises:
           ValueError: The episode is open.

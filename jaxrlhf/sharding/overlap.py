@@ -32,8 +32,6 @@ def missing_bytes(source: Any, target: Any, shapes: Any) -> int:
     """Most bytes, over devices, of a target shard that the device does not hold yet.
 
     Args:
-      source: Tree of shardings.
-      target: Tree of shardings.
       shapes: Tree of shaped arrays, with the dtype that travels.
     """
     totals: dict[jax.Device, int] = {}

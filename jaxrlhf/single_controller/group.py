@@ -140,7 +140,6 @@ class Group:
 
     Args:
       role: Name for messages and the timeline.
-      methods: Names of the methods.
       call: Runs a method on the ranks.
       queue: The pool's.
     """
@@ -180,8 +179,6 @@ class ActorApart(GeneratesElsewhere):
     chained by futures, so the actor's pool is free while the other generates.
 
     Args:
-      actor: The group that trains.
-      rollout: The group that generates.
       fetching: Gives the same group as it is launched now; its calls run beside the others.
     """
 

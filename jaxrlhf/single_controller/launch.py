@@ -28,7 +28,6 @@ def launch(
     """Launch the pools of a run: in this process, or on the hosts of a cluster.
 
     Args:
-      progress: Told how far long calls are.
       devices: Devices of this process's pools; None is all that there are.
       workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
 

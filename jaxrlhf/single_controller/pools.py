@@ -35,11 +35,7 @@ REWARD_OUTPUT = "reward_output.log"
 
 
 class Ranks(ABC):
-    """The processes of one pool.
-
-    Args:
-      name: The pool's.
-    """
+    """The processes of one pool."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,10 +116,6 @@ class Roles:
 
     Args:
       pools: Pools with the workers of the phase built.
-      phase: The run's.
-
-    Attributes:
-      timeline: The time of each call.
     """
 
     actor: Actor

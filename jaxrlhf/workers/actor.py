@@ -29,7 +29,6 @@ class Actor(TrainedWorker, Generates):
     Args:
       sampler: Generates; None where another pool does.
       hybrid: Switches the weights to the generation layout and back; None where another pool generates.
-      exchange: Offers the weights to another pool.
 
     Attributes:
       version: Steps that have updated the weights.

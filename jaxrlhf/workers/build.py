@@ -63,9 +63,7 @@ class Phase:
     """One phase of a run, such as a cold start or RLHF, as the processes that compute it are told.
 
     Attributes:
-      config: The phase's configuration.
       roles: Names of the roles that the phase calls.
-      total_updates: Updates over which learning rates decay.
       policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
       adapters: Folder of a checkpoint's adapters to start from; None starts them as the configuration says.
     """
@@ -81,12 +79,8 @@ class Builder(PoolRoles):
     """Builds workers on one pool; the engine is built once and serves every phase of a run.
 
     Args:
-      config: The run's.
-      tokenizer: The policy's.
-      pool: Devices of the roles.
       roles: Names of the roles that are placed on the pool in any phase.
       rank: Index of this process among those that share the pool, and their number.
-      progress: Told how far long calls are.
       reward_output: File that takes what reward functions print; None is the standard error stream.
       address: Address under which other hosts reach this one.
       feed: Shared by the builders of this process.

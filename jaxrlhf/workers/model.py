@@ -46,18 +46,13 @@ class ModelSetup:
     """Settings of one model on its mesh.
 
     Attributes:
-      role: Name, for messages.
-      config: Shape of the model.
       head: Head that the last hidden state is read with.
-      mesh: The role's factored mesh.
       training: Layout, token budget and losses of the role.
       width: T, columns of the `[B, T]` arrays that the model is given.
       longest_response: Tokens of the longest response; the rest of the width is the longest prompt's.
-      execution: For `mesh`.
       progress: Told how many microbatches and minibatches were started.
       offload: Parts that wait in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
-      pixels: Reads the images of prompts.
       staleness: Versions by which the policy that sampled a response may be behind this one.
       retokenizer: Makes tokens of this model of the policy's; None where they are the same.
     """
@@ -82,7 +77,6 @@ class ModelWorker:
     """A model whose head is read at every token.
 
     Args:
-      setup: Settings of the model.
       params: Parameters in the training layout of the mesh.
 
     Attributes:
@@ -245,7 +239,6 @@ class ModelWorker:
 
         Args:
           energy: Squared norms of the gradients by the logits, in place of all that.
-          likeliest: The likeliest tokens too.
           named_RWK: Ids to read beside each token; see `token_logp`.
         """
         if self.setup.head == "value":

@@ -37,13 +37,9 @@ class PoolRoles:
     """The roles on one pool, as the configuration has them.
 
     Args:
-      config: The run's.
-      tokenizer: The policy's.
-      pool: Devices that the roles share.
       roles: Names of the roles that are placed on the pool in any phase.
 
     Attributes:
-      model: Shape of the policy.
       reader: Reads images of prompts; None where the policy reads text alone.
       pixels: Function of an image to its patches.
       dtype: Dtype of activations and of the weights that generate.

@@ -52,7 +52,6 @@ class Teacher(ModelWorker):
         """log pi of each span of the responses, at the rollout's temperature.
 
         Args:
-          problems: Problem of each group of responses.
           named: Likeliest tokens in the place of each span of one token, among those that the policy has too.
 
         Raises:

@@ -70,10 +70,6 @@ class Reward:
         """Score every episode: what its environment paid, and the parts' scores of its last reply.
 
         Functions find the whole episode in the record, as `episode`. An episode that failed is unscorable.
-
-        Args:
-          problems: Problem of each episode.
-          record_E: `EpisodeRecord` of each episode.
         """
         episodes: list[EpisodeRecord] = list(record_E)
         show = loaded if self._scorer.calls_functions else list  # models read no images

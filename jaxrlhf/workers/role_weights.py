@@ -31,8 +31,6 @@ class RoleWeights:
     """Shapes, dtypes and shardings of one role's weights, on any mesh.
 
     Attributes:
-      role: Name, for messages.
-      model: Shape of the model.
       head: Head that the last hidden state is read with.
       dtype: Dtype of weights that are not trained.
       lora: Adapters beside frozen parameters, or of the policy that the parameters are a copy of; None has none.

@@ -40,7 +40,6 @@ class Sampler:
     """An engine on this process's share of a generation mesh.
 
     Attributes:
-      config: Shape of the policy.
       mesh: The whole generation mesh.
       submesh: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.

@@ -46,7 +46,6 @@ class ScoreModel:
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
       dtype: Dtype of parameters and activations; the head computes in float32.
       offload: Parameters wait in host memory between calls.
-      attention: Kernels, see `Config.attention`.
       tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
 
     Raises:

@@ -52,7 +52,6 @@ class TrainedWorker(ModelWorker):
     Attributes:
       trained: The parameters, or the adapters.
       optimizer: State of the optimizer, made when it is first used: a policy that is only evaluated costs no moments.
-      updates: Updates made so far.
     """
 
     def __init__(

@@ -26,9 +26,6 @@ _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
 class SlotCache:
     """A cache that grows with what it holds. Layers change one after another, so that little exists twice.
 
-    Args:
-      longest: Tokens of the longest sequence.
-
     Attributes:
       arrays: What `decode` takes, and gives back; empty as long as nothing is cached.
       size: Tokens of each slot; 0 without a cache.
@@ -131,14 +128,12 @@ class PageCache:
     ends gives its pages to others, and responses to one prompt share those that it fills.
 
     Args:
-      longest: Tokens of the longest sequence.
       longest_prompt: Tokens of the longest prompt that the responses of a group share.
       prompts: Distinct prompts that come at a time.
 
     Attributes:
       arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
       size: Pages of a replica; 0 without a cache.
-      books: Pages of each replica.
       sizes: Numbers of pages that it may have, ascending; one of them holds the longest responses to the prompts.
     """
 

@@ -33,7 +33,6 @@ class ServerEngine:
         deleted once a newer one is read.
       save: Writes a checkpoint of weights into a folder.
       vocab_size: Ids are below it.
-      max_response_tokens: Most tokens of a response.
       stop_tokens, stop_texts: What ends a response, see `Engine`.
     """
 

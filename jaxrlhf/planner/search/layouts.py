@@ -132,11 +132,6 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int, context: i
 
     Where training refines generation, the replicas that share a training copy lie interleaved in it, so its split
     dimensions have to lie in one process where the replica splits them too.
-
-    Args:
-      stage: Stages of a replica.
-      tensor: Tensor shards of a replica.
-      context: Parts of a replica's positions.
     """
     if layout.stage % stage or layout.tensor % tensor or layout.context % context:
         return within % (layout.expert * context * stage * tensor) == 0

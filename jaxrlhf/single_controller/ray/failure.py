@@ -27,7 +27,6 @@ class HostFailure(RuntimeError):
     Args:
       host: The host to blame, or the first of several.
       label: The call, such as `actor.update_actor`.
-      cause: The event, in words.
     """
 
     def __init__(self, host: HostId, label: str, cause: str) -> None:

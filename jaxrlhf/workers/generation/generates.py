@@ -60,7 +60,6 @@ class Generates(ABC):
         Keys and values of tokens that earlier policies drew are computed again by this one, or kept as they were.
 
         Args:
-          problems: Problem of each group.
           until: End of the round over all ranks, each of which has its share of it.
         """
         with self.generating(versions) as sampler:
@@ -101,7 +100,6 @@ class Generates(ABC):
         are, and their environments with them.
 
         Args:
-          problems: Problem of each group.
           until: End of the round over all ranks, each of which has its share of it.
 
         Returns:
