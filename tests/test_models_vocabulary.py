@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_checkpoints import VOCAB, build, write
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf import models
-from jaxrlhf.config import Layout, Sampling
+from jaxrlhf.config import FromScratch, Layout, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, factored_mesh, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, shardings
+from jaxrlhf.workers.pool_roles import check_vocabulary
 
 ROWS, WIDTH = 4, 12
 
@@ -162,3 +166,12 @@ def test_random_tables_end_in_zeros():
 @pytest.mark.parametrize("tokens", [32_000, 32_064, 128_256, 151_936, 262_208])
 def test_published_vocabularies_need_no_padding(tokens):
     assert models.param_shapes(small(tokens), "lm")["embed"].shape[0] == tokens
+
+
+def test_ids_beyond_the_embedding_are_refused_however_few_tokens_there_are(refused):
+    words = Tokenizer(WordLevel({"a": 0, "</s>": VOCAB}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    assert len(tokenizer) == 2
+    with refused():
+        check_vocabulary(tokenizer, models.scratch_config(FromScratch(), vocab_size=VOCAB), role="actor")
+    check_vocabulary(tokenizer, models.scratch_config(FromScratch(), vocab_size=VOCAB + 1), role="actor")

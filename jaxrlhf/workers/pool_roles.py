@@ -134,9 +134,10 @@ class PoolRoles:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, role: str) -> None:
     """Raise `Refusal` if the tokenizer has ids that the model has no embedding for."""
-    if len(tokenizer) > model.vocab_size:
+    last = max(tokenizer.get_vocab().values())  # which may be beyond the number of tokens, as ids may have gaps
+    if last >= model.vocab_size:
         raise Refusal(
-            f"{role}: the tokenizer has {len(tokenizer)} tokens and the model embeds {model.vocab_size}; "
+            f"{role}: the tokenizer has ids up to {last} and the model embeds {model.vocab_size} tokens; "
             f"use the tokenizer that belongs to the model"
         )
 
@@ -151,7 +152,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: st
 
 
 def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and configured texts of a single token."""
+    """The tokenizer's EOS, those that the checkpoint's files name, and configured texts of a single token."""
     if config.rollout.sampling.ignore_eos:
         return ()
     stops = [tokenizer.eos_token_id]
