@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import build, write
 
 from jaxrlhf import models
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.config import Llama3Rope
+from jaxrlhf.models.huggingface.config import read_stop_tokens
+from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.sharding.rules import shardings
 
 
@@ -353,6 +357,31 @@ def test_other_loaders_find_what_they_look_for(source, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "generation_config.json").is_file()
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_without_a_generation_config_responses_stop_where_config_json_says(copy):
+    change(copy, eos_token_id=[1, 5])
+    assert read_stop_tokens(copy) == []
+    (copy / "generation_config.json").unlink()
+    assert read_stop_tokens(copy) == [1, 5]
+
+
+def test_an_export_with_another_tokenizer_stops_where_that_one_ends(copy, tmp_path_factory):
+    (copy / "generation_config.json").write_text('{"eos_token_id": 3, "top_k": 5}')
+    export, tokenizer = tmp_path_factory.mktemp("export"), embedded_tokenizer()
+    save_description(models.read_config(copy), export, tokenizer=tokenizer, source=copy)
+    found = transformers.GenerationConfig.from_pretrained(export)
+    assert (found.eos_token_id, found.top_k) == ([3, tokenizer.eos_token_id], 5)
+
+
+def test_an_exported_score_is_read_at_the_end_even_where_that_pads(copy, tmp_path_factory):
+    change(copy, eos_token_id=[2, 5], pad_token_id=2)
+    config, pads = models.read_config(copy), []
+    for head in ("lm", "value"):
+        export = tmp_path_factory.mktemp("export")
+        models.save_params(load(copy, head), config, export, source=copy)
+        pads.append(json.loads((export / "config.json").read_text())["pad_token_id"])
+    assert pads == [2, None]
 
 
 def test_weights_that_float16_cannot_hold_are_not_exported_as_infinite(refused, source, tmp_path):

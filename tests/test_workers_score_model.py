@@ -1,5 +1,8 @@
 """A reward model scores texts as transformers does, on any mesh."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +78,18 @@ def test_scores_equal_transformers(checkpoint, devices, layout, tokens):
     assert np.isnan(score_B[[5, 6]]).all()  # empty, and longer than the model's positions
     assert model.score([]).shape == (0,)
     assert model._forward._cache_size() == len(widths)
+
+
+def test_a_checkpoint_that_pads_with_the_end_is_read_before_it(checkpoint, tmp_path):
+    shutil.copytree(checkpoint[0], tmp_path, dirs_exist_ok=True)
+    file, tokenizer = tmp_path / "config.json", load_tokenizer(str(tmp_path))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": tokenizer.eos_token_id}))
+    theirs = transformers.Qwen2ForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids = tokenizer.encode("".join(TEXTS[0][:2]) + tokenizer.eos_token)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.item()
+    model = ScoreModel(str(tmp_path), mesh=factored_mesh(Layout(), jax.devices()[:1]), dtype=jnp.dtype("float32"))
+    np.testing.assert_allclose(model.score(TEXTS[:1]), [expected], atol=1e-4)
 
 
 def test_a_token_classifier_with_two_labels_scores_steps(checkpoint, tmp_path, refused):

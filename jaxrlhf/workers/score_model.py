@@ -24,6 +24,7 @@ from jaxrlhf.models import (
     score,
     token_scores,
 )
+from jaxrlhf.models.huggingface.config import read_fields
 from jaxrlhf.sharding.described import are_here, described
 from jaxrlhf.sharding.mesh import BATCH_AXES, TOKEN_AXES, TRAINING_AXES
 from jaxrlhf.workers.offloadable import Offloadable
@@ -65,7 +66,7 @@ class ScoreModel:
         self._path, self._config, self._labels, self._bias = path, read_config(path), labels_steps(path), 0.0
         weights = RoleWeights("reward model", self._config, "score", dtype, None)
         if are_here(list(mesh.devices.flat)):
-            self._tokenizer = load_tokenizer(str(resolve(path)))
+            self._tokenizer, self._padding = load_tokenizer(str(resolve(path))), read_fields(path).get("pad_token_id")
             params = load_pretrained(path, self._config, "score", weights.layout(mesh), dtype=dtype)
             self._bias = label_bias(path)
         else:
@@ -98,10 +99,14 @@ class ScoreModel:
         """The score of each (prompt, response, finished).
 
         It is read at the EOS after a finished response, as such models are trained, and at the
-        last token of one that was cut off. A text that is empty or longer than the model's
+        last token of one that was cut off; at the token before if the checkpoint pads with what is last, as
+        transformers reads it. A text that is empty or longer than the model's
         positions has no score: NaN.
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
+        for tokens in sequences:
+            while tokens and tokens[-1] == self._padding:
+                tokens.pop()
         with self.parameters.on_devices():
             read = self._read(self._forward, sequences)
         return np.array([np.nan if own is None else own for own in read], np.float32)

@@ -52,11 +52,20 @@ def sees(path: str | Path) -> bool:
 def read_stop_tokens(path: str | Path) -> list[int]:
     """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them.
 
+    Without that file they are those of config.json, as transformers and vLLM have it.
+
     Raises:
-      Refusal: The file is not a JSON object.
+      Refusal: The file is missing or is not a JSON object.
     """
     file = resolve(path) / "generation_config.json"
-    given = _read_object(file).get("eos_token_id") if file.is_file() else None
+    if file.is_file():
+        return token_ids(_read_object(file).get("eos_token_id"))
+    whole, text = (token_ids(read_fields(path, whole=whole).get("eos_token_id")) for whole in (True, False))
+    return whole or text
+
+
+def token_ids(given: int | list[int] | None) -> list[int]:
+    """Ids of a field that has one, several or none."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
 

@@ -16,7 +16,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import read_fields, write_fields
+from jaxrlhf.models.huggingface.config import read_fields, read_stop_tokens, token_ids, write_fields
 from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
@@ -239,10 +239,13 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
-        return kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
-    if tokenizer is not None:
+        fields = kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+    elif tokenizer is not None:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         fields |= {name: value for name, value in ids.items() if value is not None}
+    if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id")):
+        # Or transformers would take the end for padding, and score the token before it.
+        fields["pad_token_id"] = None
     return fields
 
 
@@ -252,7 +255,17 @@ def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path 
         copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else _KEPT)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+        if source is not None:
+            _stop_at(tokenizer.eos_token_id, directory, source)
     (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def _stop_at(end: int, directory: Path, source: str | Path) -> None:
+    """Have generation end where another tokenizer than the source's does, too."""
+    stops, file = read_stop_tokens(source), directory / "generation_config.json"
+    if end not in stops:
+        given = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(given | {"eos_token_id": [*stops, end]}, indent=2) + "\n")
 
 
 def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HUB_FILES) -> None:
