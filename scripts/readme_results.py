@@ -6,6 +6,7 @@ Writes `docs/results.json` (accuracy, seconds, throughput, machine, versions, co
 learning curves `docs/<job>.png`, and prints README's table.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -62,6 +63,7 @@ def machine() -> dict[str, str]:
 
 def main() -> None:
     """Measure, write and print."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     results: dict[str, Any] = {"machine": machine(), "jobs": {job: measure(job) for job in JOBS}}
     (ROOT / "docs" / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print("| | " + " | ".join(JOBS) + " |\n|---|" + "---|" * len(JOBS))
