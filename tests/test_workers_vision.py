@@ -1,5 +1,7 @@
 """Optimizers of policies with a vision tower: frozen by default, or with a learning rate of its own."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.parameters import Param
+from jaxrlhf.models.vision.rows import Room
 from jaxrlhf.optimizers.groups import ParameterGroups
 from jaxrlhf.optimizers.optimizer import optimizer_of
 from jaxrlhf.optimizers.state import state_layout
+from jaxrlhf.workers.trained_model import TrainedWorker
 
 DECLARED = {"layers": {"up": Param((3,), (None,))}, "vision": {"patch": Param((5, 2), (None, None))}}
 
@@ -31,6 +35,22 @@ def test_a_tower_moves_by_its_own_learning_rate(rate):
     np.testing.assert_allclose(changes["vision"]["patch"], expected, rtol=1e-4)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (5, 2)]
     assert len(moments) == (0 if rate is None else 2), "a frozen tower has no moments"
+
+
+def test_room_for_images_is_in_a_checkpoint():
+    """A picture in a strip of other room is rounded otherwise, so a run that goes on has to have what there was."""
+
+    def worker(role, *room):
+        made = object.__new__(TrainedWorker)
+        made.role, made.updates, made._patch_room = role, 3, [*room]
+        return made
+
+    saved = json.loads(json.dumps(worker("actor", Room(3, 60)).counters() | worker("critic").counters()))
+    for role, expected in (("actor", [Room(3, 60)]), ("critic", [])):
+        resumed = worker(role)
+        resumed.updates = 0
+        resumed.set_counters(saved)
+        assert (resumed.updates, resumed._patch_room) == (3, expected)
 
 
 def test_moments_lie_as_their_parameters():

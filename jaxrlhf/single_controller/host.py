@@ -59,7 +59,7 @@ class Host:
         gc.collect()  # a worker and its compiled programs refer to each other
         self.workers = self.builder.workers(phase)
         places = {role: worker.place for role, worker in self.workers.items()}
-        self._items = {name: item for worker in self._trained() for name, item in worker.items().items()}
+        self._items = {name: item for worker in self._counting() for name, item in worker.items().items()}
         return Built(places, tuple(self._items))
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -113,15 +113,15 @@ class Host:
         return metrics, peaks
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, and the policy's version, for a checkpoint."""
-        return {name: count for worker in self._trained() for name, count in worker.counters().items()}
+        """Updates made so far, the policy's version, and room for images, for a checkpoint."""
+        return {name: count for worker in self._counting() for name, count in worker.counters().items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from a checkpoint's counters."""
-        for worker in self._trained():
+        for worker in self._counting():
             worker.set_counters(counters)
 
-    def _trained(self) -> list[Any]:
+    def _counting(self) -> list[Any]:
         return [worker for worker in self.workers.values() if hasattr(worker, "counters")]
 
     def item(self, name: str, method: str, *args: Any) -> Any:

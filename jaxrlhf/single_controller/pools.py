@@ -196,7 +196,7 @@ class Roles:
         return {name: program for ranks in self._pools for name, program in ranks.on_all("lowered")[0].items()}
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, by role, and the policy's version."""
+        """Updates made so far, by role, the policy's version, and room for images."""
         return {name: count for ranks in self._pools for name, count in self._on_all(ranks, "counters")[0].items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
 """A model on its mesh: packed forward passes over the sequences of a batch."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
@@ -199,6 +199,15 @@ class ModelWorker:
             f"offload/{self.role}_s": sum(moved.seconds for moved in moves),
             f"offload/{self.role}_bytes": float(sum(moved.bytes_per_device for moved in moves)),
         }
+
+    def counters(self) -> dict[str, int]:
+        """Room for images, in which others are rounded otherwise: a resumed run has it too. JSON of a checkpoint."""
+        return {f"{self.role}/{name}": count for room in self._patch_room for name, count in room._asdict().items()}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from the counters of a checkpoint."""
+        own = {name: counters[key] for name in Room._fields if (key := f"{self.role}/{name}") in counters}
+        self._patch_room[:] = [Room(**own)] if own else []
 
     def items(self) -> dict[str, TreeItem]:
         """Items of a checkpoint of this role."""

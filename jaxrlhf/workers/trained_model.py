@@ -110,11 +110,11 @@ class TrainedWorker(ModelWorker):
         return {} if self.adapters is None else self.parameters.tree
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, by role; JSON of a checkpoint."""
-        return {self.role: self.updates}
+        """Updates made so far, by role, and room for images; JSON of a checkpoint."""
+        return {**super().counters(), self.role: self.updates}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from the counters of a checkpoint."""
+        super().set_counters(counters)
         self.updates = counters[self.role]
 
     def items(self) -> dict[str, TreeItem]:
