@@ -146,6 +146,19 @@ def test_the_report_says_what_is_fullest_and_what_travels():
     assert not smaller["fits"] and smaller["does_not_fit"] == ["actor.gradient"]
 
 
+def test_the_report_cuts_no_name_and_no_figure_in_80_columns():
+    programs = [
+        program_of("generation.resize[256, 896, 256, 1024]", 40, 20),
+        program_of("actor.optimizer state", 41, 20),
+    ]
+    console = Console(width=80, file=StringIO())
+    console.print(compiled_report([replace(each, flops=8 * 10**8) for each in programs], hardware("h100")))
+    shown = console.file.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    for text in ("generation", "1024]", "optimizer", "40.00", "41.00", "20.50", "0.0008", "least s", "0.026"):
+        assert text in shown
+
+
 def test_the_best_seconds_are_of_what_takes_longest():
     machines = replace(hardware("h100"), memory_bytes_per_s=2**40, link_bytes_per_s=2**39, matmul_flops_per_s=1e15)
     reads = program_of("actor.forward", 64, 0)  # which it writes as well

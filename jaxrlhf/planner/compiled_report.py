@@ -22,13 +22,16 @@ _GIB, _MIB = 2**30, 2**20
 _SMALL = 16 * _MIB
 """Programs below this are left out of the picture, and collectives below a hundredth of it out of the table."""
 
+_NAME_WIDTH = 16
+"""Columns of a terminal that a program's name has at the least."""
+
 
 def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> RenderableType:
     """The table, and what is fullest."""
-    table = Table(title=f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each", **LOOK)
-    table.add_column("program", no_wrap=True)
-    sizes = ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "TFLOP", "at best s")
-    for heading in sizes:
+    title = f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each"
+    table = Table(title=title, padding=(0, 1, 0, 0), **LOOK)
+    table.add_column("program", overflow="fold", min_width=_NAME_WIDTH)  # made narrower before any figure is cut
+    for heading in ("compile s", "args", "temp", "out", "all", "plan", "beside", "TFLOP", "least s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for program in programs:
         fresh = program.output_bytes - program.alias_bytes
