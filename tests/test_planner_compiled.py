@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from made_plans import a_config
 from rich.console import Console
 
-from jaxrlhf.config import Refusal
-from jaxrlhf.planner import check_fits, compiled_report, compiled_to_json
-from jaxrlhf.planner.compiled import CompiledProgram, largest
+from jaxrlhf.config import GRPO, Pool, Refusal, Rewards
+from jaxrlhf.planner import check_fits, compiled_report, compiled_to_json, question_of
+from jaxrlhf.planner.compiled import CompiledProgram, compile_programs, largest
+from jaxrlhf.planner.cost.programs import ExpectedPrograms
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.hlo import Collective, collectives, product_flops
+from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.topology import topology
 
 LAYERS, ROWS, WIDTH, INNER = 3, 64, 128, 256
@@ -129,6 +132,44 @@ def test_a_step_that_its_compiler_does_not_fit_is_refused_with_the_figure():
         "and 13 GiB is there beside it; a plan may fill 72 GiB of a device. Fewer tokens_per_microbatch, remat='full', "
         "or a layout that splits the role further would help"
     )
+
+
+class Compiled:
+    """A compiler's word for a program whose arguments and outputs are of one size."""
+
+    def __init__(self, size: int) -> None:
+        self.argument_size_in_bytes = self.output_size_in_bytes = size
+        self.temp_size_in_bytes = self.alias_size_in_bytes = 0
+        self.peak_memory_in_bytes = 2 * size
+        self.input_shardings = self.output_shardings = ()
+
+    def compile(self, **options: object) -> "Compiled":
+        return self
+
+    def memory_analysis(self) -> "Compiled":
+        return self
+
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError("this compiler cannot print it")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["among others", "a pool of their own"])
+def test_weights_on_their_way_into_generation_are_counted_once(apart):
+    pools = (Pool("train", 2, ("actor",)), Pool("generate", 2, ("rollout",))) if apart else ()
+    config = a_config(algorithm=GRPO(responses_per_update=32), rewards=Rewards(), pools=pools)
+    problem = question_of(config, replace(hardware("h100"), devices_per_machine=4)).problem
+    expected = ExpectedPrograms(problem, search(problem).plans[0])
+    leaf, decode = 2**20, expected.of("generation.decode")
+    names = ("generation.unstack[0]", "actor.to_generation[0]")
+    options = {name: Compiled(leaf) for name in names}
+    apart_leaf, gathered = compile_programs(options, expected, options=None)
+    weights = expected.of("generation.insert").beside - decode.beside
+    assert weights > leaf and decode.beside >= 0
+    assert apart_leaf.peak_bytes == pytest.approx(decode.beside + weights + leaf), "one leaf is there twice"
+    if apart:
+        assert gathered.peak_bytes == pytest.approx(expected.of("actor.zero gradient").beside + leaf)
+    else:
+        assert gathered.peak_bytes == pytest.approx(decode.beside + weights), "and the layouts are one after another"
 
 
 def test_the_report_says_what_is_fullest_and_what_travels():

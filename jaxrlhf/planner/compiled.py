@@ -114,6 +114,8 @@ def _compiled(
     seconds = time.perf_counter() - start
     memory, text = program.memory_analysis(), _text(program)
     assert memory is not None, "a compiler of accelerators says what a program needs"
+    counted = {"nothing": 0, "arguments": memory.argument_size_in_bytes}
+    counted["arguments and outputs"] = counted["arguments"] + memory.output_size_in_bytes
     return CompiledProgram(
         name,
         seconds,
@@ -123,7 +125,7 @@ def _compiled(
         memory.alias_size_in_bytes,
         memory.peak_memory_in_bytes,
         expected.program,
-        expected.beside,
+        expected.beside - counted[expected.within],
         None if text is None else _collectives(program, text),
         None if text is None else product_flops(text),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxrlhf.config import ROLLOUT, Layout, Remat, offloaded
 from jaxrlhf.engine.prefill import CHUNK_TOKENS, PREFILL_TOKENS
@@ -23,10 +23,12 @@ class Expected(NamedTuple):
     Attributes:
       program: Arguments, temporaries and outputs; None where plans say nothing, as of programs that copy a little.
       beside: All else that is in the device's memory while it runs.
+      within: What of the program itself `beside` counts already, as it does of weights on their way into generation.
     """
 
     program: float | None
     beside: float
+    within: Literal["nothing", "arguments", "arguments and outputs"] = "nothing"
 
 
 class ExpectedPrograms:
@@ -68,22 +70,33 @@ class ExpectedPrograms:
             return Expected(needed, idle - parameters)
         if program == "optimizer update":
             return Expected(held.parameters + held.optimizer + gradient, idle - parameters - optimizer)
+        if program == "to_generation":
+            _, pool, beside, copy = self._generating()
+            if owner in pool.roles and beside == idle:  # the last leaf, when all others are there
+                return Expected(None, idle + copy, "arguments and outputs")
+            return Expected(None, idle, "arguments")
         known = {"zero gradient": gradient, "optimizer state": held.optimizer}
         return Expected(known.get(program), idle)
 
-    def _of_generation(self, program: str) -> Expected:
-        problem, software = self._problem, self._problem.software
+    def _generating(self) -> tuple[Role, PlannedPool, float, float]:
+        """The role that generates, its pool, and bytes of a device: beside its weights, and of them."""
+        software, few = self._problem.software, self._problem.workload.quantize
         generator = next(role for role in self._roles.values() if role.generates)
         name = ROLLOUT if any(ROLLOUT in pool.roles for pool in self._plan.pools) else generator.name
         pool = self._pool(name)
-        layout, idle = pool.layouts[name], self._idle(pool)
-        few = problem.workload.quantize
+        weights = weights_generating(generator.model, pool.layouts[name])
+        beside = self._idle(pool)
+        if name == ROLLOUT:
+            beside -= weights * software.compute_bytes
+        elif few is None and (software.trains_in_compute_dtype or generator.lora is not None):
+            beside -= self._held(name).parameters  # which it generates from
         each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes, quantize=few)
-        copy = weights_generating(generator.model, layout) * each
-        as_trained = (
-            name != ROLLOUT and few is None and (software.trains_in_compute_dtype or generator.lora is not None)
-        )
-        beside = idle - self._held(generator.name).parameters if as_trained or name == ROLLOUT else idle
+        return generator, pool, beside, weights * each
+
+    def _of_generation(self, program: str) -> Expected:
+        problem, software = self._problem, self._problem.software
+        generator, pool, beside, copy = self._generating()
+        layout = pool.layouts[ROLLOUT if ROLLOUT in pool.roles else generator.name]
         if program == "prefill":
             replicas = pool.devices // layout.slot_devices
             prompt = problem.workload.prompt_tokens
@@ -97,7 +110,7 @@ class ExpectedPrograms:
             return Expected(copy + kept + working, beside)
         if program == "decode":
             return Expected(copy + self._cache(generator, pool, layout), beside)
-        return Expected(None, beside + copy)
+        return Expected(None, beside + copy, "arguments" if program == "unstack" else "nothing")
 
     def _cache(self, generator: Role, pool: PlannedPool, layout: Layout) -> float:
         """Keys and values of all slots of a device at their longest."""
