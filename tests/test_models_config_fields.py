@@ -298,6 +298,7 @@ def refused(directory, fields, change):
         (PHI4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         (MISTRAL, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ntk": 3.0}}),
         (MISTRAL, {"logit_scale": 0.5}),
+        (MISTRAL, {"rms_norm_eps": None}),
         (MISTRAL, {"is_decoder": True}),
         (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}),

@@ -5,6 +5,7 @@ read as "probably the default".
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
     """
     family, _ = read_family(path)
     fields = Fields(read_fields(path), f"{path}/config.json", family.name)
+    try:
+        config = _read_decoder(family, fields)
+    except TypeError as error:  # whatever arithmetic makes of null, or of a text in place of a number
+        raise fields.unreadable(error) from error
+    if not vision:
+        return config
+    return replace(config, vision=read_vision(read_fields(path, whole=True), f"{path}/config.json"))
+
+
+def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
+    """The shape that the fields say, of which none is left unread."""
     family_fields = family.read(fields)
     heads = fields.need("num_attention_heads")
     if "activation" not in family_fields:
@@ -135,11 +147,7 @@ def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
         **({} if "rope_theta" in family_fields else read_rope(fields)),
     }
     fields.finish()
-    tower = None
-    if vision:
-        given = read_fields(path, whole=True)
-        tower = read_vision(given, f"{path}/config.json")
-    return ModelConfig(**{"vision": tower} | shared | family_fields)
+    return ModelConfig(**shared | family_fields)
 
 
 def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:

@@ -71,6 +71,12 @@ class Fields:
         """A refusal of the file: what it has, and why that is wrong."""
         return Refusal(f"{self._where} has {what}; {why}")
 
+    def unreadable(self, error: TypeError) -> Refusal:
+        """A refusal of values that nothing can be computed with."""
+        nulls = sorted(name for name in self._asked if self._given.get(name, 0) is None)
+        what = f"null for {', '.join(nulls)}" if nulls else "a value of another type than its field has"
+        return self.error(what, f"not all of it can be read as a {self._family} checkpoint's ({error})")
+
     def finish(self) -> None:
         """Refuse what was not asked for and might change the numbers.
 
