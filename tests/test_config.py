@@ -1,6 +1,7 @@
 """Configurations: files, overrides by name, and what a wrong one is told."""
 
 import dataclasses
+import sys
 import traceback
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -148,6 +149,18 @@ def test_an_error_of_a_files_own_code_keeps_its_traceback(tmp_path, source, erro
         load(path)
     assert not isinstance(raised.value, Refusal)
     assert f'{path}", line 2' in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_file_may_import_its_neighbours_and_knows_where_it_is(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_mine.py").write_text("SEED = 7")
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nfrom jaxrlhf import load\nfrom neighbour_of_mine import SEED\n"
+        "def get_config(): return replace(load('ppo_gsm8k'), seed=SEED, workdir=__file__)"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    config = load("mine")
+    assert (config.seed, config.workdir) == (7, str(tmp_path / "mine.py"))
 
 
 # Overrides.

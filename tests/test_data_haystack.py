@@ -1,6 +1,7 @@
 """Texts with a thing of each kind among many words: their answers are there, and nowhere else."""
 
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -82,6 +83,16 @@ def test_a_cold_start_reads_data_of_its_own_and_shorter_prompts():
 def test_arguments_that_a_function_does_not_take_are_refused(refused):
     with refused():
         list(generated_records("jaxrlhf.data.documents:haystack", "train", 2, 0, {"pages": 3}))
+
+
+def test_a_file_of_records_may_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_of_records.py").write_text("PROMPT = 'x'")
+    file = tmp_path / "records.py"
+    file.write_text(
+        "from neighbour_of_records import PROMPT\ndef made(split, count, seed): return [{'prompt': PROMPT}] * count"
+    )
+    assert [row.record for row in generated_records(f"{file}:made", "train", 2, 0)] == [{"prompt": "x"}] * 2
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,23 @@ def test_a_local_directory_may_be_laid_out_like_one(tmp_path):
         answers(HubData(str(tmp_path)))
 
 
+def test_the_name_of_a_file_says_more_of_its_split_than_those_of_its_folders(tmp_path):
+    (tmp_path / "train_test_split").mkdir()
+    for split, number in (("train", 1), ("test", 2)):
+        write(tmp_path / f"train_test_split/{split}.jsonl", [{"prompt": "x", "answer": number}])
+    data = HubData(str(tmp_path))
+    assert (answers(data), answers(data, "evaluation")) == (["1"], ["2"])
+
+
+def test_a_card_that_cannot_be_read_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "x", "answer": 1}])
+    (tmp_path / "README.md").write_bytes("Né à Paris".encode("latin-1"))
+    assert answers(HubData(str(tmp_path))) == ["1"]
+    (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
+    with pytest.raises(Refusal, match=r"README\.md of the directory .* is no data set's card"):
+        answers(HubData(str(tmp_path)))
+
+
 def test_columns_of_verl_and_trl_are_read_as_they_are(tmp_path):
     asked, said = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is 2."}
     verl = {"data_source": "sums", "prompt": [asked], "reward_model": {"style": "rule", "ground_truth": "2"}}

@@ -4,10 +4,12 @@ import json
 import re
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from jaxrlhf.config import Arithmetic
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
+from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer, misread
 
 TEXTS = [
@@ -116,6 +118,19 @@ def test_without_eos_it_is_refused(refused, tmp_path):
     edit_config(tmp_path, eos_token=None)
     with refused():
         load_tokenizer(str(tmp_path))
+
+
+def test_one_that_ends_prompts_is_refused(refused):
+    tokenizer = embedded_tokenizer()
+    eos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    data, how = Arithmetic(train_problems=1), {"split": "train", "max_prompt_tokens": 99}
+    assert tokenizer.eos_token_id not in load_problems(data, tokenizer, **how).problems[0].prompt_tokens
+    tokenizer.chat_template = None
+    with refused():
+        load_problems(data, tokenizer, **how)
 
 
 def test_without_a_pad_token_it_is_taken_as_it_is(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.refusal import Refusal, require
-from jaxrlhf.config.settings import NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.training import Layout
 
 JUDGE_TEMPLATE = """Rate how well the response below answers the prompt: whether it is right, helpful and clear.
@@ -127,7 +127,7 @@ class CosineLengthReward(Settings):
     correct: Gsm8kReward | ArithmeticReward | MathReward | FunctionReward = field(default_factory=Gsm8kReward)
     right: tuple[float, ...] = (1.0, 0.5)
     wrong: tuple[float, ...] = (-1.0, -0.5)
-    too_long: float = -1.0
+    too_long: Finite[float] = -1.0
     weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -50,6 +50,8 @@ def generated_records(
 def _of_file(path: Path, name: str) -> Any:
     if not path.is_file():
         raise Refusal(f"Generated.function: there is no file {path} (looked from {Path.cwd()})")
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)  # so that the file may import its neighbours
     spec = importlib.util.spec_from_file_location(f"data_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -146,7 +146,9 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
     else:
         named = re.compile(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)")
         within = [name for name in files if subset is None or name.startswith(f"{subset}/")]
-        found = [name for name in within if named.search(name)]
+        # A file's own name says more than its folders': `test_data/train.jsonl` is no test.
+        found = [name for name in within if named.search(Path(name).name)]
+        found = found or [name for name in within if named.search(name)]
         folders = {str(Path(name).parent) for name in found}
         if subset is None and len(folders) > 1:
             raise Refusal(
@@ -164,7 +166,11 @@ def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
     """Configurations that the card of a data set declares, with files."""
     from huggingface_hub import DatasetCard
 
-    card = DatasetCard(place.file("README.md").read_text("utf-8"), ignore_metadata_errors=True)
+    text = place.file("README.md").read_text("utf-8", "replace")
+    try:
+        card = DatasetCard(text, ignore_metadata_errors=True)
+    except Exception as error:  # what the reader of YAML raises has no class of its own
+        raise Refusal(f"the README.md of {place.called} is no data set's card ({_reason(error)}); mend it") from error
     return [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
 
 

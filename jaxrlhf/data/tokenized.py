@@ -133,6 +133,12 @@ class Tokenized:
         episodes: EpisodeReader | None,
         folder: Path | None = None,
     ) -> None:
+        if tokenizer.chat_template is None and tokenizer.encode("a")[-1] == tokenizer.eos_token_id:
+            raise Refusal(
+                "the tokenizer ends each text with its end-of-sequence token, prompts too, behind which no response "
+                'begins; set "add_eos_token" to false in its tokenizer_config.json, or mend the "post_processor" of '
+                "its tokenizer.json"
+            )
         self._reader, self._episodes = reader, episodes
         self.table = ProblemTable(folder)
         self.lengths = LengthRange()

@@ -60,9 +60,11 @@ def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refus
 
 
 def _read(path: Path) -> Config:
-    """The configuration that a file makes."""
+    """The configuration that a file makes, which may import its neighbours."""
     module = ModuleType(f"{_MODULES}{path.stem}")
-    module.__file__ = str(path)
+    module.__file__ = str(path.absolute())
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
     # Type hints and pickles of classes that the file defines look their module up here.
     sys.modules[module.__name__] = module
     try:
