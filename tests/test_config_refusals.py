@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrlhf.config import (
@@ -82,7 +83,7 @@ def test_setting_refuses(refused):
         lambda: a_config(rewards=Rewards(parts=[ArithmeticReward()])),
         lambda: a_config(rewards=Rewards(parts=(ArithmeticReward(weight="1"),))),
         lambda: Optimizer(learning_rate=0),
-        lambda: Optimizer(learning_rate="1e-3"),
+        lambda: Optimizer(learning_rate=np.float32(1e-3)),
         lambda: Optimizer(learning_rate=float("nan")),
         lambda: Optimizer(learning_rate=float("inf")),
         lambda: Optimizer(eps=float("inf")),

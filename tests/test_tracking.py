@@ -213,6 +213,13 @@ def test_on_a_terminal_there_are_bars_as_well():
     assert "6/100" in during and "generate" in during and "1/4" in during
     assert "step   7/100  score 0.512" in out.getvalue() and "7/100" in out.getvalue().split("tokens/s")[1]
     assert names == ["steps"]
+    out.truncate(0)
+    with RunConsole(steps=0, console=terminal) as console:  # an evaluation
+        console.progress("generate", 1, 4)
+        console._bars.refresh()
+        assert "generate" in out.getvalue()
+        console.progress("generate", 4, 4)
+    assert "steps" not in out.getvalue()
 
 
 SPEAKING = """

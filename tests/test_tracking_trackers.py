@@ -1,6 +1,7 @@
 """Trackers keep a run offline: their own stores, read back, have its numbers and samples before and after a resume."""
 
 import html
+import importlib
 import json
 import os
 import sqlite3
@@ -16,8 +17,9 @@ import pytest
 from tiny_runs import get_config
 
 import jaxrlhf
+from jaxrlhf.config import Refusal
 from jaxrlhf.config.run import TrackerName
-from jaxrlhf.tracking import Sample, TrackedRun, Trackers
+from jaxrlhf.tracking import Sample, TrackedRun, Trackers, require_packages
 from jaxrlhf.tracking.trackers.trackers import KNOWN, ROWS
 
 HOSTILE = "<script>alert(1)</script> | a\nb"
@@ -218,6 +220,17 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(tmp_path
     assert not (tmp_path / "run").exists()
     with refused():
         replace(get_config(), trackers=("comet",))
+
+
+def test_a_folder_that_a_tracker_left_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "left_by_a_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jaxrlhf.tracking.trackers.trackers.PACKAGES", {"wandb": "left_by_a_tracker"})
+    with pytest.raises(Refusal, match="wandb, which is not installed"):
+        require_packages(["wandb"])
+    (tmp_path / "left_by_a_tracker" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    require_packages(["wandb"])
 
 
 def test_a_service_that_fails_costs_no_run(tmp_path, monkeypatch, caplog):

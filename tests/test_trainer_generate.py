@@ -49,7 +49,12 @@ def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
         ("Mia has 5.", 3, 0),
     ]
     assert all(row["completion"] and "score" not in row for row in rows)
-    assert "wrote 3 completions" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.splitlines()[-3:] == [
+        "step 1/2  2 completions",
+        "step 2/2  3 completions",
+        f"wrote 3 completions to {files / 'one.jsonl'}",
+    ]
     with pytest.raises(SystemExit):
         generate(monkeypatch, files, "one.jsonl", "")
     assert "is there already" in capsys.readouterr().err

@@ -16,6 +16,8 @@ LINES = "document.querySelectorAll('[data-metric=\"score/mean\"] path.line')"
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     root = write_runs(tmp_path_factory.mktemp("runs"))
+    (root / "foreign").mkdir()
+    (root / "foreign" / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
     with (
         ViewServer(RunFiles(root), port=0) as server,
         browser.Browser(tmp_path_factory.mktemp("profile")) as one,
@@ -45,13 +47,19 @@ def choose(page, place: int, value: str) -> None:
 
 def test_runs_are_side_by_side_with_the_meaning_of_every_metric(page):
     card = "document.querySelector('[data-metric=\"score/mean\"]')"
-    assert "unscorable ones left out" in page.value(f"{card}.textContent")
+    assert "without unscorable ones" in page.value(f"{card}.textContent")
     names = page.value("[...document.querySelectorAll('[data-metric]')].map(e => e.dataset.metric)")
     assert names == ["score/mean", "kl/ref", "time/step_s", "mine"]
     assert "a metric of your own" in page.value("document.querySelector('[data-metric=mine]').textContent")
     write(page, "input[type=search]", "kl")
     assert page.value("document.querySelectorAll('[data-metric]').length") == 1
     write(page, "input[type=search]", "")
+
+
+def test_what_is_no_run_is_listed_with_the_reason(page):
+    labels = page.value("[...document.querySelectorAll('#runs label')].map(e => e.textContent)")
+    assert "foreign" in labels[0] and "line 1, is not a JSON object with a 'step'" in labels[0]
+    assert [label.split()[1:] for label in labels[1:3]] == [["one", "step", str(STEPS)], ["two", "step", str(STEPS)]]
 
 
 def test_a_curve_is_smoothed_and_zoomed(page):

@@ -42,11 +42,10 @@ class Settings:
         owner: Any = type(self)
         for name, bounds, optional in _bounds(owner):
             value = getattr(self, name)
+            plain = isinstance(value, int | float)  # numbers of NumPy and JAX are none, however large
             for bound in () if optional and value is None else bounds:
-                require(
-                    isinstance(value, int | float) and bound.holds(value),
-                    f"{owner.__name__}.{name} must be {bound.words}{' or None' * optional}, got {value!r}",
-                )
+                words = f"{'' if plain else 'a plain number '}{bound.words}{' or None' * optional}"
+                require(plain and bound.holds(value), f"{owner.__name__}.{name} must be {words}, got {value!r}")
 
 
 def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:

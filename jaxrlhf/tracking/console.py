@@ -89,7 +89,7 @@ class RunConsole:
     the lines.
 
     Args:
-      steps: Steps of the whole run.
+      steps: Steps of the whole run; 0 of what has none, and no bar of them.
       first_step: Steps already done when the run was resumed.
       columns: Which metrics make up the line of a step; absent ones are left out.
       console: Where to print; None is standard output.
@@ -118,7 +118,7 @@ class RunConsole:
                 console=self._console,
                 refresh_per_second=4,
             )
-            self._run_bar = self._bars.add_task("steps", total=steps, completed=first_step)
+            self._run_bar = self._bars.add_task("steps", total=steps, completed=first_step, visible=steps > 0)
             self._bars.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -219,7 +219,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     held_out, sets = first_of_sources(load_evaluation(config, tokenizer), config), load_sets(config, tokenizer)
     if not (held_out or sets):
         raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
-    with RunConsole(steps=1) as console, chosen.roles(console) as roles:
+    with RunConsole(steps=0) as console, chosen.roles(console) as roles:
         metrics, decode = Metrics(), decoder(tokenizer)
         if held_out:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)

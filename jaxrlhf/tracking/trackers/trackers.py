@@ -30,12 +30,17 @@ _LOG = logging.getLogger(__name__)
 
 def require_packages(names: Sequence[str]) -> None:
     """Refuse trackers whose package is not installed."""
-    missing = [name for name in names if find_spec(PACKAGES[name]) is None]
+    missing = [name for name in names if not _installed(PACKAGES[name])]
     if missing:
         raise Refusal(
             f"trackers names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             f"pip install 'jaxrlhf[{','.join(missing)}]', or drop {'it' if len(missing) == 1 else 'them'}"
         )
+
+
+def _installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # a folder without code, such as trackers leave, has none
 
 
 class Trackers:

@@ -22,6 +22,7 @@ from jaxrlhf.workers.reward import response_texts
 
 _SEED = 20_000_011
 """Seed of the first prompts' completions; further ones count on from there."""
+_PROGRESS = {"completions": "{:,} completions"}
 
 
 def write_completions(
@@ -51,10 +52,12 @@ def write_completions(
     chosen = choose_policy(config, policy, step)
     loaded = load_training(chosen.config, chosen.tokenizer)
     count, kept = 0, list[dict[str, Any]]()
-    with RunConsole(steps=1) as console, _new_file(out) as file:
+    steps = -(-len(loaded.problems) // chosen.config.rollout.prompts_per_step)
+    with RunConsole(steps=steps, columns=_PROGRESS) as console, _new_file(out) as file:
         answers = _answers(chosen, loaded, console, samples=samples, sampling=sampling, scored=scored, best=best)
-        for rows in answers:
+        for number, rows in enumerate(answers, start=1):
             count += len(rows)
+            console.log(number, {"completions": count})
             if out.suffix == ".parquet":
                 kept += rows
                 continue
