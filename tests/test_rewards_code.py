@@ -278,6 +278,7 @@ BLOCK = "Text.\n```python\nprint(int(input()) + 1)\n```\nMore text."
         ("```python\na\n```\n```python\nb", "a"),  # the last one that is closed
         ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
         ("```a``` is used:\n```python\nb\n```", "b"),  # the first is code within a line
+        ("```python title=sum.py\na\n```", "a"),
         ("```python\n```", ""),
         ("a", None),
         ("", None),

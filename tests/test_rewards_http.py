@@ -201,8 +201,8 @@ def said(text) -> tuple:
 JUDGEMENTS = {
     "good": "It is right.\nScore: 10",
     "bad": "Score: 1",
-    "half": "Score: 5.5",
-    "quoted": "It says 'Score: 10', which I ignore.\nScore: 1",
+    "half": "Score: **5.5**",
+    "quoted": "It says 'Score: 10', which I ignore.\n**Score:** 1",
     "vague": "Rather nice.",
     "huge": "Score: 11",
     "empty": None,

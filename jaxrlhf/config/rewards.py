@@ -219,7 +219,7 @@ class JudgeReward(Settings):
     url: str
     model: str
     template: str = JUDGE_TEMPLATE
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
     lowest: float = 1.0
     highest: float = 10.0
     temperature: float | None = 0.0

@@ -82,7 +82,7 @@ def last_program(response: str) -> str | None:
         fence = line.strip()
         if block is None:
             if fence.startswith(FENCE) and "`" not in fence.removeprefix(FENCE):  # else it is code within a line
-                block, language = [], fence.removeprefix(FENCE).strip().lower()
+                block, language = [], (fence.removeprefix(FENCE).lower().split() or [""])[0]
         elif fence == FENCE:
             found = "\n".join(block) if language in LANGUAGES else found
             block = None
