@@ -34,9 +34,9 @@ def png(wide=42, high=28, seed=0):
     return written.getvalue()
 
 
-def load(seeing, path, prompt_tokens=64, **settings):
+def load(seeing, path, prompt_tokens=64, image_key="images", **settings):
     tokenizer, reader, _ = seeing
-    data = PromptFile(train=str(path), prompt_key="problem", image_key="images", **settings)
+    data = PromptFile(train=str(path), prompt_key="problem", image_key=image_key, **settings)
     return load_problems(data, tokenizer, split="train", max_prompt_tokens=prompt_tokens, reader=reader)
 
 
@@ -65,6 +65,15 @@ def test_the_same_image_from_everywhere(seeing, tmp_path):
         assert problem.prompt.count("<image ") == 1 and "image_pad" not in problem.prompt
         (picture,) = with_pictures(problem.record, problem.images)["images"]
         assert picture.size == (42, 28)
+
+
+@pytest.mark.parametrize("key", ["extra.images", "page/images"])
+def test_images_may_be_in_a_field_within_another_and_of_any_name(seeing, tmp_path, key):
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    fields = {"extra": {"images": [url], "split": "a"}} if key.startswith("extra") else {key: [url]}
+    (problem,) = load(seeing, jsonl(tmp_path / "a.jsonl", {"problem": "Find x.", **fields}), image_key=key).problems
+    (picture,) = with_pictures(problem.record, problem.images)["images"]
+    assert picture.size == (42, 28) and "base64" not in str(problem.record)
 
 
 def test_people_read_where_an_image_is_from(seeing, tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.records import record_at
+from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
 
@@ -199,8 +199,10 @@ def image_values(value: Any) -> list[Any]:
 def _of_record(where: str, *, place: str) -> bytes | Path:
     """Encoded bytes of the image at `PATH#NUMBER/KEY/INDEX`, or its file."""
     path, _, inside = where.rpartition("#")
-    number, key, index = inside.split("/")
-    return _content(image_values(record_at(path, int(number))[key])[int(index)], Path(path).parent, place=place)
+    number, field = inside.split("/", 1)
+    key, _, index = field.rpartition("/")
+    value = field_of(record_at(path, int(number)), key)
+    return _content(image_values(value)[int(index)], Path(path).parent, place=place)
 
 
 def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:

@@ -38,6 +38,14 @@ def field_of(record: Mapping[str, Any], key: str) -> Any:
     return field_of(below, inner) if dot and isinstance(below, Mapping) else _NONE
 
 
+def without_field(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The record without the field that `field_of` finds."""
+    outer, _, inner = key.partition(".")
+    if key in record or not isinstance(record.get(outer), Mapping):
+        return {name: value for name, value in record.items() if name != key}
+    return {**record, outer: without_field(record[outer], inner)}
+
+
 class Row(NamedTuple):
     """A record and where it stands, such as `train.jsonl, line 3`.
 

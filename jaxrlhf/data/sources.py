@@ -37,7 +37,7 @@ from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values, source_of
 from jaxrlhf.data.labelled.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
 from jaxrlhf.data.labelled.steps import read_steps
-from jaxrlhf.data.records import Row, read_rows
+from jaxrlhf.data.records import Row, read_rows, without_field
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
@@ -276,7 +276,7 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
     if data.image_key is None:
         return example
     values, path = image_values(row.value(data.image_key, "image_key")), Path(row.source.rpartition("#")[0])
-    kept = {key: value for key, value in row.record.items() if key != data.image_key}
+    kept = without_field(row.record, data.image_key)
     place = f"{row.source}/{data.image_key}"
     sources = tuple(source_of(value, f"{place}/{index}", path) for index, value in enumerate(values))
     return example._replace(prompt=marked(example.prompt, len(values), place=row.place), record=kept, images=sources)
