@@ -118,9 +118,12 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
         key = flags.key or os.environ.get("OPENAI_API_KEY") or "none"
         client = stack.enter_context(OpenAI(base_url=flags.policy.rstrip("/"), api_key=key))
         try:
-            return client, flags.model or next(iter(client.models.list())).id
+            names = [flags.model] if flags.model else [model.id for model in client.models.list()]
         except APIError as error:
             raise Refusal(f"{flags.policy} does not answer as OpenAI's API ({error.message}); is it up?") from error
+        if not names:
+            raise Refusal(f"{flags.policy} lists no models; name one with --model")
+        return client, names[0]
     from jaxrlhf.engine import EngineService
     from jaxrlhf.serving.served import ServedModel
     from jaxrlhf.serving.server import Server

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import openai
@@ -70,6 +72,29 @@ def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1"])
     with pytest.raises(Refusal, match="is it up"):
         chat.main()
+
+
+class NoModels(BaseHTTPRequestHandler):
+    """A server that lists no models."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"object": "list", "data": []}')
+
+    def log_message(self, *said):
+        pass
+
+
+def test_a_chat_needs_a_model_to_talk_to(monkeypatch):
+    with HTTPServer(("127.0.0.1", 0), NoModels) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        monkeypatch.setattr(sys, "argv", ["chat", f"http://127.0.0.1:{server.server_port}/v1"])
+        with pytest.raises(Refusal, match="lists no models; name one with --model"):
+            chat.main()
+        thread.join()
 
 
 def test_a_chat_serves_a_policy_by_itself(policy):

@@ -10,6 +10,7 @@ FP8: `NAME` is float8_e4m3fn, and `NAME_scale_inv` a factor for each block of it
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,14 @@ class Fp8:
 
 def mapped(file: Path, name: str) -> np.ndarray:
     """A float8 tensor of a safetensors file, whose own reader has no numpy dtype for it."""
+    header, data = _header(file, file.stat().st_mtime_ns)
+    begin, _ = header[name]["data_offsets"]
+    return np.memmap(file, ml_dtypes.float8_e4m3fn, "r", data + begin, tuple(header[name]["shape"]))
+
+
+@cache
+def _header(file: Path, written_ns: int) -> tuple[dict[str, dict[str, Any]], int]:
+    """Header of a safetensors file, read once as long as that is not written anew, and where its data begin."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))[name]
-    begin, _ = header["data_offsets"]
-    return np.memmap(file, ml_dtypes.float8_e4m3fn, "r", 8 + length + begin, tuple(header["shape"]))
+        return json.loads(opened.read(length)), 8 + length
