@@ -209,6 +209,7 @@ def tool_with(**schema):
         ({"type": "integer"}, "5.0", False, 5),
         ({"type": "number"}, "2.5", True, 2.5),
         ({"type": "number"}, "5", False, 5),
+        ({"type": ["number", "integer"]}, "5.0", False, 5),  # in every order of a set
         ({"type": "boolean"}, "True", False, True),
         ({"type": "string"}, "5", False, "5"),
         ({"type": ["string", "integer"]}, "5", True, "5"),

@@ -20,7 +20,7 @@ from jaxrlhf.config import (
     Source,
 )
 from jaxrlhf.data.loader import Band, Loader, Part
-from jaxrlhf.data.selection import selected
+from jaxrlhf.data.selection import mean_scores, selected
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.rewards.scorer import Scorer
@@ -150,6 +150,14 @@ def test_a_selection_leaves_out_repeated_prompts_and_those_of_the_wrong_difficul
         selected(table, every[2:3], Selection(samples=samples))
     with pytest.raises(Refusal, match="no such file"):
         selected(table, every, Selection(samples=str(tmp_path / "none.jsonl")))
+
+
+@pytest.mark.parametrize("score", ["high", float("nan"), [1.0]])
+def test_scores_of_samples_that_are_no_numbers_are_refused(tmp_path, score):
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("".join(json.dumps({"prompt": "p", "score": one}) + "\n" for one in (0.5, None, score)))
+    with pytest.raises(Refusal, match=r"samples\.jsonl, line 3: 'score' must be a finite number, or null"):
+        mean_scores(str(samples))
 
 
 def test_the_order_of_an_epoch_may_be_the_given_one():

@@ -61,8 +61,12 @@ def mean_scores(path: str) -> dict[str, float]:
     """
     scores: dict[str, list[float]] = defaultdict(list)
     for row in read_rows(Path(path).expanduser()):
-        if row.value("score") is not None:
-            scores[row.text("prompt")].append(row.record["score"])
+        score = row.value("score")
+        if score is None:
+            continue
+        if not isinstance(score, int | float) or not np.isfinite(score):
+            raise Refusal(f"{row.place}: 'score' must be a finite number, or null, got {score!r:.80}")
+        scores[row.text("prompt")].append(score)
     return {prompt: float(np.mean(given)) for prompt, given in scores.items()}
 
 

@@ -122,7 +122,7 @@ def _fitting(value: Any, schema: Any, *, typed: bool) -> Any:
     kinds = {"integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list, "object": dict}
     words = {"True": "true", "False": "false", "None": "null"}
     read = _decoded(words.get(value.strip(), value))
-    for name in types - {"string"} if types else () if typed else kinds:
+    for name in sorted(types - {"string"}) if types else () if typed else kinds:
         kind: Any = kinds.get(name, ())
         if isinstance(read, kind) and not (isinstance(read, bool) and name in ("integer", "number")):
             return read
