@@ -104,7 +104,7 @@ def test_weights_do_not_depend_on_padding_or_row_order(mode):
 
 
 def test_a_mode_says_what_it_lacks():
-    with pytest.raises(ValueError, match="horizon must be a plain number above 0, got None"):
+    with pytest.raises(ValueError, match="horizon must be above 0, got None"):
         algos.token_weights(random_mask(), aggregation="seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="prompt_id_B must be given"):
         algos.token_weights(random_mask(), aggregation="prompt-mean")

@@ -1,8 +1,6 @@
 """Compiled programs of a plan: what the compilers of chips say of them, their collectives, and what does not fit."""
 
 import json
-import runpy
-import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from made_plans import a_config
+from made_plans import a_config, run_plan
 from rich.console import Console
 
 from jaxrlhf.config import GRPO, Pool, Refusal, Rewards
@@ -209,12 +207,6 @@ def test_the_best_seconds_are_of_what_takes_longest():
     assert replace(sends, flops=int(2e15)).seconds_at_best(machines) == 2
 
 
-def plan(monkeypatch, *arguments: object) -> None:
-    """Run the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["plan", *map(str, arguments)])
-    runpy.run_module("jaxrlhf.plan", run_name="__main__")
-
-
 CONFIGURATION = """
 from dataclasses import replace
 from jaxrlhf.config import FromScratch, ModelReward, Rewards, load, override
@@ -232,9 +224,8 @@ def test_json_of_programs_that_do_not_fit_is_printed_before_the_command_fails(mo
         "jaxrlhf.trainer.programs.compile_plan", lambda *_, **__: [program_of("actor.gradient", 60, 40)]
     )
     arguments = "--config grpo_gsm8k --hardware h100 --plans 1 --compile --json"
-    monkeypatch.setattr(sys, "argv", ["plan", *arguments.split()])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("jaxrlhf.plan", run_name="__main__")
+        run_plan(monkeypatch, *arguments.split())
     told = capsys.readouterr()
     assert json.loads(told.out)["compiled"]["does_not_fit"] == ["actor.gradient"]
     assert end.value.code == 2 and "the step does not fit h100: actor.gradient needs 60 GiB" in told.err
@@ -256,7 +247,7 @@ def test_the_command_compiles_every_program_of_the_best_plan(tmp_path, monkeypat
         "--picture",
         "plan.svg",
     )
-    plan(monkeypatch, *arguments)
+    run_plan(monkeypatch, *arguments)
     compiled = json.loads(capsys.readouterr().out)["compiled"]
     programs = {program["name"].partition("[")[0]: program for program in compiled["programs"]}
     wanted = ("generation.decode", "generation.prefill", "actor.gradient", "actor.optimizer update", "reward.forward")

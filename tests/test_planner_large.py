@@ -5,8 +5,6 @@ What the planner says that a device holds is compared with a sum over the trees 
 
 import json
 import math
-import runpy
-import sys
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from made_plans import run_plan
 
 from jaxrlhf import models
 from jaxrlhf.config import Layout, load, override
@@ -268,8 +267,7 @@ def test_prefill_and_decoding_have_the_shapes_of_their_cache():
 def test_the_plan_command_prints_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = ("--model.path", LLAMA, "--actor.tokens-per-microbatch", "131072", "--hardware", "v5p-128", "--json")
-    monkeypatch.setattr(sys, "argv", ["plan", "--config", "grpo_gsm8k", *settings])
-    runpy.run_module("jaxrlhf.plan", run_name="__main__")
+    run_plan(monkeypatch, "--config", "grpo_gsm8k", *settings)
     printed = json.loads(capsys.readouterr().out)
     devices, memory_bytes = MACHINES["v5p-128"]
     [pool] = printed["plans"][0]["pools"]
