@@ -40,6 +40,15 @@ def test_a_device_computes_whole_rows_of_the_longest_length(
     assert batch.microbatches * batch.tokens == expected
 
 
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_a_response_to_each_prompt_shares_nothing_in_any_epoch(epochs: int) -> None:
+    work = replace(Workload(64, 64, 512, 512, 1024), epochs=epochs, updates=epochs)
+    batch = batch_of(
+        trained(DENSE, tokens_per_microbatch=4096), Layout(1), 64, work, replace(HALVES, shares_prompts=True)
+    )
+    assert not batch.shares and batch.microbatches * batch.tokens == 64 * 1024
+
+
 @pytest.mark.parametrize("responses", [1, 7, 100])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(3, 4), Layout(1, 2, 2), Layout(2, 1, 4, 2)])
 def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_planner_command import plan, refusal
+from made_plans import run_plan
+from test_planner_command import refusal
 
 from jaxrlhf.config import Refusal, load
 from jaxrlhf.planner.hardware import hardware_of
@@ -197,13 +198,13 @@ def test_constant_lengths_take_as_long_as_the_plan_says():
 def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ("--config", "grpo_gsm8k", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)
-    plan(monkeypatch, *asked, "--staleness", 2, "--over-provision", 1.5, "--json")
+    run_plan(monkeypatch, *asked, "--staleness", 2, "--over-provision", 1.5, "--json")
     printed = json.loads(capsys.readouterr().out)
     assert [row["staleness"] for row in printed["schedules"]][:2] == [0, 2]
     assert printed["workload"]["response_tokens"] == pytest.approx(150, rel=0.05)
-    plan(monkeypatch, *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
+    run_plan(monkeypatch, *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
     assert json.loads(capsys.readouterr().out)["schedules"] == printed["schedules"]
-    plan(monkeypatch, *asked, "--staleness", 1)
+    run_plan(monkeypatch, *asked, "--staleness", 1)
     shown = capsys.readouterr().out
     assert "schedules, simulated" in shown
     assert "staleness" in shown
@@ -222,12 +223,12 @@ def test_the_command_costs_parts_that_are_configured(tmp_path, monkeypatch, caps
         '    return override(load("grpo_gsm8k"), changes)\n'
     )
     asked = ("--config", "parts.py", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)
-    plan(monkeypatch, *asked, "--json")
+    run_plan(monkeypatch, *asked, "--json")
     whole, parts = json.loads(capsys.readouterr().out)["schedules"]
     assert [(row["staleness"], row["apart"]) for row in (whole, parts)] == [(0, True)] * 2
     assert (whole["stream_parts"], parts["stream_parts"]) == (1, 4)
     assert parts["step_s"] < whole["step_s"] and parts["generation_idle"] < whole["generation_idle"]
     assert parts["age_max"] == 0
-    plan(monkeypatch, *asked, "--afresh")  # the best plan, of one pool, then parts on other splits of the devices
+    run_plan(monkeypatch, *asked, "--afresh")  # the best plan, of one pool, then parts on other splits of the devices
     shown = capsys.readouterr().out
     assert "0, in 4 parts" in shown and "set rollout.stream_parts=4" in shown

@@ -5,7 +5,7 @@
 The policy comes from `tldr_sft.py`, reward model and critic from `tldr_reward_model.py`. A million summaries of up to
 53 tokens, 512 a step in four passes.
 
-Planned: Qwen2.5-1.5B on h100x1x8 16 of 75 GiB of a device, 3.5 s a step, 1.9 h.
+Planned: Qwen2.5-1.5B on h100x1x8 47 of 75 GiB of a device, 10 s a step, 5.7 h.
 
 Source: Huang et al. 2024 (arXiv:2403.17031) for batch, learning rate, KL, passes and length, there with Pythia and with
 a penalty for summaries without an end, which is left out; the posts are Stiennon et al. 2020 (arXiv:2009.01325).

@@ -82,8 +82,8 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:
-    """Prompts that so many responses, drawn from all of a step's, are expected to be of."""
-    missed = max(0.0, 1 - responses / (workload.responses * workload.epochs))
+    """Prompts that so many responses, drawn from all of an epoch's, are expected to be of."""
+    missed = max(0.0, 1 - responses / workload.responses)
     return max(1, round(workload.prompts * (1 - missed ** (workload.responses / workload.prompts))))
 
 
