@@ -178,7 +178,7 @@ def test_the_last_of_a_given_order_come_too():
 
 
 def test_other_weights_after_a_resume_count_from_there():
-    """What was drawn by the weights of before is not made up for, in batches of one source alone."""
+    """The new weights set the shares of later batches; earlier shares are not made up for."""
     parts = [Part(np.arange(60), 1.0, "a"), Part(np.arange(60, 100), 1.0, "b")]
     before = Loader(problems(100), per_step=8, seed=3, parts=parts)
     ids(before, 30)

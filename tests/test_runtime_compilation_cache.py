@@ -98,7 +98,7 @@ print(compilation_cache.settings_row()[2:])
 
 
 def test_a_home_that_is_anothers_or_none_is_left_alone(tmp_path):
-    """As in containers that run as a user whom they do not know, with root's HOME or without any."""
+    """A container may run as an unknown user, with the HOME of root or with none."""
     home, here = tmp_path / "locked" / "home", tmp_path / "here"
     home.mkdir(parents=True)
     here.mkdir()
