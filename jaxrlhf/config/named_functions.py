@@ -1,7 +1,9 @@
 """Functions and classes that settings name, so that reading a configuration imports no JAX."""
 
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config.refusal import Refusal
@@ -39,3 +41,10 @@ def imported(given: object, what: str) -> Any:
     if not callable(function):
         raise Refusal(f"{where}: {module} has no function {name!r}")
     return function
+
+
+def find_neighbours(file: Path) -> None:
+    """Let a user's file import others of its folder, which is appended to `sys.path`."""
+    folder = str(file.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.config.named_functions import imported
+from jaxrlhf.config.named_functions import find_neighbours, imported
 from jaxrlhf.data.records import Row
 
 
@@ -50,8 +50,7 @@ def generated_records(
 def _of_file(path: Path, name: str) -> Any:
     if not path.is_file():
         raise Refusal(f"Generated.function: there is no file {path} (looked from {Path.cwd()})")
-    if (folder := str(path.absolute().parent)) not in sys.path:
-        sys.path.append(folder)  # so that the file may import its neighbours
+    find_neighbours(path)
     spec = importlib.util.spec_from_file_location(f"data_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.named_functions import find_neighbours
 
 
 def load(reference: str, what: str) -> Any:
@@ -45,8 +46,7 @@ def _load_file(reference: str, path: Path, what: str) -> ModuleType:
     if not path.is_file():
         raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
     path = path.resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    find_neighbours(path)
     name = f"{what.split()[0]}_file_{path.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(path):

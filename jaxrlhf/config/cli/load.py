@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
+from jaxrlhf.config.named_functions import find_neighbours
 from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
 
@@ -63,8 +64,7 @@ def _read(path: Path) -> Config:
     """The configuration that a file makes, which may import its neighbours."""
     module = ModuleType(f"{_MODULES}{path.stem}")
     module.__file__ = str(path.absolute())
-    if (folder := str(path.absolute().parent)) not in sys.path:
-        sys.path.append(folder)
+    find_neighbours(path)
     # Type hints and pickles of classes that the file defines look their module up here.
     sys.modules[module.__name__] = module
     try:
