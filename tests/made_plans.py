@@ -1,10 +1,5 @@
 """Plans made up by hand, so that what is shown of them can be told by arithmetic."""
 
-import runpy
-import sys
-
-import pytest
-
 from jaxrlhf.config import (
     PPO,
     Arithmetic,
@@ -22,13 +17,6 @@ from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, 
 
 HELD_ONCE = {"adds_gradients": False, "decodes_apart": False, "cache_copies": 1.0}
 """Fields of `Software` of which nothing exists twice."""
-
-
-def run_plan(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    """Run `python -m jaxrlhf.plan` in this process, whoever imported it before."""
-    monkeypatch.setattr(sys, "argv", ["plan", *map(str, arguments)])
-    monkeypatch.delitem(sys.modules, "jaxrlhf.plan", raising=False)
-    runpy.run_module("jaxrlhf.plan", run_name="__main__")
 
 
 def a_config(**changes) -> Config:

@@ -1,9 +1,7 @@
 """Checkpoints that runs start from: Hugging Face's, and converted ones, there and back."""
 
 import json
-import runpy
 import shutil
-import sys
 from dataclasses import replace
 
 import jax
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from command_lines import run_module
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from tiny_checkpoints import build, write
@@ -36,7 +35,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
     directory = tmp_path_factory.mktemp("converted") / "model"
-    command("convert", source, directory)
+    run_module("convert", source, directory)
     return directory
 
 
@@ -69,13 +68,6 @@ def same_tensors(ours, theirs):
         assert (ours[name].dtype, ours[name].tobytes()) == (tensor.dtype, tensor.tobytes()), name
 
 
-def command(module, *arguments):
-    """Run a command line of the package in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [module, *map(str, arguments)])
-        runpy.run_module(f"jaxrlhf.{module}", run_name="__main__")
-
-
 def split_over_all(config, head):
     """Every parameter's longest dimension over eight devices where it splits evenly."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
@@ -95,7 +87,7 @@ def same(ours, theirs):
 
 
 def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, capsys):
-    command("export", converted, tmp_path / "back")
+    run_module("export", converted, tmp_path / "back")
     assert "GB" in capsys.readouterr().out
     names = {file.name for file in source.iterdir()}
     assert names == {file.name for file in (tmp_path / "back").iterdir()} >= {"chat_template.jinja", "tokenizer.json"}
@@ -114,14 +106,14 @@ def test_labels_of_tokens_are_not_converted(refused, tmp_path):
 
 def test_directories_may_be_relative(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command("convert", source, "models/converted")
-    command("export", "models/converted", "back")
+    run_module("convert", source, "models/converted")
+    run_module("export", "models/converted", "back")
     before, after = tensors(source), tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_another_dtype_on_the_way_back(source, converted, tmp_path):
-    command("export", converted, tmp_path / "back", "--dtype", "float32")
+    run_module("export", converted, tmp_path / "back", "--dtype", "float32")
     before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "back"))
     assert {tensor.dtype for tensor in after.values()} == {np.dtype(np.float32)}
     assert all(np.array_equal(tensor.astype(np.float32), after[name]) for name, tensor in before.items())
@@ -133,8 +125,8 @@ def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
     assert {str(tensor.dtype) for tensor in tensors(mixed).values()} == {"bfloat16", "float32", "float16"}
     config = models.read_config(mixed)
     models.save_params(models.load_params(mixed, config, "lm"), config, tmp_path / "saved", source=mixed)
-    command("convert", mixed, tmp_path / "converted")
-    command("export", tmp_path / "converted", tmp_path / "back")
+    run_module("convert", mixed, tmp_path / "converted")
+    run_module("export", tmp_path / "converted", tmp_path / "back")
     for place in ("saved", "back"):
         same_tensors(tmp_path / place, mixed)
         assert json.loads((tmp_path / place / "config.json").read_text())["dtype"] == "bfloat16"
@@ -145,8 +137,8 @@ def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
 
 
 def test_the_dtype_that_was_converted_to_stays(source, tmp_path):
-    command("convert", source, tmp_path / "converted", "--dtype", "float32")
-    command("export", tmp_path / "converted", tmp_path / "back")
+    run_module("convert", source, tmp_path / "converted", "--dtype", "float32")
+    run_module("export", tmp_path / "converted", tmp_path / "back")
     back = tensors(tmp_path / "back")
     assert {str(tensor.dtype) for tensor in back.values()} == {"float32"}
     assert all(np.array_equal(tensor.astype(np.float32), back[name]) for name, tensor in tensors(source).items())
@@ -180,7 +172,7 @@ def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
     """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
     about = write_policy(tmp_path / "source") / "tokenizer_config.json"
     about.write_text(about.read_text() + "\n")  # no longer as transformers would write it
-    command("convert", tmp_path / "source", tmp_path / "converted")
+    run_module("convert", tmp_path / "source", tmp_path / "converted")
     for place in ("source", "converted"):
         config = replace(
             get_config(),

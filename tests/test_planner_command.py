@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from made_plans import run_plan
+from command_lines import run_module
 from tiny_runs import write_policy
 
 from jaxrlhf.config import Layout, Pool, load, override, shipped
@@ -20,10 +20,10 @@ from jaxrlhf.planner.search.mapping import search
 MACHINES = {"a100x2x8": 16, "h100": 8, "v5p-16": 8, "cpu": 8}
 
 
-def refusal(monkeypatch, capsys, *arguments: object) -> str:
+def refusal(capsys, *arguments: object) -> str:
     """The one line with which the command ends."""
     with pytest.raises(SystemExit) as end:
-        run_plan(monkeypatch, *arguments)
+        run_module("plan", *arguments)
     shown = capsys.readouterr()
     assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
     return shown.err
@@ -65,7 +65,7 @@ def test_every_shipped_configuration_is_planned(name, hardware, tmp_path, monkey
 
 def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_plan(monkeypatch, "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200)
+    run_module("plan", "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200)
     shown = capsys.readouterr().out
     assert "16 devices: 2 machines of 8 x a100" in shown
     assert "512 tokens of prompt; the plan command" in " ".join(shown.split())
@@ -76,7 +76,7 @@ def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
     pasted = shown[shown.index("from jaxrlhf.config") : shown.index("or set placement='auto'")]
     names = {"config": load("ppo_gsm8k")}
     exec(pasted, names)
-    run_plan(monkeypatch, "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200, "--json")
+    run_module("plan", "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200, "--json")
     printed = json.loads(capsys.readouterr().out)
     assert names["config"] == planned_config(load("ppo_gsm8k"), plan_from_json(printed["plans"][0]))
     assert names["config"].pools != ()
@@ -98,10 +98,10 @@ def test_json_is_all_that_is_printed_and_touches_neither_device_nor_folder(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_on_the_command_line_count(tmp_path, monkeypatch, capsys):
+def test_settings_on_the_command_line_count(tmp_path, capsys):
     picture = tmp_path / "here.png"
     arguments = ("--config", "grpo_gsm8k", "--hardware", "h100x4", "--devices", 8, "--json", "--picture", picture)
-    run_plan(monkeypatch, *arguments, "--model.path", "Qwen/Qwen2.5-7B-Instruct")
+    run_module("plan", *arguments, "--model.path", "Qwen/Qwen2.5-7B-Instruct")
     printed = json.loads(capsys.readouterr().out)
     assert printed["hardware"]["machines"] == 1
     assert any("Qwen/Qwen2.5-7B-Instruct" in note for note in printed["notes"])
@@ -121,7 +121,7 @@ def get_config():
 def test_pools_that_are_given_are_costed_as_they_are_unless_afresh(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CONFIGURATION)
-    run_plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json")
+    run_module("plan", "--config", "mine", "--hardware", "h100", "--json")
     printed = json.loads(capsys.readouterr().out)
     [only] = printed["plans"]
     assert [(pool["roles"], pool["devices"]) for pool in only["pools"]] == [
@@ -130,7 +130,7 @@ def test_pools_that_are_given_are_costed_as_they_are_unless_afresh(tmp_path, mon
     ]
     assert only["pools"][0]["layouts"]["actor"]["tensor"] == 2
     assert printed["settings"] == ""
-    run_plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json", "--afresh")
+    run_module("plan", "--config", "mine", "--hardware", "h100", "--json", "--afresh")
     afresh = json.loads(capsys.readouterr().out)
     assert afresh["search"]["placements"] == 5  # of three roles
     assert afresh["plans"][0]["seconds"] < only["seconds"]
@@ -157,7 +157,7 @@ def get_config():
 def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_afresh(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ADAPTERS)
-    run_plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json", "--afresh")
+    run_module("plan", "--config", "mine", "--hardware", "h100", "--json", "--afresh")
     names = {"config": load("mine"), "override": override, "Pool": Pool, "Layout": Layout}
     exec(json.loads(capsys.readouterr().out)["settings"], names)
     [pool] = names["config"].pools
@@ -185,7 +185,7 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
 )
 def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert message in refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", *arguments)
+    assert message in refusal(capsys, "--config", "ppo_gsm8k", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_p
 def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jaxrlhf.planner.search.mapping.search", None)  # calling it would be a TypeError
-    message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", "--hardware", "h100", "--picture", picture)
+    message = refusal(capsys, "--config", "ppo_gsm8k", "--hardware", "h100", "--picture", picture)
     assert f"--picture {picture} must end with one of .png, .svg, .pdf, in a folder that exists" in message
     assert list(tmp_path.iterdir()) == []
 
@@ -201,16 +201,16 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, 
 @pytest.mark.parametrize(("picture", "start"), [("plan.svg", b"<?xml"), ("plan.pdf", b"%PDF")])
 def test_a_picture_has_the_format_of_its_name(picture, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_plan(monkeypatch, "--config", "grpo_gsm8k", "--hardware", "h100", "--picture", picture, "--json")
+    run_module("plan", "--config", "grpo_gsm8k", "--hardware", "h100", "--picture", picture, "--json")
     assert json.loads(capsys.readouterr().out)["plans"]
     assert (tmp_path / picture).read_bytes().startswith(start)
 
 
-def test_replicas_lie_within_the_hosts_of_a_cluster(monkeypatch, capsys):
+def test_replicas_lie_within_the_hosts_of_a_cluster(capsys):
     model = ("--model.path", "Qwen/Qwen2.5-7B-Instruct")
     replicas = {}
     for name, cluster in {"hosts of one device": ("--cluster", "ray"), "one process": ()}.items():
-        run_plan(monkeypatch, "--config", "grpo_gsm8k", "--hardware", "a100x2x8", "--json", *model, *cluster)
+        run_module("plan", "--config", "grpo_gsm8k", "--hardware", "a100x2x8", "--json", *model, *cluster)
         plans = json.loads(capsys.readouterr().out)["plans"]
         layouts = [pool["layouts"]["actor"] for found in plans for pool in found["pools"] if "actor" in pool["roles"]]
         replicas[name] = {layout["generation_stage"] * layout["generation_tensor"] for layout in layouts}
@@ -220,16 +220,16 @@ def test_replicas_lie_within_the_hosts_of_a_cluster(monkeypatch, capsys):
 
 def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
-    message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k")
+    message = refusal(capsys, "--config", "ppo_gsm8k")
     assert "no figures are known" in message
     assert "jaxrlhf.calibrate" in message
 
 
-def test_slots_that_bind_are_named_with_what_more_would_gain(tmp_path, monkeypatch, capsys):
+def test_slots_that_bind_are_named_with_what_more_would_gain(tmp_path, capsys):
     arguments = ("--config", "ppo_gsm8k", "--hardware", "h100", "--json", "--picture", tmp_path / "x.png")
     said = []
     for slots in (32, 256):
-        run_plan(monkeypatch, *arguments, "--rollout.slots", slots)
+        run_module("plan", *arguments, "--rollout.slots", slots)
         printed = json.loads(capsys.readouterr().out)
         said.append([note for note in printed["notes"] if "rollout.slots" in note])
     [few], many = said
@@ -238,13 +238,11 @@ def test_slots_that_bind_are_named_with_what_more_would_gain(tmp_path, monkeypat
     assert int(more) > 32 and float(fast) < 0.95 * float(slow)
 
 
-def test_a_budget_below_the_longest_sequence_is_raised_and_said_by_a_plan_and_refused_without(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_budget_below_the_longest_sequence_is_raised_and_said_by_a_plan_and_refused_without(tmp_path, capsys):
     arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--picture", tmp_path / "x.png")
     small = ("--actor.tokens-per-microbatch", 512)
-    assert "cannot hold one sequence" in refusal(monkeypatch, capsys, *arguments, *small)
-    run_plan(monkeypatch, *arguments, *small, "--placement", "auto", "--json")
+    assert "cannot hold one sequence" in refusal(capsys, *arguments, *small)
+    run_module("plan", *arguments, *small, "--placement", "auto", "--json")
     printed = json.loads(capsys.readouterr().out)
     longest = load("grpo_gsm8k").rollout.max_prompt_tokens + load("grpo_gsm8k").rollout.max_response_tokens
     assert any("actor: tokens_per_microbatch=512 does not hold the longest" in note for note in printed["notes"])

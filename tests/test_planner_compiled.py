@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_lines import run_module
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from made_plans import a_config, run_plan
+from made_plans import a_config
 from rich.console import Console
 
 from jaxrlhf.config import GRPO, Pool, Refusal, Rewards
@@ -225,7 +226,7 @@ def test_json_of_programs_that_do_not_fit_is_printed_before_the_command_fails(mo
     )
     arguments = "--config grpo_gsm8k --hardware h100 --plans 1 --compile --json"
     with pytest.raises(SystemExit) as end:
-        run_plan(monkeypatch, *arguments.split())
+        run_module("plan", *arguments.split())
     told = capsys.readouterr()
     assert json.loads(told.out)["compiled"]["does_not_fit"] == ["actor.gradient"]
     assert end.value.code == 2 and "the step does not fit h100: actor.gradient needs 60 GiB" in told.err
@@ -247,7 +248,7 @@ def test_the_command_compiles_every_program_of_the_best_plan(tmp_path, monkeypat
         "--picture",
         "plan.svg",
     )
-    run_plan(monkeypatch, *arguments)
+    run_module("plan", *arguments)
     compiled = json.loads(capsys.readouterr().out)["compiled"]
     programs = {program["name"].partition("[")[0]: program for program in compiled["programs"]}
     wanted = ("generation.decode", "generation.prefill", "actor.gradient", "actor.optimizer update", "reward.forward")

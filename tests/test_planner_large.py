@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from command_lines import run_module
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from made_plans import run_plan
 
 from jaxrlhf import models
 from jaxrlhf.config import Layout, load, override
@@ -267,7 +267,7 @@ def test_prefill_and_decoding_have_the_shapes_of_their_cache():
 def test_the_plan_command_prints_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = ("--model.path", LLAMA, "--actor.tokens-per-microbatch", "131072", "--hardware", "v5p-128", "--json")
-    run_plan(monkeypatch, "--config", "grpo_gsm8k", *settings)
+    run_module("plan", "--config", "grpo_gsm8k", *settings)
     printed = json.loads(capsys.readouterr().out)
     devices, memory_bytes = MACHINES["v5p-128"]
     [pool] = printed["plans"][0]["pools"]

