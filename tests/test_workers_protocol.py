@@ -148,6 +148,17 @@ def test_minibatches_are_cut_inside_and_not_apart() -> None:
     assert part[0].fields["advantage"].shape == (2, 3)
 
 
+def test_minibatches_of_unequal_rows_are_each_cut_by_themselves() -> None:
+    # As forked episodes make them, some of which have more sequences than others.
+    minibatches = [Experience(batch(count), np.zeros((count, 3)), {}) for count in (5, 7)]
+    parts = [rows((minibatches,), part=part, parts=2)[0] for part in (0, 1)]
+    found = [[one.sequences.prompt_id_B.tolist() for one in part] for part in parts]
+    assert found == [[[0, 1], [0, 1, 2]], [[2, 3, 4], [3, 4, 5, 6]]]
+    assert [one.weight_BT.shape for one in parts[1]] == [(3, 3), (4, 3)]
+    with pytest.raises(Refusal, match="a batch of 5 rows does not split over 6 ranks"):
+        rows((minibatches,), part=0, parts=6)
+
+
 def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the_rest_of_the_batch() -> None:
     rng = np.random.default_rng(0)
     length_B = rng.integers(1, 4, 12).astype(np.int32)

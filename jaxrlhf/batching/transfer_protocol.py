@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import MinibatchRows, Problem
+from jaxrlhf.batch import Experience, MinibatchRows, Problem
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES
@@ -135,7 +135,8 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     """Rows of one part of a batch: arrays are cut along their first dimension, lists of problems by items.
 
     The argument with the fewest rows sets the unit, so a prompt and its responses stay together.
-    Parts differ by at most one unit. Arguments without rows go to every rank whole.
+    Parts differ by at most one unit. Arguments without rows go to every rank whole. Minibatches may have any numbers
+    of rows, and every part has some of each.
 
     Raises:
       Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
@@ -152,6 +153,10 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
         if isinstance(leaf, MinibatchRows):
             _check_units(min(map(len, leaf.rows)), parts)
             return leaf if parts == 1 else leaf.part(part, parts)
+        if isinstance(leaf, Experience):
+            return jax.tree.unflatten(
+                jax.tree.structure(leaf), rows(tuple(jax.tree.leaves(leaf)), part=part, parts=parts)
+            )
         if (count := _rows(leaf)) is None:
             return leaf
         first, last = (unit * count // units for unit in (start, stop))
@@ -171,7 +176,7 @@ def loaded(value: Any) -> Any:
 
 
 def _is_batch(value: Any) -> bool:
-    return isinstance(value, MinibatchRows | RemoteValue) or _has_rows(value)
+    return isinstance(value, MinibatchRows | Experience | RemoteValue) or _has_rows(value)
 
 
 def _rows(value: Any) -> int | None:
