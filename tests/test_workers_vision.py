@@ -1,18 +1,23 @@
-"""Optimizers of policies with a vision tower: frozen by default, or with a learning rate of its own."""
+"""Policies with a vision tower: it is frozen by default, or has a learning rate of its own; and what hosts answer."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrlhf.config import Optimizer
+from jaxrlhf.batch import Image, Problem
+from jaxrlhf.batching.transfer_protocol import join
+from jaxrlhf.config import Optimizer, Sampling
+from jaxrlhf.engine import Completion
 from jaxrlhf.models.parameters import Param
 from jaxrlhf.models.vision.rows import Room
 from jaxrlhf.optimizers.groups import ParameterGroups
 from jaxrlhf.optimizers.optimizer import optimizer_of
 from jaxrlhf.optimizers.state import state_layout
+from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 from jaxrlhf.workers.trained_model import TrainedWorker
 
 DECLARED = {"layers": {"up": Param((3,), (None,))}, "vision": {"patch": Param((5, 2), (None, None))}}
@@ -51,6 +56,20 @@ def test_room_for_images_is_in_a_checkpoint():
         resumed.updates = 0
         resumed.set_counters(saved)
         assert (resumed.updates, resumed._patch_room) == (3, expected)
+
+
+def test_hosts_with_and_without_pictures_answer_one_batch():
+    def answer(requests, *_, **__):
+        return [Completion(one.request_id, (5,), (-0.5,), False, version=0) for one in requests]
+
+    places = SimpleNamespace(vision="a tower"), SimpleNamespace(generate=answer), None, None
+    host = Sampler(*places, 4, lambda *_: None, CompletionFeed())
+    image = Image("drawn", "digest", (1, 2, 2), 0, 1)
+    given = Problem(0, "", (1, 2)), Problem(1, "", (3,), images=(image,))
+    parts = [host.generate([one], Sampling(), responses_per_prompt=2, seed=0) for one in given]
+    rollout = join(parts)
+    assert rollout.sequences.images_B.tolist() == [(), (), (image,), (image,)]
+    assert rollout.sequences.token_BT.tolist() == 2 * [[1, 2, 5, 0]] + 2 * [[3, 5, 0, 0]]
 
 
 def test_moments_lie_as_their_parameters():

@@ -77,7 +77,8 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
         for one in solutions[:each]
     ]
     width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = supervised_batch(problems, width=width).sequences
+    sees = bool(getattr(config.model, "vision", None))
+    sequences = supervised_batch(problems, width=width, sees=sees).sequences
     zeros = np.zeros(sequences.mask_BT.shape, np.float32)
     return RolloutBatch(sequences, zeros, np.zeros(len(problems), bool), np.full(zeros.shape, -1, np.int32))
 

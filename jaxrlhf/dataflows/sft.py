@@ -19,8 +19,12 @@ def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> St
     return StepResult(merged(actor))
 
 
-def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
-    """Prompts followed by their solutions; the solutions are trained on."""
+def supervised_batch(problems: Sequence[Problem], *, width: int, sees: bool = False) -> Experience:
+    """Prompts followed by their solutions; the solutions are trained on.
+
+    Args:
+      sees: They come beside others that may have images.
+    """
     count = len(problems)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     for row, problem in enumerate(problems):
@@ -30,7 +34,7 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
     length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
     prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
     weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
-    images_B = images_of_problems(problems)
+    images_B = images_of_problems(problems, sees=sees)
     return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B, images_B=images_B), weight_BT, {})
 
 
@@ -47,7 +51,8 @@ def with_examples(
 
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
-    examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
+    width, sees = batch.sequences.token_BT.shape[1], batch.sequences.images_B is not None
+    examples = supervised_batch(problems, width=width, sees=sees)
     solutions = replace(
         examples.sequences,
         # The prompts are of another source, so their ids must not meet the responses'.

@@ -103,7 +103,7 @@ class Sampler:
             progress=lambda done, total: self.progress("generate", done, total),
             on_completion=self._listener(requests, prompts),
         )
-        rollout = to_rollout(prompts, completions, width=self.width)
+        rollout = to_rollout(prompts, completions, width=self.width, sees=self.config.vision is not None)
         if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
             raise RuntimeError(
                 f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were drawn "
@@ -142,7 +142,8 @@ class Sampler:
             progress=lambda done, total: self.progress("generate", done, total),
             on_completion=self._listener(requests, prompts),
         ):
-            yield to_rollout([asked[one.request_id] for one in completions], completions, width=self.width)
+            answered = [asked[one.request_id] for one in completions]
+            yield to_rollout(answered, completions, width=self.width, sees=self.config.vision is not None)
 
     def go_on(
         self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round

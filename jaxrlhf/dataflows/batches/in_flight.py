@@ -176,6 +176,7 @@ class ResponsesInFlight(InFlight):
         super().__init__(config)
         self.under_way: PartialRollout | None = None
         self._holds = config.rollout.on_new_weights == "keep"
+        self._sees = bool(getattr(config.model, "vision", None))
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
@@ -202,7 +203,8 @@ class ResponsesInFlight(InFlight):
         self._add({"staleness/recomputed_tokens": float(drawn_B[again_B].sum())})
         rollout = self.under_way.take(self._free).rollout
         chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
-        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
+        images_B = images_of_problems(chosen, sees=self._sees)
+        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_B))
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"under_way": self.under_way}
