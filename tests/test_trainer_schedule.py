@@ -1,5 +1,6 @@
 """Schedules: the default one, and that another is a few lines."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
 
-from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, KLInLoss, Rollout
+from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, KLInLoss, Pool, RayCluster, ReMax, Rollout
+from jaxrlhf.single_controller.ray.failure import HostDied, HostId
 from jaxrlhf.trainer.schedule import Synchronous
 
 PROMPTS, COPIES, STEPS = 2, 2, 4
@@ -92,6 +94,41 @@ def test_one_step_off_is_a_schedule_of_a_few_lines_and_no_algorithm_knows():
     versions, asked, _ = run(OneStepOff)
     assert versions == [0, 0, 1, 2], "the weights of the step before, but for the first"
     assert asked == run(Synchronous)[1], "the same prompts in the same order"
+
+
+def test_what_was_drawn_before_a_host_died_is_drawn_again_with_what_is_drawn_beside_it():
+    asked, failures = [], []
+
+    def generate(problems, sampling, *, responses_per_prompt, seed):
+        asked.append((sampling.greedy, responses_per_prompt, seed))
+        answer: Future = Future()
+        if len(asked) == 2:
+            answer.set_exception(HostDied(HostId("drawing"), "rollout.generate_sequences", "died"))
+        else:
+            answer.set_result(rollout_of(np.ones((len(problems), 3), bool), range(len(problems))))
+        return answer
+
+    config = Config(
+        name="made",
+        algorithm=ReMax(responses_per_update=PROMPTS, kl=None),
+        steps=1,
+        model=FromScratch(),
+        data=Arithmetic(),
+        rollout=Rollout(prompts_per_step=PROMPTS),
+        cluster=RayCluster(restarts=1),
+        pools=(Pool("learning", 1, ("actor", "reward")), Pool("drawing", 1, ("rollout",))),
+    )
+    loader = SimpleNamespace(next=lambda: [problem(0), problem(1)], state=lambda: 5, restore=failures.append)
+    roles = SimpleNamespace(
+        actor=SimpleNamespace(generate_sequences=generate),
+        reward=SimpleNamespace(compute_reward=lambda *_: Future()),  # waits for a host as its responses do
+        relaunch=lambda failed: failures.append(failed.host.pool) or True,
+    )
+    schedule = Synchronous(config, roles, loader)
+    collected = schedule.collect(schedule.draw(0, config.algorithm.initial_state()))
+    assert failures == ["drawing", 5]
+    assert asked[:2] == asked[2:] and [greedy for greedy, _, _ in asked] == [False, True] * 2
+    assert collected.greedy.rollout.result() is not None
 
 
 def test_the_data_position_of_further_data_is_kept_and_given_back():

@@ -21,9 +21,16 @@ from jaxrlhf.single_controller.ray.failure import HostDied, HostHung
 
 def wait_for_responses(collected: Any) -> None:
     """Wait until what was collected has its responses; their scores may be on their way. Raises what they failed by."""
-    rollout = collected.rollout if isinstance(collected, ScoredRollout) else None
-    if isinstance(rollout, Future) and (error := rollout.exception()) is not None:
-        raise error
+    for rollout in rollouts_of(collected):
+        if isinstance(rollout, Future) and (error := rollout.exception()) is not None:
+            raise error
+
+
+def rollouts_of(collected: Any) -> list[Any]:
+    """Responses of what was collected, or their futures: the rollout, and what an algorithm draws beside it."""
+    if not isinstance(collected, ScoredRollout):
+        return []
+    return [collected.rollout, *(one for value in vars(collected).values() for one in rollouts_of(value))]
 
 
 @dataclass
@@ -79,8 +86,8 @@ class Synchronous:
         while True:
             try:
                 collected = function_of(self.config.algorithm, "collect")(roles(), work)
-                if relaunches and isinstance(collected, ScoredRollout):
-                    value_of(collected.rollout)  # brought here, where responses outlive the hosts that drew them
+                for rollout in rollouts_of(collected) if relaunches else ():
+                    value_of(rollout)  # brought here, where responses outlive the hosts that drew them
             except (HostDied, HostHung) as failed:
                 if not self.roles.relaunch(failed):
                     raise
