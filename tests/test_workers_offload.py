@@ -16,6 +16,7 @@ from jaxrlhf.resharding.offload import device_bytes
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Phase
+from jaxrlhf.workers.offloadable import Offloadable
 
 
 def build(config: Config, *roles: str):
@@ -99,6 +100,13 @@ def test_the_optimizer_is_on_the_devices_only_while_it_updates() -> None:
     # Away when it was made, there and away in each of two updates; its counters are a few bytes more.
     assert 5 * adam <= moved["offload/actor_bytes"] < 5.01 * adam
     assert "offload/actor_bytes" not in plain["actor"].take_metrics()
+
+
+def test_an_update_that_fails_says_why_and_not_what_it_left_behind() -> None:
+    held = Offloadable({"w": jax.device_put(np.ones(4), jax.devices()[0])}, offload=True)
+    with pytest.raises(MemoryError, match="no room"), held.on_devices():
+        held.tree["w"].delete()  # as what is donated to a program that then fails
+        raise MemoryError("no room")
 
 
 def test_a_frozen_role_waits_between_its_calls() -> None:

@@ -56,8 +56,8 @@ def to_host(tree: Any, *, pinned: bool | None = None) -> tuple[Any, Moved]:
     """The tree with its arrays in host memory. Their device buffers are freed.
 
     Whoever else refers to those arrays loses them too. A leaf that occurs twice moves once and
-    stays tied. Random keys, arrays that are on the host already and leaves that are no arrays
-    of JAX stay as they are.
+    stays tied. Random keys, arrays that are on the host already or deleted, and leaves that are no
+    arrays of JAX stay as they are.
 
     Args:
       pinned: Whether to use the devices' pinned host memory; None uses it where there is some.
@@ -66,7 +66,7 @@ def to_host(tree: Any, *, pinned: bool | None = None) -> tuple[Any, Moved]:
       ValueError: An array is committed to no device, or `pinned` is asked of devices that have
         no pinned host memory.
     """
-    arrays = _distinct(tree, _on_device)
+    arrays = _distinct(tree, lambda leaf: _on_device(leaf) and not leaf.is_deleted())
     for array in arrays:
         if not array.committed:
             raise ValueError(
