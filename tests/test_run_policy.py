@@ -89,6 +89,14 @@ def test_an_export_does_not_take_the_place_of_a_file(tmp_path):
         export_policy("run", tmp_path / "file")
 
 
+def test_a_cold_start_is_no_run_to_export(tmp_path):
+    cold = tmp_path / "run" / "cold_start"
+    for folder in (cold / "checkpoints", tmp_path / "run" / "model"):
+        folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"is the cold start of the run in .*run; export that run"):
+        export_policy(cold, tmp_path / "new")
+
+
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file cannot be written to: .*File exists.*; choose another"):

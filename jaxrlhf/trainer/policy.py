@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Diverged, Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.items import read_named, stored_shapes
-from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
+from jaxrlhf.config import COLD_START, ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import read_config, sees, tokenizer_of
@@ -69,6 +69,11 @@ def export_policy(
     """
     run, directory = Path(run).expanduser(), check_new(directory)
     model = run / MODEL
+    if run.name == COLD_START and (run.parent / MODEL).is_dir():
+        raise Refusal(
+            f"{run} is the cold start of the run in {run.parent}; export that run, or have a run of its own, with "
+            "algorithm SFT, train what is to be exported by itself"
+        )
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
         raise Refusal(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
