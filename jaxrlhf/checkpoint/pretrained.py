@@ -55,9 +55,10 @@ def load_pretrained(
     arrays = {name: keep(name, array) for name, array in read_each(_weights(path), saved)}
 
     def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> Any:
+        if (name := path_name(place)) in arrays:
+            return arrays[name]
         zeros = np.zeros(wanted.sharding.shard_shape(wanted.shape), wanted.dtype)
-        begun = jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda _: zeros)
-        return arrays.get(path_name(place), begun)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda _: zeros)
 
     return jax.tree.map_with_path(take, target)
 
