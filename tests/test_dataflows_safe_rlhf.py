@@ -10,7 +10,7 @@ from made_steps import problem, rollout_of
 from tiny_runs import get_config, training
 
 from jaxrlhf.algos import TokenOutput, mixed_objective, policy_objective
-from jaxrlhf.batch import Problem, Scores
+from jaxrlhf.batch import EpisodeRows, Problem, Scores
 from jaxrlhf.config import (
     PPO,
     AdaptiveKL,
@@ -106,6 +106,16 @@ def test_a_kl_is_taken_from_rewards_and_added_to_costs(halve, clip):
             wanted[row][mask] = np.cumsum(np.clip(paid, -clip, clip)[::-1])[::-1]
         np.testing.assert_allclose(rows(batches, "returns"), wanted, atol=1e-5)
     assert done.metrics["kl/coefficient"] == 0.2
+
+
+def test_what_an_environment_pays_for_a_turn_is_reward_and_no_cost():
+    rollout, *rest = given()
+    paid = np.zeros(MASK.shape, np.float32)
+    paid[0, 1] = 0.75  # of the 0.5 that the episode scored in all
+    turns = EpisodeRows(np.arange(4), np.where(MASK, 0, -1).astype(np.int16), paid, np.full(MASK.shape, -1))
+    done = safe_rlhf.prepare(work_of(PLAIN), replace(rollout, episodes=turns), *rest)
+    np.testing.assert_allclose(rows(done.value, "returns")[0, MASK[0]], [0.5, -0.25, -0.25], rtol=1e-6)
+    np.testing.assert_allclose(rows(done.cost, "returns")[0, MASK[0]], [COSTS[0]] * 3, rtol=1e-6)
 
 
 def test_a_response_without_a_cost_is_trained_on_by_nobody():

@@ -69,13 +69,15 @@ def prepare(
     sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
     kl_share = 0.5 if settings.halve_kl else 1.0
+    # What an environment paid for a turn is reward, and no cost.
+    paid = (rollout, scores), (replace(rollout, episodes=None), replace(costs, score_B=-costs.score_B))
     reward_BT, minus_cost_BT = (
         np.clip(
-            rewards_per_token(work, rollout, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
+            rewards_per_token(work, drawn, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
             -settings.clip_rewards,
             settings.clip_rewards,
         )
-        for scored in (scores, replace(costs, score_B=-costs.score_B))
+        for drawn, scored in paid
     )
     gain = advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam)
     cost = advantages(settings, rollout, -minus_cost_BT, cost_value_BT, mask_BT, lam=settings.lam)
