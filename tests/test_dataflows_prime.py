@@ -10,7 +10,8 @@ from tiny_runs import get_config, training
 
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import PRIME, FromScratch, KLInReward, Rollout
-from jaxrlhf.dataflows.prime import in_band, pair_accuracy
+from jaxrlhf.dataflows.grpo import Returns
+from jaxrlhf.dataflows.prime import in_band, pair_accuracy, process_advantage
 from jaxrlhf.models import from_scratch
 from jaxrlhf.planner.problem import roles_of
 
@@ -112,6 +113,17 @@ def test_advantages_are_of_outcomes_and_of_token_rewards_together(weight, gamma)
     sums = np.array([ratio[row][:length].sum() for row, length in enumerate(lengths)])
     assert result.metrics["process/accuracy"] == pytest.approx(by_pairs(sums, right))
     assert result.metrics["process/log_ratio"] == pytest.approx(np.abs(sums).mean(), rel=1e-5)
+
+
+def test_an_outcome_is_what_was_paid_in_all_whenever_that_was():
+    mask, known, group = np.ones((4, 5), bool), np.ones(4, bool), np.zeros(4, int)
+    ratio = np.random.default_rng(0).normal(size=mask.shape).astype(np.float32)
+    found = []
+    for place in (1, 4):  # by an environment, for its first turn or for its last
+        reward = np.zeros(mask.shape, np.float32)
+        reward[[0, 3], place] = 1.0
+        found.append(process_advantage(PLAIN, ratio, mask, Returns(reward, mask, known, group)))
+    np.testing.assert_array_equal(*found)
 
 
 def by_pairs(sums, right) -> float:

@@ -95,7 +95,8 @@ def prepare(
 def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, returns: Returns) -> Array:
     """RLOO of outcomes and of token rewards to go, whitened together."""
     process_BT = settings.process_weight * algos.normalized_rewards(ratio_BT, mask_BT)
-    return_BT = algos.process_returns(returns.reward_BT, process_BT, mask_BT, returns.prompt_id_B, gamma=settings.gamma)
+    outcome_BT = algos.token_rewards(returns.score_B, None, returns.mask_BT, kl_coefficient=0.0)
+    return_BT = algos.process_returns(outcome_BT, process_BT, mask_BT, returns.prompt_id_B, gamma=settings.gamma)
     return algos.whiten(return_BT, mask_BT)
 
 
