@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from made_steps import Made, rollout_of
 
 from jaxrlhf import algos
+from jaxrlhf.batch import EpisodeRows
 from jaxrlhf.config import (
     GPG,
     GRPO,
@@ -253,3 +254,17 @@ def test_an_advantage_may_be_of_responses_or_tokens_and_of_any_numbers(advantage
     made = Made(lambda problems, copies: rollout_of(MASK[[0, 3]], [0, 1]), lambda rollout: [1.0, 0.0])
     made.step(Own(responses_per_update=2, kl=None, advantage=advantage), prompts=2, copies=1)
     np.testing.assert_array_equal(made.rows("advantage")[MASK[[0, 3]]], 1)
+
+
+def test_episodes_that_were_paid_the_same_in_other_parts_teach_nothing():
+    # Added up in their order, as float32, the parts of a row are 22.4 or the number beside it.
+    paid = np.float32([[7.8, 4.8, 2.6, 7.2], [2.6, 7.8, 7.2, 4.8], [2.6, 7.2, 7.8, 4.8], [7.2, 7.8, 4.8, 2.6]])
+    mask, turn = np.ones((4, 4), bool), np.tile(np.arange(4, dtype=np.int16), (4, 1))
+    turns = EpisodeRows(np.arange(4), turn, paid, np.full((4, 4), -1))
+
+    def generate(problems, copies):
+        return replace(rollout_of(mask, [0, 0, 0, 0]), episodes=turns)
+
+    made = Made(generate, lambda rollout: [22.4] * 4)
+    result, _ = made.step(GRPO(responses_per_update=4), prompts=1, copies=4)
+    assert not made.rows("advantage").any() and result.metrics["group/flat_fraction"] == 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, EpisodeRows, RolloutBatch, Scores
-from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
+from jaxrlhf.config import GRPO, KLInReward, PolicyGradient, Refusal, ReinforcePlusPlus
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches, trained_alone
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
@@ -35,6 +35,7 @@ class Returns:
       prompt_id_B: Rows with the same id answer the same prompt.
       episodes: Turns of episodes; None where rows are responses to a prompt.
       log_ratio_BT: log pi_old - log pi_ref of each token, 0 outside the mask; None without a reference.
+      paid_B: Sum of each row's rewards as it was scored, where equal ones are equal to the last digit; None adds up.
     """
 
     reward_BT: Array
@@ -43,11 +44,12 @@ class Returns:
     prompt_id_B: Array
     episodes: EpisodeRows | None = None
     log_ratio_BT: Array | None = None
+    paid_B: Array | None = None
 
     @property
     def score_B(self) -> np.ndarray:
         """Sum of each response's rewards."""
-        return np.asarray(self.reward_BT).sum(axis=1)
+        return np.asarray(self.reward_BT).sum(axis=1) if self.paid_B is None else np.asarray(self.paid_B)
 
     @property
     def length_B(self) -> np.ndarray:
@@ -168,10 +170,10 @@ def prepare(
     mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
-    log_ratio_BT = (
-        None if ref_logp_BT is None else np.subtract(*(np.where(mask_BT, x, 0) for x in (logp_BT, ref_logp_BT)))
-    )
-    returns = Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B, rollout.episodes, log_ratio_BT)
+    both = None if ref_logp_BT is None else [np.where(mask_BT, x, 0) for x in (logp_BT, ref_logp_BT)]
+    log_ratio_BT = None if both is None else np.subtract(*both)
+    paid_B = None if rollout.episodes is None or isinstance(work.settings.kl, KLInReward) else scores.score_B
+    returns = Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B, rollout.episodes, log_ratio_BT, paid_B)
     given = _checked(advantage(returns), mask_BT, work)
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
