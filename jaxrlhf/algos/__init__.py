@@ -76,5 +76,5 @@ from jaxrlhf.algos.preference import (
 )
 from jaxrlhf.algos.process_labels import solution_score, step_objective
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
-from jaxrlhf.algos.turns import player_gains, state_relative, turn_gae, turn_relative, turn_returns
+from jaxrlhf.algos.turns import player_gains, state_relative, turn_counts, turn_gae, turn_relative, turn_returns
 from jaxrlhf.algos.weights import token_weights

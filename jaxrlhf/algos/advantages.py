@@ -61,7 +61,7 @@ def gae(
 
 
 def length_adaptive_lambda(length_B: Int[Array, "B"], *, scale: float) -> Float[Array, "B"]:
-    """GAE's lambda for responses of different lengths: the longer one is, the closer to Monte Carlo.
+    """GAE's lambda for responses of different lengths, in actions: the longer one is, the closer to Monte Carlo.
 
         lambda = 1 - 1 / (scale * length), and 0 where that is negative
 

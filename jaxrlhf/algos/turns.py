@@ -103,6 +103,15 @@ def state_relative(
     return turns.to_tokens(turns.compared(reward_BT, (group_B, state_BU), gamma=gamma, normalize_std=normalize_std))
 
 
+def turn_counts(mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]) -> Int[np.ndarray, "B"]:
+    """Turns of each episode in which the policy chose a token.
+
+    Args:
+      turn_BT: Turn of each action token, from 0.
+    """
+    return np.count_nonzero(_Turns(mask_BT, turn_BT).taken_BU, axis=1)
+
+
 def player_gains(
     reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]
 ) -> Float[np.ndarray, "B 2"]:

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from jaxrlhf.algos import Targets, gae, policy_objective, turn_gae, value_objective, whiten
+import numpy as np
+
+from jaxrlhf.algos import Targets, gae, policy_objective, turn_counts, turn_gae, value_objective, whiten
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
@@ -71,3 +73,10 @@ def advantages(
         return gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam)
     assert rollout.episodes is not None, "turns without episodes are refused with the configuration"
     return turn_gae(reward_BT, value_BT, mask_BT, rollout.episodes.turn_BT, gamma=settings.gamma, lam=lam)
+
+
+def action_counts(settings: PPO, rollout: RolloutBatch, mask_BT: Array) -> np.ndarray:
+    """Actions of each row: tokens, or turns of an episode."""
+    if settings.actions == "tokens" or rollout.episodes is None:
+        return np.count_nonzero(mask_BT, axis=1)
+    return turn_counts(mask_BT, rollout.episodes.turn_BT)

@@ -36,7 +36,7 @@ def prepare(
     settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = np.asarray(sequences.mask_BT)
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
-    lam_B = length_adaptive_lambda(mask_BT.sum(axis=1), scale=settings.length_scale)
+    lam_B = length_adaptive_lambda(ppo.action_counts(settings, rollout, mask_BT), scale=settings.length_scale)
     advantage_BT = ppo.advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=lam_B).advantage_BT
     return_BT = ppo.advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam).return_BT
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]

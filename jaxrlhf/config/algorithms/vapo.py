@@ -18,7 +18,7 @@ class VAPO(PPO):
     has a lambda for each length, clips higher, and imitates responses that succeeded.
 
     Attributes:
-      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length).
+      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length); a length is counted in `actions`.
       imitation: Weight of the mean -logp of the tokens of responses that score above `success`.
       success: Score above which a response is imitated.
     """
