@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from made_steps import Made, rollout_of
 
+from jaxrlhf.batch import images_of_problems
 from jaxrlhf.config import DAPO, OverlongPunishment, PolicyLoss
 
 PLAIN = DAPO(responses_per_update=4, overlong=None)
@@ -143,3 +144,17 @@ def test_truncated_responses_stay_in_the_baseline_when_they_are_masked():
 def test_the_paper_is_the_default():
     assert DAPO().policy == PolicyLoss(clip_low=0.2, clip_high=0.28, aggregation="token-mean")
     assert (DAPO().kl, DAPO().overlong) == (None, OverlongPunishment(buffer_share=4096 / 20480, factor=1.0))
+
+
+def test_rounds_of_prompts_with_images_and_without_make_one_batch():
+    made = answers({0: (1, 1), 1: (1, 0)})
+    draw = made.generate
+
+    def pictured(problems, copies):
+        rollout = draw(problems, copies)
+        shown = [replace(one, images=("a picture",) * (one.prompt_id == 0)) for one in problems for _ in range(copies)]
+        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(shown)))
+
+    made.generate = pictured
+    made.step(replace(PLAIN, responses_per_update=2), prompts=1, copies=2, more=[1])
+    assert made.collected.rollout.sequences.images_B.tolist() == [(), ()]

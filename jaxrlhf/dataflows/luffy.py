@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import LUFFY, Config, Refusal
+from jaxrlhf.dataflows.batches.episode_rows import stacked
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
@@ -131,4 +131,4 @@ def _like(solutions: RolloutBatch, rollout: RolloutBatch) -> RolloutBatch:
 
 def _one_below_other(upper: Any, lower: Any) -> Any:
     """Rows of two batches; None where the upper one is."""
-    return None if upper is None else jax.tree.map(lambda *rows: np.concatenate(rows), upper, lower)
+    return None if upper is None else stacked(upper, lower)

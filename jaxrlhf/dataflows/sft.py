@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Array, Experience, Problem, Sequences, images_of_problems
 from jaxrlhf.config import SFT
+from jaxrlhf.dataflows.batches.episode_rows import stacked
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
 
 
@@ -69,8 +69,7 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
     fields: dict[str, Array] = {name: np.concatenate([value, zeros]) for name, value in batch.fields.items()}
     fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
     fields["metric_weight"] = np.concatenate([sampled, taught])
-    sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, solutions)
-    return Experience(sequences, np.concatenate([batch.weight_BT, zeros]), fields)
+    return Experience(stacked(batch.sequences, solutions), np.concatenate([batch.weight_BT, zeros]), fields)
 
 
 def unrecorded(recorded: Array | None, *, rows: int) -> Array | None:

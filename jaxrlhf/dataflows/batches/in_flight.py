@@ -23,7 +23,7 @@ from jaxrlhf.batching.partial_rollouts import (
     not_begun,
 )
 from jaxrlhf.config import Config, Refusal
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
+from jaxrlhf.dataflows.batches.episode_rows import stacked, starts_of
 
 DrawMore = Callable[[], Sequence[Problem]]
 
@@ -302,7 +302,7 @@ class EpisodesInFlight(InFlight):
         for place in self._free:  # a checkpoint holds what waits, and not what this step has
             self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
+        return stacked(*taken)
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"groups": self._groups, "over": [*self._over]}
