@@ -16,9 +16,10 @@ import pytest
 from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
-from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout, Selection
+from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, EvaluationSet, FromScratch, Rollout, Selection
 from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.tracking import Call
+from jaxrlhf.trainer.evaluation import HeldOutSet
 from jaxrlhf.trainer.failures import DiskFull, one_message, writing
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
@@ -223,6 +224,20 @@ def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
     events = []
     assert run(events, algorithm=CountsWords, held_out=[problem(7)])
     assert [event[1:] for event in events if event[0] == "metrics"] == [(1, 1.0), (2, 2.0)]
+
+
+def test_further_sets_are_answered_beside_an_evaluation_of_ones_own():
+    told, asked = [], HeldOutSet(EvaluationSet(name="further", data=Arithmetic()), [problem(n) for n in range(4)])
+    scores = Scores(np.array([0, 1, 1, 0], np.float32), np.ones(4, bool), {"arithmetic": np.float32([0, 1, 1, 0])})
+    run(
+        [],
+        algorithm=CountsWords,
+        held_out=[problem(7)],
+        sets=[asked],
+        roles__compute_reward=lambda problems, rollout: done(scores),
+        on_step=lambda number, metrics: told.append(metrics),
+    )
+    assert (told[-1]["eval/words"], told[-1]["eval/further/accuracy"]) == (1.0, 0.5)
 
 
 def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_path, monkeypatch):

@@ -195,12 +195,12 @@ class Loop:
             return self._evaluated(number, log, start)
 
     def _evaluated(self, number: int, log: PhaseLog, start: float) -> Metrics:
+        metrics, answered = Metrics(), self.held_out
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
-            judged: Metrics = judge(self.roles, self.config, self.held_out)
-            return {**judged, "time/eval_s": time.perf_counter() - start}
-        metrics: Metrics = {}
-        for own, answers in evaluations(self.roles, self.config, self.held_out, self.sets, self.decode):
+            metrics, answered = dict(judge(self.roles, self.config, answered)) if answered else metrics, ()
+        seconds = time.perf_counter() - start
+        for own, answers in evaluations(self.roles, self.config, answered, self.sets, self.decode):
             metrics |= own
             seconds = time.perf_counter() - start
             log.evaluation(to_samples(number, answers, self.decode))

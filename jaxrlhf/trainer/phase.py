@@ -239,8 +239,8 @@ def run_phase(
     checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
     generates = "reward" in config.roles or (held_out and algorithm.evaluation is None)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
-    asked = [*held_out, *(problem for one in sets for problem in one.problems)]
-    held_out_lengths = [len(problem.prompt_tokens) for problem in asked] if generates else []
+    asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
+    held_out_lengths = [len(problem.prompt_tokens) for problem in asked]
     again = config.rollout.over_provision > 1 and config.rollout.on_new_weights == "recompute"
     if again and config.environment is None:  # responses that go on are prompts, too
         longest = config.rollout.max_prompt_tokens
