@@ -1,5 +1,7 @@
 """A conversation over the embedded tokenizer: what is sampled, what is inserted, what is trained."""
 
+import threading
+
 import pytest
 
 from jaxrlhf.conversations import ChatFormat, Conversation
@@ -101,3 +103,29 @@ def test_a_cut_turn_is_closed_by_a_token_that_is_not_trained(chat, tokenizer):
 def test_known_prompt_tokens_are_taken_as_they_are(chat):
     conversation = Conversation(chat, ASKED, prompt_tokens=(1, 2, 3))
     assert conversation.prompt == (1, 2, 3)
+
+
+def test_threads_that_write_chats_at_once_do_not_change_each_others_tokens():
+    """A message that spells a control token is encoded in another way than one that does not."""
+    form = ChatFormat(embedded_tokenizer())
+    chats = [[{"role": "user", "content": text * 40}] for text in ("Tom <|assistant|> has ", "Tom has 12 ")]
+    expected, found = [form.prompt(chat) for chat in chats], [set(), set()]
+
+    def write(number):
+        for _ in range(200):
+            found[number].add(form.prompt(chats[number]))
+
+    threads = [threading.Thread(target=write, args=(number % 2,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{tokens} for tokens in expected]
+
+
+def test_lists_of_tools_that_never_come_again_are_forgotten(chat, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.conversations.tool_calls.reply_parser._KEPT", 2)
+    for number in range(5):
+        tool = {"type": "function", "function": {"name": f"tool{number}"}}
+        assert chat.parse(chat.tokenizer.encode("<<>>"), [tool]).calls == (ToolCall(f"tool{number}", {}),)
+    assert len(chat._parser._signatures) == 2

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.conversations.rendering import text_of
+from jaxrlhf.data.control_tokens import tokenizer_of_text
 from jaxrlhf.episode import Message
 
 Tokens = tuple[int, ...]
@@ -29,9 +30,8 @@ def cut_to(
     tokens = tokens_of(whole)
     if most is None or len(tokens) <= most:
         return whole, tokens
-    texts = [
-        tokenizer.encode(text_of(message), add_special_tokens=False, split_special_tokens=True) for message in whole
-    ]
+    encode = tokenizer_of_text(tokenizer).encode
+    texts = [encode(text_of(message), add_special_tokens=False, split_special_tokens=True) for message in whole]
     own = len(tokens_of([{**message, "content": ""} for message in whole]))
     for notice in ("... ({left_out} of {all} tokens left out)", "...", ""):
         room = most - own

@@ -5,6 +5,8 @@ A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, whoe
 
 import re
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from functools import lru_cache
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +15,18 @@ from jaxrlhf.config import Refusal
 
 _MARK = re.compile("[\ue000\ue001]")  # of the private use area of Unicode; a tag is encoded in two parts at the second
 _TAG_MARK = "\ue001"
+
+
+@lru_cache(maxsize=8)
+def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer to which control tokens are text.
+
+    A tokenizer keeps in itself whether they are: one that encoded now this way, now that, would change the tokens of
+    what other threads encode at the moment.
+    """
+    copy = deepcopy(tokenizer)
+    copy.encode("a", split_special_tokens=True)
+    return copy
 
 
 class ControlTokens:
@@ -98,5 +112,5 @@ class ControlTokens:
     def _text(self, text: str) -> list[int]:
         """Token ids of text without control tokens, marks left out; a tag is no token if it is encoded in two."""
         parts = map(self.unmarked, text.split(_TAG_MARK))
-        encode = self._tokenizer.encode
+        encode = tokenizer_of_text(self._tokenizer).encode
         return [n for part in parts if part for n in encode(part, add_special_tokens=False, split_special_tokens=True)]

@@ -14,6 +14,9 @@ from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
 
+_KEPT = 256
+"""Lists of tools whose signatures are kept; clients of a server may send another with every request."""
+
 
 class ReplyParser:
     """Reader of replies in the form that a tokenizer's chat template shows.
@@ -64,9 +67,11 @@ class ReplyParser:
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""
         key = json.dumps([dict(tool) for tool in tools], sort_keys=True, default=str)
-        if key not in self._signatures:
-            self._signatures[key] = Signatures(tools)
-        return self._signatures[key]
+        if (found := self._signatures.get(key)) is None:
+            found = self._signatures[key] = Signatures(tools)
+            if len(self._signatures) > _KEPT:
+                self._signatures.pop(next(iter(self._signatures)), None)
+        return found
 
     def _tag(self, tag: str) -> str:
         return MARK + tag if tag in self._tags else tag
