@@ -160,6 +160,12 @@ def test_control_tokens_that_a_tool_spells_stay_text(name):
     assert (spelled if name not in ("llama 3.1", "gpt-oss", "mistral") else spelled.replace('"', '\\"')) in told
 
 
+def test_halves_of_characters_in_tools_are_question_marks():
+    chat = format_of("qwen3")
+    half, whole = ({**ADD, "function": {**ADD["function"], "description": f"Sum{end}"}} for end in ("\ud83d", "?"))
+    assert chat.prompt(ASKED, [half]) == chat.prompt(ASKED, [whole])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_default_system_prompt_does_not_come_again(name):
     conversation = Conversation(format_of(name), [MORE], [ADD])

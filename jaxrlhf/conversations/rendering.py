@@ -57,7 +57,7 @@ class ChatTemplate:
         try:
             text = self.tokenizer.apply_chat_template(
                 given,
-                tools=[dict(tool) for tool in tools] or None,
+                tools=[dict(_well_formed(tool)) for tool in tools] or None,
                 add_generation_prompt=open_reply,
                 tokenize=False,
                 **self._settings,
