@@ -1,6 +1,7 @@
 """The engine as a service: requests of any thread, in any company, drawn as if they were alone."""
 
 import threading
+import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
@@ -197,3 +198,29 @@ def test_a_service_that_is_held_can_be_closed(engine):
     waits = service.submit(ASKED[0], SAMPLING, seed=SEED)
     service.close()
     assert waits.cancelled() and not engine.unfinished
+
+
+def test_who_holds_a_service_that_closes_meanwhile_waits_no_longer(engine, monkeypatch):
+    engine.free()
+    service, stepping, steps = EngineService(engine), threading.Event(), threading.Event()
+
+    def step():
+        stepping.set()
+        steps.wait(60)
+        return []
+
+    monkeypatch.setattr(engine, "step", step)
+    asked = service.submit(ASKED[0], SAMPLING, seed=SEED)
+    assert stepping.wait(60)
+    holder, closer = (threading.Thread(target=act, daemon=True) for act in (service.hold, service.close))
+    holder.start()
+    while service._inbox.empty():
+        time.sleep(0.001)
+    closer.start()
+    while not service._closing:
+        time.sleep(0.001)
+    steps.set()
+    for thread in (holder, closer):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert asked.cancelled() and not engine.unfinished

@@ -169,6 +169,7 @@ class EngineService:
         for asked in list(self._asked.values()):
             asked.future.cancel()
         self._obey(wait=False)
+        self._held.set()  # nobody waits for a thread that is gone
 
     def _obey(self, *, wait: bool) -> None:
         """Do all that the inbox says; wait for a first command if there is none."""
