@@ -151,6 +151,25 @@ def test_what_is_asked_and_answered(engine_of):
     assert len({body["seed"] for body in bodies.values()}) == 3
 
 
+def test_what_is_answered_first_is_heard_first(engine_of):
+    heard, others = [], threading.Event()
+
+    def answer(body, number):
+        if body["prompt"][1] == 2:
+            others.wait(20)
+        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0))
+
+    def hear(one):
+        heard.append(one.request_id)
+        if len(heard) == 2:
+            others.set()
+
+    requests = [Request(index, (1, 2 + index)) for index in range(3)]
+    found = engine_of(answer).generate(requests, Sampling(), seed=7, on_completion=hear)
+    assert [one.request_id for one in found] == [0, 1, 2]
+    assert heard[2] == 0 and others.is_set()
+
+
 def test_what_passes_is_asked_again(engine_of):
     def answer(body, number):
         return (503, {}) if number % 2 else (200, completion())

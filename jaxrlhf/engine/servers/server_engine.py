@@ -7,7 +7,7 @@ draws the same responses again. No server promises that to the last bit.
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,18 +117,17 @@ class ServerEngine:
                 pool.submit(self._complete, urls[numbers[request.prompt_tokens] % len(urls)], request, sampling, seed)
                 for request in requests
             ]
-            found = []
-            for done, one in enumerate(asked, start=1):
-                found.append(one.result())
+            for done, one in enumerate(as_completed(asked), start=1):
+                completion = one.result()
                 if on_completion is not None:
-                    on_completion(found[-1])
+                    on_completion(completion)
                 if progress is not None:
                     progress(done, len(requests))
         finally:
             pool.shutdown(cancel_futures=True)
         for url in urls:
             self._check_weights(url)
-        return found
+        return [one.result() for one in asked]
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
         ends = ResponseEnds(
