@@ -65,6 +65,8 @@ def test_bodies_that_are_no_requests_are_said_to_be_so(client):
         b'{"model": "tiny"}',
         b'{"prompt": 1, "model": "tiny"}',
         b'{"prompt": "a", "model": "tiny", "stop": "\\ud83d"}',
+        b'{"prompt": [-1], "model": "tiny"}',
+        b'{"prompt": [1, 9999999999], "model": "tiny"}',
     ):
         status, code = error(client.post("/v1/completions", content=body))
         assert status == 400, body
@@ -74,7 +76,6 @@ def test_bodies_that_are_no_requests_are_said_to_be_so(client):
     assert error(client.post("/v1/completions", content=iter([b"{" * 1024] * 8))) == (413, "body_too_large")
     ids = {**ASKED, "prompt": [10**9]}
     assert error(client.post("/v1/completions", json=ids)) == (400, "refused")
-    assert error(client.post("/v1/completions", json={**ASKED, "prompt": [-1]})) == (400, "refused")
     assert error(client.get("/v1/nothing")) == (404, "not_found")
     assert error(client.get("/v1/completions")) == (405, "not_found")
 
@@ -135,6 +136,21 @@ def test_messages_that_the_template_refuses_are_said_to_be_so(client, monkeypatc
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = client.post(path, json=CHAT)
         assert error(answer) == (400, "invalid_value") and "roles must alternate" in answer.text
+
+
+def test_parts_of_messages_that_nobody_can_read_are_said_to_be_so(client):
+    def calls(arguments):
+        call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"role": "assistant", "tool_calls": [call]}
+
+    for message, words in (
+        ({"role": "user", "content": [{"type": "text"}]}, "without a text"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "without a text"),
+        (calls("[" * 2000), "no JSON"),
+        (calls('{"a": ' + "[" * 700 + "]" * 700 + "}"), "too deep"),
+    ):
+        answer = client.post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], message]})
+        assert error(answer) == (400, "invalid_value") and words in answer.text
 
 
 def test_halves_of_characters_in_a_prompt_are_question_marks(client):

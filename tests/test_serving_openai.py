@@ -195,6 +195,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, 400, "messages"),
     ({"model": "gpt-5"}, 404, "model"),
     ({"extra_body": {"colour": 1}}, 400, "colour"),
+    ({"extra_body": {"suffix": "the end"}}, 400, "suffix"),
 ]
 
 

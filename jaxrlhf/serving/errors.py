@@ -60,6 +60,8 @@ def refusals(param: str) -> Iterator[None]:
         raise invalid(f"the chat template refuses the messages: {error.detail}", param) from error
     except Refusal as error:
         raise invalid(str(error), param) from error
+    except RecursionError as error:
+        raise invalid("values lie too deep in each other; send flatter ones", param) from error
 
 
 def too_long(message: str) -> ApiError:

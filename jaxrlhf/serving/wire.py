@@ -11,7 +11,7 @@ from jaxrlhf.serving.errors import ApiError, invalid, unsupported
 
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("prompt_cache_retention", "verbosity", "suffix"),
+    *("prompt_cache_retention", "verbosity"),
 }
 """Fields that change nothing here."""
 
@@ -23,6 +23,7 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
     "echo": (False,),
+    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -147,7 +148,8 @@ class _Fields:
             if body[name] is not None and body[name] not in _ONLY[name]:
                 allowed = " or ".join(repr(value) for value in _ONLY[name])
                 raise unsupported(
-                    f"{name}={body[name]!r} is not supported; {f'only {allowed}' if allowed else 'leave it out'}", name
+                    f"{name}={body[name]!r:.80} is not supported; {f'only {allowed}' if allowed else 'leave it out'}",
+                    name,
                 )
 
     def get(self, name: str) -> Any:
@@ -270,7 +272,9 @@ def _part(part: Any, place: str, images: list[str] | None) -> str:
     """Text of a part of a content; images, which None takes none of, are a `MARK` in it."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "output_text"):
-        return str(part.get("text"))
+        if not isinstance(part.get("text"), str):
+            raise invalid(f"{place}.content has a part of type {kind!r} without a text", "messages")
+        return part["text"]
     if kind != "image_url":
         raise unsupported(f"{place}.content must be a text or a list of parts, each a text or an image_url", "messages")
     if images is None:
@@ -295,7 +299,7 @@ def _calls(given: Any, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or "{}"
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise invalid(
                 f"{place}.tool_calls: arguments of {function['name']} are no JSON ({error})", "messages"
             ) from error
@@ -321,7 +325,7 @@ def _tool(given: dict[str, Any], number: int) -> dict[str, Any]:
 def _prompt(given: Any) -> str | tuple[int, ...]:
     if isinstance(given, str):
         return given
-    if isinstance(given, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in given):
+    if isinstance(given, list) and all(type(id) is int and 0 <= id <= LARGEST for id in given):
         return tuple(given)
     raise invalid("prompt must be a text, a list of token ids, or a list of either", "prompt")
 
