@@ -1,8 +1,10 @@
 """Sessions of agents: what the server records of calls that go on from each other, and of those that do not."""
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 
 import httpx2
 import openai
@@ -10,8 +12,12 @@ import pytest
 from served_models import served
 
 from jaxrlhf.config.serving import SessionLimits
+from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.serving.call_tree import CallTree
+from jaxrlhf.serving.call_tree import CallTree, Prompt
+from jaxrlhf.serving.endpoints import chat_answer, whole
+from jaxrlhf.serving.errors import ApiError
+from jaxrlhf.serving.wire import chat_request
 
 ASK = {"model": "tiny", "max_tokens": 12}
 FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 12 apples."}]
@@ -131,7 +137,8 @@ def test_rewards_limits_late_calls_and_none(book):
         assert httpx2.post(pay, json={"reward": 0.5, "response_id": answers[1].id}).status_code == 200
         for wrong in ({"reward": "a"}, {"reward": float("nan")}, {}, []):
             assert httpx2.post(pay, content=json.dumps(wrong)).status_code == 400
-        assert httpx2.post(pay, json={"reward": 1, "response_id": "no"}).status_code == 404
+        for unknown in ("no", []):
+            assert httpx2.post(pay, json={"reward": 1, "response_id": unknown}).status_code == 404
         recorded = book.close("paid")
         assert recorded.reward == 1.0
         assert list(recorded.rewards.values()) == [0.5]
@@ -144,6 +151,34 @@ def test_rewards_limits_late_calls_and_none(book):
     assert httpx2.get(url.replace("/s/", "/s/x") + "/models").status_code == 404
     recorded = book.close("silent")
     assert (recorded.calls, recorded.sequences) == (0, ())
+
+
+def test_choices_share_the_tokens_that_are_left_to_an_episode(book):
+    url, key = book.open("shared", 1, SessionLimits(tokens=10))
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        answer = client.chat.completions.create(messages=FIRST, n=4, **{**ASK, "extra_body": {"min_tokens": 12}})
+    assert answer.usage.completion_tokens <= 10
+    assert book.close("shared").calls == 4
+
+
+def test_what_was_asked_just_before_the_end_is_not_drawn(book, model):
+    url, _ = book.open("late", 1)
+    session = book.find(url.split("/")[-2])
+    answer = chat_answer(model, chat_request({"model": "tiny", "messages": FIRST}), session)
+    before = model.service.counts.requests
+    book.close("late")
+    with pytest.raises(ApiError, match="has ended"):
+        asyncio.run(whole(answer))
+    assert model.service.counts.requests == before
+
+
+def test_an_episode_may_have_thousands_of_calls():
+    tree, stream, call = CallTree(None), (5,), None
+    for _ in range(3000):
+        call = tree.drew(Prompt(stream, call), (6,), (-1.0,), 0)
+        stream = call.stream
+    [sequence], [path] = tree.sequences()
+    assert sequence.tokens == stream and len(path) == 3000
 
 
 def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch):
@@ -203,7 +238,6 @@ def test_the_same_text_as_other_ids_begins_a_sequence_and_is_counted(book, model
 
 
 def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
-    from jaxrlhf.conversations import ChatFormat
     from jaxrlhf.episode import Reply
 
     tree = CallTree(ChatFormat(embedded_tokenizer()))
@@ -216,3 +250,15 @@ def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
     assert tree.chat([*FIRST, {**message, "reasoning_content": "no"}, asked], ()).before is None
     assert tree.chat([*FIRST, message, asked], (TOOL,)).before is None
     assert tree.forks["edited"] == 2
+
+
+def test_a_text_goes_on_where_the_tokenizer_puts_a_token_before_it():
+    form = ChatFormat(embedded_tokenizer())
+    encode, decode = form.tokenizer.encode, partial(form.tokenizer.decode, skip_special_tokens=False)
+    tree, bos = CallTree(form), form.tokenizer.bos_token_id
+    text = "Tom has"
+    letters = form.tokenizer.convert_tokens_to_ids([*"apples"])  # which is not how a text is encoded
+    first = tree.drew(tree.plain((bos, *encode(text)), text, decode), letters, (-1.0,) * 6, 0)
+    text += "apples and"
+    prompt = tree.plain((bos, *encode(text)), text, decode)
+    assert prompt.before is first and prompt.tokens == (*first.stream, *encode(" and"))

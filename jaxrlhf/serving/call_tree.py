@@ -51,7 +51,12 @@ class RecordedCall:
 
     def path(self) -> list["RecordedCall"]:
         """The calls that lead here, this one last."""
-        return [*(self.before.path() if self.before else []), self]
+        calls: list[RecordedCall] = []
+        call: RecordedCall | None = self
+        while call is not None:
+            calls.append(call)
+            call = call.before
+        return calls[::-1]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class CallTree:
         if begins:
             before = max(begins, key=lambda call: len(call.stream))
             return Prompt(tokens, before, images=before.images)
-        whole = text if text is not None else text_of(tokens)
+        whole = text_of(tokens)  # with what a tokenizer puts before it
         for call in sorted(self.calls, key=lambda call: -len(call.stream)):
             said = text_of(call.stream)
             if len(whole) > len(said) and whole.startswith(said):

@@ -154,7 +154,7 @@ def _answer(
     count = len(prompts) * wanted.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
-    most = None if session is None else session.most_tokens()
+    most = None if session is None else session.most_tokens(count)
     wanted_tokens = wanted.max_tokens if most is None else min(most, wanted.max_tokens or most)
     rooms = [
         model.room(prompt.tokens, wanted_tokens if most is None else None, most=wanted_tokens) for prompt in prompts

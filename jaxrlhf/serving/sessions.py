@@ -111,15 +111,17 @@ class ServedSession:
     def under_way(self) -> Iterator[list[Future[Completion]]]:
         """A list for the futures of a request, which are cancelled when the episode ends."""
         futures: list[Future[Completion]] = []
-        self._futures.append(futures)
+        with self.lock:  # or an end just before would leave them to be drawn
+            self.check_open()
+            self._futures.append(futures)
         try:
             yield futures
         finally:
             self._futures.remove(futures)
 
-    def most_tokens(self) -> int | None:
-        """Most tokens of the next choice."""
-        left = None if self.limits.tokens is None else max(1, self.limits.tokens - self._tokens)
+    def most_tokens(self, choices: int) -> int | None:
+        """Most tokens of each of so many choices."""
+        left = None if self.limits.tokens is None else max(1, (self.limits.tokens - self._tokens) // choices)
         limits = [n for n in (left, self.limits.call_tokens) if n is not None]
         return min(limits, default=None)
 
@@ -139,7 +141,7 @@ class ServedSession:
             answer = body.get("response_id")
             if answer is None:
                 self.reward = float(reward)
-            elif answer not in self.answers:
+            elif not isinstance(answer, str) or answer not in self.answers:
                 raise ApiError(
                     f"no answer {answer!r} in this session", status=404, code="no_such_response", param="response_id"
                 )
