@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import httpx2
 import jax
 import numpy as np
 import openai
@@ -90,6 +91,9 @@ def test_images_are_seen_as_the_engine_sees_them(sees):
     prompt = tuple(choice.prompt_token_ids)
     at = np.flatnonzero(np.array(prompt) == token)
     assert len(at) == 12 and "what is" in model.tokenizer.decode(prompt[: at[0]])
+    told = {"messages": parts("what is ", url(0), " and ", url(1), "?")}
+    address, headers = f"{client.base_url}".removesuffix("v1/"), {"Authorization": f"Bearer {client.api_key}"}
+    assert httpx2.post(f"{address}tokenize", json=told, headers=headers).json()["tokens"] == [*prompt]
     found = [replace(model.images.refer(url(n), place="here"), start=int(at[6 * n])) for n in (0, 1)]
     stops = tuple(model.form.stop_tokens)
     request = Request(0, prompt, max_tokens=8, images=tuple(found), stop_tokens=stops)

@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, completion_answer, events, whole
-from jaxrlhf.serving.errors import ApiError, invalid, refusals, server_error
+from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, chat_prompt, completion_answer, events, whole
+from jaxrlhf.serving.errors import ApiError, invalid, server_error
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
@@ -154,8 +154,7 @@ class WebApp:
         body = await self._body(request)
         if isinstance(body, dict) and "messages" in body:
             asked = chat_request({"model": self._model.name, **body})
-            with refusals("messages"):
-                tokens = await asyncio.to_thread(self._model.form.prompt, asked.messages, asked.tools)
+            tokens = (await asyncio.to_thread(chat_prompt, self._model, asked, None)).tokens
         elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
             tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"])
         else:

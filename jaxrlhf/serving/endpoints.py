@@ -100,23 +100,31 @@ class ApiAnswer:
             session.record(self.answer_id, calls, list(self.completions.values()))
 
 
+def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> Prompt:
+    """Prompt of a chat request, which goes on from a session's calls.
+
+    Raises:
+      ApiError: It cannot be one.
+    """
+    with refusals("tools"):
+        model.form.check_tools(request.tools)
+    with refusals("messages"):
+        images = referred(request.images, model.images, place="messages") if request.images else ()
+        if session is not None:
+            with session.lock:
+                return session.tree.chat(request.messages, request.tools, images)
+        write = partial(model.form.prompt, request.messages, request.tools)
+        tokens, images = shown(images, model.images, write, place="messages")
+        return Prompt(tokens, None, images=images)
+
+
 def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
     """Choices that a chat request asks for.
 
     Raises:
       ApiError: It cannot be answered.
     """
-    with refusals("tools"):
-        model.form.check_tools(request.tools)
-    with refusals("messages"):
-        images = referred(request.images, model.images, place="messages") if request.images else ()
-        if session is None:
-            write = partial(model.form.prompt, request.messages, request.tools)
-            tokens, images = shown(images, model.images, write, place="messages")
-            prompt = Prompt(tokens, None, images=images)
-        else:
-            with session.lock:
-                prompt = session.tree.chat(request.messages, request.tools, images)
+    prompt = chat_prompt(model, request, session)
     stops = (*model.form.stop_tokens, *model.stop_tokens)
     return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
 
