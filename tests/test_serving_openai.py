@@ -6,10 +6,15 @@ from dataclasses import replace
 import openai
 import pytest
 from served_models import CONTEXT, RESPONSE, TOKEN, served
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.serving.endpoints import chat_answer
+from jaxrlhf.serving.texts import TextStream
 from jaxrlhf.serving.wire import chat_request
 
 MESSAGES = [{"role": "user", "content": "Tom has 12 apples."}]
@@ -208,3 +213,22 @@ def test_what_the_engine_has_not_is_a_typed_error(client, options, status, param
     assert (caught.value.status_code, caught.value.param) == (status, param)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.code
+
+
+def test_a_stream_says_what_stands_before_a_call_that_takes_its_line_breaks_away(client, model, monkeypatch):
+    text = "\n\nThe set {1, 2} is small. " + calling(model)
+    tokens = (*model.tokenizer.encode(text, add_special_tokens=False), model.tokenizer.eos_token_id)
+    script(model, monkeypatch, tokens)
+    whole = chat(client, tools=[TOOL]).choices[0].message.content
+    parts = [event.choices[0].delta.content for event in chat(client, tools=[TOOL], stream=True)]
+    assert "".join(part or "" for part in parts).lstrip("\n") == whole == "The set {1, 2} is small. "
+
+
+def test_a_completion_keeps_the_space_before_its_first_word():
+    backend = Tokenizer(WordLevel({"[UNK]": 0, "▁Hello": 1, "▁world": 2}, unk_token="[UNK]"))
+    backend.decoder = Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.decode([2]) == "world"
+    for prompt, text in (((1,), " world world"), ((), "world world")):
+        stream = TextStream(tokenizer, (), prompt)
+        assert stream.add((2,)) + stream.add((2,)) + stream.end(None) == text == stream.text

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Log-probabilities of a completion's tokens; offsets are characters of the choice's text."""
     texts = [str(tokenizer.decode([token])) for token in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    offsets = [*accumulate(map(len, texts[:-1]), initial=offset)]
     return {
         "tokens": texts,
         "token_logprobs": [_finite(logp) for logp in logps],

@@ -197,7 +197,7 @@ async def whole(answer: ApiAnswer) -> dict[str, Any]:
             if answer.wanted.logprobs:
                 choice["logprobs"] = answers.chat_logprobs(answer.model.tokenizer, done.tokens, done.logps)
         else:
-            stream = TextStream(answer.model.tokenizer, answer.wanted.stop)
+            stream = TextStream(answer.model.tokenizer, answer.wanted.stop, answer.prompts[index].tokens)
             stream.add(done.tokens)
             stream.end(done.stop_text)
             choice["text"], choice["finish_reason"] = stream.text, answers.finish_reason(done)
@@ -214,8 +214,8 @@ async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events; an error on the way is the last of them."""
     chat = answer.tools is not None
     kind = answers.CHUNK if chat else answers.TEXT
-    said = [_Said(answer, index) for index in range(len(answer.choices))]
     try:
+        said = [_Said(answer, index) for index in range(len(answer.choices))]
         if chat:
             for index in range(len(said)):
                 first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -239,7 +239,7 @@ class _Said:
     def __init__(self, answer: ApiAnswer, index: int) -> None:
         self._answer, self._index = answer, index
         stops = answer.wanted.stop
-        self._text = TextStream(answer.model.tokenizer, stops)
+        self._text = TextStream(answer.model.tokenizer, stops, answer.prompts[index].tokens)
         self._reply: ReplyStream | None = None
         if answer.tools is not None:
             self._reply = ReplyStream(answer.model.form, answer.tools, answer.opening(index), stops)

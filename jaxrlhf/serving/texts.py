@@ -25,12 +25,17 @@ class TextStream:
     """Text of a choice, piece by piece.
 
     What may be the beginning of a stop text is held back, and so are bytes that are no character yet.
+
+    Args:
+      prompt: Tokens that the choice goes on from.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: Sequence[int]) -> None:
         self._decode, self._stops = decoder(tokenizer), tuple(stops)
-        self._tokens: list[int] = []
-        self._first = self._read = 0
+        # A tokenizer may write the first of a text in another way, such as without the space before it.
+        before = list(prompt[-_CONTEXT_TOKENS:])
+        self._tokens = [] if self._decode(before).endswith("\ufffd") else before
+        self._first, self._read = 0, len(self._tokens)
         self._text = ""
         self._said = 0
 
@@ -42,7 +47,6 @@ class TextStream:
     def add(self, tokens: Sequence[int]) -> str:
         """The text that can be said once these tokens came."""
         self._tokens += tokens
-        # A few tokens before, because a tokenizer may write the first of a text in another way.
         before = self._decode(self._tokens[self._first : self._read])
         text = self._decode(self._tokens[self._first :])
         if text.endswith("\ufffd"):
@@ -103,6 +107,8 @@ class ReplyStream:
 
     def _new(self, name: str, text: str) -> str:
         said = self._said[name]
+        if not text.startswith(said):  # calls take the line breaks around the content away
+            said = said.lstrip("\n")
         if not text.startswith(said) or text == said:
             return ""
         self._said[name] = text
