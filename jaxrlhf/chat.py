@@ -8,7 +8,6 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def main() -> None:
     command.add_argument("--system", help="system prompt")
     command.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest tokens")
     command.add_argument("--seed", type=int, help="answers are drawn alike for one seed")
-    add_engine_flags(command)
+    add_engine_flags(command, slots=1)
     flags: argparse.Namespace = command.parse_args()
 
     from jaxrlhf.tracking import default_console
@@ -47,7 +46,7 @@ def main() -> None:
 
     with one_message(), ExitStack() as stack:
         client, model = _client(flags, stack)
-        default_console().print(f"[dim]{model}: {_HELP}[/dim]")
+        default_console().print(f"{model}: {_HELP}", style="dim", markup=False)
         chat(client, model, flags, ask=lambda: default_console().input("[bold]you[/bold] "))
 
 
@@ -67,6 +66,7 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
             return
         if not words:
             return
+        before = list(messages)
         if words == "/new":
             messages, images = list(begun), []
             continue
@@ -74,8 +74,8 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
             try:
                 url = data_url(Path(words.removeprefix("/image ").strip()).expanduser().read_bytes())
                 images.append({"type": "image_url", "image_url": {"url": url}})
-            except OSError as error:
-                console.print(f"[red]{error}[/red]", highlight=False)
+            except (OSError, RuntimeError) as error:  # no such file; no such user's home
+                console.print(visible(str(error)), style="red", markup=False, highlight=False)
             continue
         if words == "/again" and messages and messages[-1]["role"] == "assistant":
             messages.pop()
@@ -104,8 +104,8 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
                     console.print(" [dim](cut at its limit)[/dim]", end="")
             console.print()
         except APIError as error:
-            console.print(f"[red]{error.message}[/red]", highlight=False)
-            messages.pop()
+            console.print(visible(error.message), style="red", markup=False, highlight=False)
+            messages = before
             continue
         messages.append({"role": "assistant", "content": said})
 
@@ -129,7 +129,7 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
     from jaxrlhf.serving.server import Server
     from jaxrlhf.trainer.served_policy.load import load_policy
 
-    loaded = load_policy(flags.policy, replace(engine_sizes(flags), slots=1), step=flags.step, vision=flags.vision)
+    loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step, vision=flags.vision)
     service = stack.enter_context(EngineService(loaded.engine))
     name = flags.model or "policy"
     model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, images=loaded.images)

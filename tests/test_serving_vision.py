@@ -173,3 +173,21 @@ def test_a_chat_in_the_terminal_shows_images(tmp_path):
     (shown, text), later = asked
     assert shown["image_url"]["url"] == "data:image/png;base64," + base64.b64encode(b"an image").decode()
     assert text == {"type": "text", "text": "What is it?"} and later == "And now?"
+
+
+def test_an_answer_that_fails_leaves_the_chat_as_it_was(capsys):
+    asked = []
+
+    def create(messages, **_):
+        asked.append([message["content"] for message in messages])
+        if len(asked) == 2:
+            raise openai.APIError("no room [/red] now", httpx2.Request("POST", "http://a"), body=None)
+        said = SimpleNamespace(delta=SimpleNamespace(content="Hi."), finish_reason="stop")
+        return iter([SimpleNamespace(choices=[said])])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    flags = SimpleNamespace(system=None, seed=None, max_tokens=None, temperature=1.0)
+    words = iter(["Tom?", "/again", "/again", "And now?", ""])
+    terminal.chat(client, "policy", flags, ask=lambda: next(words))
+    assert asked == [["Tom?"], ["Tom?"], ["Tom?"], ["Tom?", "Hi.", "And now?"]]
+    assert "no room [/red] now" in capsys.readouterr().out

@@ -25,10 +25,10 @@ class EngineSizes:
     dtype: str = "bfloat16"
 
 
-def add_engine_flags(command: CommandLine) -> None:
+def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
     """Flags that say how a policy is loaded."""
     command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
-    command.add_argument("--slots", type=int, default=32, help="responses decoded together")
+    command.add_argument("--slots", type=int, default=slots, help="responses decoded together")
     command.add_argument("--context", type=int, help="most tokens of prompt and response; default: 4096 or the model's")
     command.add_argument("--max-tokens", type=int, help="most tokens of a response; default: a quarter of the context")
     command.add_argument("--tensor", type=int, default=1, help="devices that split every layer")
