@@ -69,3 +69,11 @@ def test_more_requests_than_slots_are_all_answered(asked):
         drawn = [one for part in stream for one in part.stream_content.samples[0].token_ids]
         assert drawn == [one for one in expected(model, prompt, 5) if one not in model.stop_tokens]
     assert client.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+
+
+def test_a_request_that_cannot_be_answered_has_an_empty_answer(asked):
+    client, _ = asked
+    outside = jetstream_pb2.DecodeRequest.TokenContent(token_ids=[10**6])
+    parts = client.Decode(jetstream_pb2.DecodeRequest(token_content=outside, max_tokens=5))
+    assert not [one for part in parts for one in part.stream_content.samples[0].token_ids]
+    assert client.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live

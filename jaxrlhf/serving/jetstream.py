@@ -17,9 +17,12 @@ from jetstream.core import config_lib, orchestrator, server_lib
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 from jetstream.engine.token_utils import pad_tokens
 
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Request
+from jaxrlhf.serving.errors import ApiError
 from jaxrlhf.serving.served import ServedModel
+
+logger = logging.getLogger(__name__)
 
 logging.getLogger().removeHandler(orchestrator.handler)  # importing it has all there is logged to standard output
 logging.getLogger().setLevel(logging.WARNING)
@@ -87,13 +90,14 @@ class JetStreamEngine(engine_api.Engine):
         tokens = np.asarray(padded_tokens)[:true_length].tolist()
         prompt = tuple(tokens[1:] if tokens[:1] == [BEGINNING] else tokens)
         response, model = Response(), self._model
-        request = Request(
-            next(self._numbers),
-            prompt,
-            max_tokens=model.room(prompt, None),
-            stop_tokens=model.stop_tokens,
-        )
-        asked = model.service.submit(request, self._sampling, seed=self._seed, on_tokens=response.take)
+        try:
+            room = model.room(prompt, None)
+            request = Request(next(self._numbers), prompt, max_tokens=room, stop_tokens=model.stop_tokens)
+            asked = model.service.submit(request, self._sampling, seed=self._seed, on_tokens=response.take)
+        except (ApiError, Refusal) as error:  # which would end JetStream's process: the answer is empty
+            logger.warning("a request cannot be answered: %s", error)
+            asked = Future()
+            asked.cancel()
         response.follow(asked)
         return response
 
