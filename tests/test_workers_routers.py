@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.algos import nll_objective, token_weights
+from jaxrlhf.algos import PairLoss, linear_objective, nll_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.dataflows.batches.preference_pairs import pair_experience
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 
@@ -52,9 +53,9 @@ def indifferent():
     return actor(router_loss=0.0)
 
 
-def gradient(worker):
+def gradient(worker, batch=None, objective=nll_objective):
     """As arrays by path, and the sums of all microbatches."""
-    found, sums = worker.gradient(experience(), nll_objective, SFT(examples_per_update=16))
+    found, sums = worker.gradient(batch or experience(), objective, SFT(examples_per_update=16))
     totals = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
     leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
     return leaves, totals
@@ -76,6 +77,18 @@ def test_microbatches_do_not_change_it(balanced):
     for name, leaf in whole.items():
         np.testing.assert_allclose(parts[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
     np.testing.assert_allclose(of_parts["router/actor_loss"], sums["router/actor_loss"], rtol=1e-5)
+def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balanced, indifferent):
+    # A slope is below 0 for one answer of a pair and above for the other, so by those experts would be unbalanced.
+    slope_P = np.linspace(0.1, 0.7, 4)
+    pairs = pair_experience(experience().sequences, PairLoss(np.zeros(4), -slope_P, slope_P))
+    router, moved = "['layers']['mlp']['router']", []
+    for how in ((), (pairs, linear_objective)):
+        (with_loss, _), (without, _) = gradient(balanced, *how), gradient(indifferent, *how)
+        moved.append(with_loss[router] - without[router])
+    assert np.abs(moved[0]).max() > 1e-4
+    np.testing.assert_allclose(moved[1], moved[0], atol=1e-7)
+
+
 
 
 def test_an_update_reports_what_routers_did(indifferent):

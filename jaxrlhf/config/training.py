@@ -232,7 +232,7 @@ class Training(Settings):
         `full`; on CPU `full` is faster.
       lora: Adapters to train beside frozen weights; None trains the weights.
       router_loss: Coefficient of the load-balancing loss of a mixture of experts, over each response's tokens and with
-        the weights of the main loss; None takes the checkpoint's own.
+        the weights of the main loss, or of pairs with equal ones; None takes the checkpoint's own.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -160,8 +160,8 @@ class TrainedWorker(ModelWorker):
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     if routed is not None:
                         assert routed.loss_RW is not None, "it is counted"
-                        router_loss = self._router_loss * jnp.where(mask, weight, 0.0) * routed.loss_RW.mean(axis=0)
-                        token_loss += router_loss
+                        shares = jnp.where(mask, fields.get("router_weight", weight), 0.0)
+                        token_loss += self._router_loss * shares * routed.loss_RW.mean(axis=0)
                         metrics = {**metrics, **router_metrics(routed, rows, self.config, role=self.role)}
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}

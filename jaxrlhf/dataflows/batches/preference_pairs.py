@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrlhf.algos import PairLoss, masked_sum
+from jaxrlhf.algos import PairLoss, masked_sum, token_weights
 from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences, images_of_problems
 from jaxrlhf.config import Config
 from jaxrlhf.dataflows.step import Metrics
@@ -68,10 +68,12 @@ def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:
 
 
 def pair_experience(sequences: Sequences, loss: PairLoss) -> Experience:
-    """The update on the mean of a loss over pairs."""
+    """The update on the mean of a loss over pairs, and what balances experts on the mean over their tokens."""
     slope_PA = np.stack([np.asarray(loss.chosen_P), np.asarray(loss.rejected_P)], axis=1)
     weight_B = (slope_PA / len(slope_PA)).reshape(-1).astype(np.float32)
-    return Experience(sequences, np.where(sequences.mask_BT, weight_B[:, None], np.float32(0)), {})
+    weight_BT = np.where(sequences.mask_BT, weight_B[:, None], np.float32(0))
+    each_BT = np.asarray(token_weights(sequences.mask_BT, sequences.prompt_id_B, aggregation="token-mean"))
+    return Experience(sequences, weight_BT, {"router_weight": each_BT})
 
 
 def pair_metrics(rewards: PairRewards) -> Metrics:
