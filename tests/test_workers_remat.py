@@ -32,9 +32,10 @@ pytestmark = pytest.mark.usefixtures("programs")
 ROLES = ("actor", "critic", "reference", "reward")
 
 
-def built(setting: str = "auto", *, roles=ROLES, offload=(), lora: Lora | None = None) -> Builder:
+def built(setting: str = "auto", *, roles=ROLES, offload=(), lora: Lora | None = None, **changes) -> Builder:
     config = get_config()
-    training = replace(config.actor, remat=setting, lora=lora)
+    optimizer = replace(config.actor.optimizer, **changes)
+    training = replace(config.actor, remat=setting, lora=lora, optimizer=optimizer)
     algorithm = replace(config.algorithm, critic=training)
     config = replace(config, actor=training, algorithm=algorithm, offload=offload)
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
@@ -103,6 +104,18 @@ def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
     assert needed() - needed(offload=("critic.optimizer", "reference")) == 8 * value + 4 * policy
     assert needed() == needed(offload=("actor",))  # it is there while it is updated
     assert needed("critic") - needed("critic", offload=("actor", "critic")) == 12 * policy
+
+
+def test_what_the_optimizer_keeps_beside_or_in_place_of_two_float32_moments_is_counted() -> None:
+    plain, few, average = (
+        built(roles=("actor",), **how) for how in ({}, {"state_dtype": "bfloat16"}, {"average_decay": 0.9})
+    )
+    needed, weights = (remat.update_bytes(one, "actor") for one in (plain, few, average)), weights_of(plain.model, "lm")
+    moments, fewer, more = needed
+    assert moments - fewer == more - moments == 4 * weights
+    for builder, said in ((few, "two Adam moments in bfloat16"), (average, "moments, average of the weights")):
+        [row] = [row for row in pool_rows(builder) if row[:2] == ("actor", "train state")]
+        assert row[3].endswith(said)
 
 
 def test_a_cold_start_trains_all_weights_of_the_actor_and_no_more_than_adapters_of_the_critic() -> None:

@@ -202,11 +202,6 @@ class Optimizer(Settings):
         )
 
     @property
-    def moment_bytes(self) -> int:
-        """Bytes of AdamW's two moments of a weight."""
-        return 8 if self.state_dtype == "float32" else 4
-
-    @property
     def keywords(self) -> dict[str, Any]:
         """Arguments of the factory by name.
 

@@ -28,10 +28,10 @@ def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
 
 
 def state_bytes_per_weight(settings: Optimizer, declared: Params, layers: Layers) -> float:
-    """Bytes that the optimizer keeps for a weight, on average over all that are trained."""
+    """Bytes that the optimizer keeps for a weight, on average over all that are trained; counts are none."""
     groups = ParameterGroups.of(settings, declared, layers)
     is_param = {"is_leaf": lambda node: isinstance(node, Param)}
     shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared, **is_param)
     state = jax.eval_shape(optimizer_of(settings, declared, groups, total_updates=1).init, shapes)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.shape)
     return kept / sum(leaf.size for leaf in jax.tree.leaves(shapes))

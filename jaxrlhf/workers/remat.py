@@ -10,7 +10,11 @@ import numpy as np
 from jaxrlhf.config import ROLLOUT, ModelReward, Refusal, offloaded
 from jaxrlhf.models import CausalLM, read_config
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.models.parameters import declare
+from jaxrlhf.optimizers.groups import layers_of
+from jaxrlhf.optimizers.state import state_bytes_per_weight
 from jaxrlhf.sharding.mesh import BATCH_AXES, TOKEN_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 from jaxrlhf.workers.pool_roles import PoolRoles
@@ -119,7 +123,15 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
         learnt = adapters_held(model, training.lora, layout)
     elif training is not None:
         frozen, learnt = 0.0, frozen
-    moments = 0 if training is None else training.optimizer.moment_bytes
+    moments = 0 if training is None else optimizer_bytes(on, role)
     parts = {"parameters": frozen * compute + learnt * _WEIGHT, "optimizer": learnt * moments}
     kept = sum(size for part, size in parts.items() if updates or not offloaded(config.offload, role, part))
     return kept + (learnt * _GRADIENTS if updates else 0)
+
+
+def optimizer_bytes(on: PoolRoles, role: str) -> float:
+    """Bytes that the optimizer of a trained role keeps for a weight that it trains, on average."""
+    weights = on.weights(role)
+    model, head, lora = weights.model, weights.head, weights.lora
+    declared = declare(model, head) if lora is None else declare_adapters(model, head, lora)
+    return state_bytes_per_weight(on.training(role).optimizer, declared, layers_of(model))

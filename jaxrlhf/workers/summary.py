@@ -16,7 +16,7 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES
 from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import microbatch_shape
-from jaxrlhf.workers.remat import activation_bytes
+from jaxrlhf.workers.remat import activation_bytes, optimizer_bytes
 from jaxrlhf.workers.role_weights import layout_in
 from jaxrlhf.workers.sampler import Sampler
 
@@ -107,10 +107,12 @@ def _train_state(builder: Builder, role: str) -> tuple[int, str]:
     params = weights.trained_params(mesh)
     params_bytes = shard_bytes(params, layout_in(params))
     optimizer = builder.training(role).optimizer
-    copies = 2 + optimizer.moment_bytes / 4
+    copies = 2 + optimizer_bytes(builder, role) / 4
     if weights.lora is None:
-        moments = f"two Adam moments{'' if copies == 4 else ' in bfloat16'}"
-        return int(copies * params_bytes), f"per device: float32 weights, gradient, {moments}"
+        kept = f"two Adam moments{'' if optimizer.state_dtype == 'float32' else ' in bfloat16'}"
+        kept = kept if optimizer.factory is None else f"state of {optimizer.factory}"
+        average = "" if optimizer.average_decay is None else ", average of the weights"
+        return int(copies * params_bytes), f"per device: float32 weights, gradient, {kept}{average}"
     trained = shard_bytes(weights.adapter_shapes(), weights.adapter_layout(mesh))
     kind = "frozen" if weights.lora.quantize is None else weights.lora.quantize
     adapters = f"{_bytes(int(copies * trained))} for adapters of rank {weights.lora.rank}"
