@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import closing
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +11,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_runs import get_config
 
 from jaxrlhf import config
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer, load_tokenizer
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer
 from jaxrlhf.engine import Completion
 from jaxrlhf.models import load_params, read_config
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.workers import remat
+from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.generation.rollouts import to_rollout
 from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.score_model import ScoreModel
@@ -153,6 +159,21 @@ def test_scores_of_steps_equal_transformers_at_the_ends_of_steps(checkpoint):
         np.testing.assert_allclose(part_B[:2], [reduce(own) for own in chances], atol=1e-4)
         assert np.isnan(part_B[2:]).all()
     assert scored.scorable_B.tolist() == [True, True, False, False, False]
+
+
+def test_parts_that_read_one_checkpoint_share_its_weights(checkpoint):
+    path = str(checkpoint[0])
+    parts = (config.ProcessModelReward(path, steps="min"), config.ProcessModelReward(path, steps="mean", weight=0.0))
+    settings = replace(get_config(), rewards=config.Rewards(parts=parts))
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    with closing(Builder(settings, embedded_tokenizer(), pool, ["reward"], progress=lambda *_: None)) as builder:
+        read = [one.func.__self__ for one in builder.scorer()._models.values()]
+        held = remat._held_bytes(builder, "reward", updates=False)
+    apart = replace(settings, rewards=config.Rewards(parts=(replace(parts[0], layout=Layout(tensor=2)),)))
+    with pytest.raises(ValueError, match=r"^reward: .*tensor=2 does not fill 1 devices"):  # before any weight is read
+        Builder(apart, embedded_tokenizer(), pool, ["reward"], progress=lambda *_: None)
+    assert len(read) == 2 and read[0] is read[1]
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(read[0].parameters.tree))
 
 
 def test_a_model_is_a_part_of_the_reward(checkpoint):

@@ -1,9 +1,9 @@
 """Builds the workers of one process: its share of models on the meshes of a pool."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class Builder(PoolRoles):
             self.scorer()  # now, so that a function that does not load is refused before anything compiles
         for part in config.rewards.parts if "reward" in roles else ():
             if isinstance(part, ModelReward):
-                read_config(part.path)  # refused now; weights are loaded with those of the other models
+                self._reward_mesh(part)  # refused now; weights are loaded with those of the other models
 
     def _sampler(self, mesh: Mesh) -> Sampler:
         self.policy.check_generation(mesh)
@@ -224,19 +224,23 @@ class Builder(PoolRoles):
             stop_texts=stop_texts(config, self.tokenizer),
         )
 
+    def _reward_mesh(self, part: ModelReward) -> Mesh:
+        """Mesh of a reward model, over this process's own devices, on which it is checked to split evenly."""
+        devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
+        mesh = factored_mesh(part.layout, devices, role="reward")
+        RoleWeights("reward model", read_config(part.path), "score", self.dtype, None).layout(mesh)
+        return mesh
+
     def scorer(self) -> Scorer:
         """Scorer of this process alone, made once: reward models are on its own devices."""
         if self._scorer is not None:
             return self._scorer
-        models: dict[str, Callable[..., Any]] = {}
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
-        if parts:
-            devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
-            offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
-            for part in parts:
-                mesh = factored_mesh(part.layout, devices, role="reward")
-                model = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload, attention=attention)
-                models[part.key] = model.reading(part)
+        offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
+        how: dict[str, Any] = {"dtype": self.dtype, "offload": offload, "attention": attention}
+        meshes = {part.layout: self._reward_mesh(part) for part in parts}
+        model = cache(lambda path, layout: ScoreModel(path, mesh=meshes[layout], **how))  # one for all that read it
+        models = {part.key: model(part.path, part.layout).reading(part) for part in parts}
         rewards, sources = self.config.rewards, self.config.source_rewards
         self._scorer = Scorer(rewards, sources=sources, models=models, output=self._reward_output)
         return self._scorer

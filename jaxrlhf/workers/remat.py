@@ -108,8 +108,8 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
     if role == "reward":
         if offloaded(config.offload, role, "parameters"):
             return 0.0
-        judges = [part for part in config.rewards.parts if isinstance(part, ModelReward)]
-        return sum(weights_held(read_config(part.path), "score", part.layout) * compute for part in judges)
+        judges = {(part.path, part.layout) for part in config.rewards.parts if isinstance(part, ModelReward)}
+        return sum(weights_held(read_config(path), "score", layout) * compute for path, layout in judges)
     if role == ROLLOUT:
         return 0.0
     if role == "reference" and config.reference_is_frozen_actor:
