@@ -59,8 +59,9 @@ def test_a_teacher_with_other_tokens_and_a_second_kl_are_refused(refused, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(teacher)
-    with refused():
-        run(config(teacher, workdir=str(tmp_path / "run")))
+    with refused():  # and not after the cold start
+        run(replace(config(teacher, workdir=str(tmp_path / "run")), cold_start=tiny_runs.get_config().cold_start))
+    assert not list((tmp_path / "run").glob("cold_start/checkpoints/*"))
     settings = config(teacher)
     with refused():
         replace(settings, algorithm=replace(settings.algorithm, kl=KLInLoss()))

@@ -11,11 +11,12 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.preference_pairs import pair_experience
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
+from jaxrlhf.workers.summary import pool_rows
 
 EXPERTS, EACH, WIDTH = 4, 2, 72
 
 
-def actor(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int = EXPERTS):
+def built(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int = EXPERTS) -> Builder:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     settings = Config(
         name="routers",
@@ -28,8 +29,12 @@ def actor(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int =
         devices=1,
     )
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
-    return builder.workers(Phase(settings, ("actor",), total_updates=1))["actor"]
+    return Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
+
+
+def actor(**changes):
+    builder = built(**changes)
+    return builder.workers(Phase(builder.config, ("actor",), total_updates=1))["actor"]
 
 
 def experience() -> Experience:
@@ -72,11 +77,6 @@ def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, in
     np.testing.assert_array_equal(with_loss["['final_norm']"], without["['final_norm']"])  # nothing flows back to it
 
 
-def test_microbatches_do_not_change_it(balanced):
-    (whole, sums), (parts, of_parts) = gradient(balanced), gradient(actor(tokens=WIDTH))
-    for name, leaf in whole.items():
-        np.testing.assert_allclose(parts[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
-    np.testing.assert_allclose(of_parts["router/actor_loss"], sums["router/actor_loss"], rtol=1e-5)
 def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balanced, indifferent):
     # A slope is below 0 for one answer of a pair and above for the other, so by those experts would be unbalanced.
     slope_P = np.linspace(0.1, 0.7, 4)
@@ -89,6 +89,11 @@ def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balance
     np.testing.assert_allclose(moved[1], moved[0], atol=1e-7)
 
 
+def test_microbatches_do_not_change_it(balanced):
+    (whole, sums), (parts, of_parts) = gradient(balanced), gradient(actor(tokens=WIDTH))
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(parts[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
+    np.testing.assert_allclose(of_parts["router/actor_loss"], sums["router/actor_loss"], rtol=1e-5)
 
 
 def test_an_update_reports_what_routers_did(indifferent):
@@ -99,4 +104,4 @@ def test_an_update_reports_what_routers_did(indifferent):
 
 def test_a_model_without_experts_has_nothing_to_balance():
     with pytest.raises(ValueError, match=r"actor\.router_loss=0\.5 balances experts, of which this model has none"):
-        actor(experts=0)
+        pool_rows(built(experts=0))

@@ -280,15 +280,20 @@ class Builder(PoolRoles):
         return workers
 
     def _check_starts(self, phase: Phase) -> None:
-        """Refuse checkpoints that no role could start from, before anything is loaded or compiled.
+        """Refuse checkpoints that no role of the run could start from, before anything is loaded or compiled.
 
         Raises:
-          Refusal: See `check_pretrained`.
+          Refusal: See `check_pretrained`; or a model has other tokens than those that it is given.
         """
         wanted: list[tuple[Pretrained, Head]] = []
+        trains = phase.config.roles.keys() <= {*phase.roles}  # an evaluation may be of a policy with other tokens
         for spec in self.config.roles.values():
             if spec.model is not None and spec.head is not None:
                 wanted.append((spec.model, spec.head))
+                if trains:
+                    check_vocabulary(self.tokenizer_of(spec.name), self.model_of(spec.name), role=spec.name)
+                if trains and spec.head == "lm" and spec.room is None:
+                    check_same_tokens(self.tokenizer, spec.model.path, role=spec.name)
             elif spec.model is None and phase.policy is None and isinstance(self.config.model, Pretrained):
                 wanted.append((self.config.model, "lm"))
         wanted += [
@@ -363,7 +368,6 @@ class Builder(PoolRoles):
     def _model(self, spec: RoleSpec, start: Params, phase: Phase) -> ModelWorker:
         """Worker of any role but the actor."""
         weights, mesh = self.weights(spec.name), self.mesh(spec.name)
-        check_vocabulary(self.tokenizer_of(spec.name) if self.here else self.tokenizer, weights.model, role=spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
         if not self.here:
             params = dict(target)
@@ -371,8 +375,6 @@ class Builder(PoolRoles):
             shared = {name: leaf for name, leaf in start.items() if name != "head" or spec.head == "lm"}
             params = copied(shared, target)
         else:
-            if spec.head == "lm" and spec.room is None:
-                check_same_tokens(self.tokenizer, spec.model.path, role=spec.name)
             params = initial_params(spec.model, weights, target, seed=self.config.seed)
         if spec.training is None:
             return spec.worker_class(self._setup(spec.name), params)
