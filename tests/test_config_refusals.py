@@ -14,41 +14,55 @@ from jaxrlhf.config import (
     GSPO,
     PPO,
     PRIME,
+    RAE,
     SFT,
     VAPO,
     AdaptiveKL,
     Agent,
     Arithmetic,
+    ArithmeticPairs,
     ArithmeticReward,
     Checkpointing,
     CISPOLoss,
     ColdStart,
     Config,
+    Constraint,
+    CostModel,
     Environment,
     EnvironmentByRecord,
     Evaluation,
+    EvaluationSet,
     FormatReward,
     FromScratch,
     FunctionReward,
     Generated,
     GiGPO,
     GSPOLoss,
+    HubData,
     IcePop,
     KLInLoss,
     KLInReward,
     Layout,
+    MaxRL,
     Mixture,
     ModelReward,
     Optimizer,
+    PairFile,
+    ParameterGroup,
     PolicyLoss,
     PromptFile,
+    Ptx,
     Rejection,
+    RewardModel,
     Rewards,
     Rollout,
     SafeRLHF,
     Sampling,
     SAPOLoss,
+    Selection,
     Source,
+    StepFile,
+    TokenRecords,
     Tools,
     Training,
     TruncatedImportance,
@@ -64,6 +78,7 @@ def a_config(**changes) -> Config:
 MIXED = Mixture((Source(name="a", data=Arithmetic()), Source(name="b", data=Arithmetic(), rewards=(FormatReward(),))))
 COSTS = Rewards(parts=(ArithmeticReward(), FormatReward(weight=0.0), FormatReward()))
 TOOLS = Tools(functions=("tools.py:calculator",))
+FURTHER = Evaluation(sets=(EvaluationSet(name="further", data=Arithmetic()),))
 
 # Each setting refuses what it cannot mean.
 
@@ -150,6 +165,23 @@ def test_setting_refuses(refused):
             build()
 
 
+def test_setting_refuses_what_would_have_no_effect_or_another(refused):
+    for build in [
+        lambda: a_config(workdir=""),
+        lambda: a_config(actor=Training(optimizer=Optimizer(groups=(ParameterGroup("embed", layers=(0, 1, 2)),)))),
+        lambda: Constraint(largest_multiplier=math.inf),
+        lambda: Selection(band=(0.1, 0.9)),
+        lambda: EvaluationSet(name="a", data=Arithmetic(), sampling=Sampling(temperature=0.5)),
+        lambda: EvaluationSet(name="a", data=Arithmetic(), samples=4, sampling=Sampling(greedy=True)),
+        lambda: MaxRL(kl=KLInReward()),
+        lambda: RAE(kl=KLInReward()),
+        lambda: Ptx(data=HubData("me/prompts")),
+        lambda: Ptx(data=StepFile("steps.jsonl")),
+    ]:
+        with refused():
+            build()
+
+
 def test_environment_refuses(refused):
     for build in [
         lambda: Tools(),
@@ -193,9 +225,19 @@ def test_contradiction_is_refused(refused):
         {"rewards": Rewards(parts=(FormatReward(), ArithmeticReward(weight=float("nan"))))},
         {"rewards": Rewards(parts=(FormatReward(weight=0), ArithmeticReward(weight=0.0)))},
         {"rewards": Rewards(parts=())},
+        {"rewards": Rewards(parts=()), "environment": TOOLS},
+        {"data": Mixture((Source(name="a", data=Arithmetic(), rewards=(FormatReward(weight=0.0),)),))},
+        {"data": Mixture((Source(name="a", data=Arithmetic(), rewards=(FormatReward(weight=math.inf),)),))},
+        {"algorithm": RewardModel(), "data": ArithmeticPairs(), "evaluation": FURTHER},
+        {"algorithm": SFT(), "selection": Selection(online=True), "token_records": TokenRecords(entropy=True)},
+        {"algorithm": DPO(), "data": PairFile("pairs.jsonl", margin_key="margin", safe_keys=("good", "bad"))},
+        {"algorithm": CostModel(), "data": PairFile("pairs.jsonl", margin_key="margin", safe_keys=("good", "bad"))},
         {"environment": TOOLS, "algorithm": DPO()},
         {"environment": TOOLS, "rollout": Rollout(replay_routing=True)},
-        {"environment": replace(TOOLS, history="as_templated"), "algorithm": GSPO(), "rollout": Rollout(64, 4)},
+        *[
+            {"environment": replace(TOOLS, history="as_templated"), "algorithm": one, "rollout": Rollout(64, 4)}
+            for one in (GSPO(), GRPO(policy=GSPOLoss()))
+        ],
         {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
         {"algorithm": PPO(actions="turns")},
         {"algorithm": GDPO(), "data": MIXED, "rewards": COSTS, "rollout": Rollout(64, 4)},
@@ -217,9 +259,22 @@ def test_what_is_no_contradiction():
     sampled = Sampling(temperature=0.7, stop_tokens=("x",))
     a_config(rollout=Rollout(sampling=sampled), algorithm=PPO(policy=PolicyLoss(clip_low=1.0)))
     a_config(rollout=Rollout(sampling=Sampling(greedy=True)), algorithm=SFT())
+    a_config(algorithm=DPO(), data=ArithmeticPairs(), evaluation=FURTHER)
+    paying = Environment(factory="games.py:Maze")
+    for parts in ((), (FormatReward(weight=0.0),)):  # such a part is only measured
+        a_config(environment=paying, rewards=Rewards(parts))
     for saved, evaluated, best in ((20, 10, 1), (15, 10, 0), (0, 10, 1), (15, 0, 1)):
         saving = Checkpointing(every_steps=saved, keep_best=best)
         a_config(checkpoint=saving, evaluation=Evaluation(every_steps=evaluated))
+
+
+def test_a_cold_start_is_free_of_what_a_rollout_is_told():
+    sampled = Rollout(replay_routing=True, quantize="int8", sampling=Sampling(top_k=8))
+    settings = {"rollout": sampled, "algorithm": PPO(correction=IcePop()), "token_records": TokenRecords(entropy=True)}
+    first, second = a_config(
+        **settings, selection=Selection(online=True, band=(0.1, 0.9)), cold_start=ColdStart(1)
+    ).phases
+    assert (first.rollout.width, first.selection.online) == (second.rollout.width, False)
 
 
 @pytest.mark.parametrize(

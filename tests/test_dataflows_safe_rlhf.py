@@ -225,7 +225,7 @@ def test_the_objective_of_both_is_the_sum_of_each_and_its_metrics_are_of_each():
             "rewards.parts.0 is the cost .* and has weight=1.0, so it would count twice",
         ),
         ({"halve_kl": True, "kl": None}, "SafeRLHF.halve_kl halves a KL in the reward, and kl is None"),
-        ({"ptx": ArithmeticPairs()}, "data is ArithmeticPairs: those are pairs"),
+        ({"ptx": ArithmeticPairs()}, "data is ArithmeticPairs: those are no worked solutions"),
         ({"ptx": PromptFile("train.jsonl")}, "data is PromptFile: solution_key is None"),
         ({"constraint": (6.0, 5.0)}, "multiplier=6.0 is above largest_multiplier=5.0"),
     ],

@@ -22,6 +22,7 @@ from jaxrlhf.config import (
     LogitDistillation,
     Pretrained,
     Rollout,
+    Sampling,
     SpanDistillation,
     Tools,
 )
@@ -210,6 +211,9 @@ def test_the_last_token_of_a_span_has_the_distribution_and_the_others_lead_to_it
 def test_of_a_policy_loss_only_what_is_read_may_be_set(refused, tmp_path):
     with refused():
         replace(config(tmp_path), algorithm=LogitDistillation(responses_per_update=16, policy=GSPOLoss()))
+    settings = replace(config(tmp_path), algorithm=LogitDistillation(responses_per_update=16))
+    with refused():
+        replace(settings, rollout=replace(settings.rollout, sampling=Sampling(top_k=8)))
 
 
 def test_what_has_no_text_of_its_own_is_refused(refused, tmp_path):

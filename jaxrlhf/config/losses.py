@@ -45,7 +45,7 @@ class KLInLoss(Settings):
 
     Attributes:
       estimator: One of those of `KLInReward`; `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which
-        is the reverse KL's.
+        is the reverse KL's. That of `k1` alone is 0 in the mean, so it pulls nowhere.
     """
 
     coefficient: Positive[float] = 0.001
@@ -69,6 +69,7 @@ class RatioLoss(Settings):
         `jaxrlhf.algos`), or its name as `module:function`.
       selection: Function of a step's advantages, old log-probabilities and mask, all `[B, T]`, a generator of random
         numbers and these settings, that chooses tokens which the loss treats otherwise, or its name; None chooses none.
+      of_sequences: The loss of a token hangs on all of its sequence.
 
     Attributes:
       aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
@@ -80,6 +81,7 @@ class RatioLoss(Settings):
 
     function: ClassVar[Callable[..., Any] | str]
     selection: ClassVar[Callable[..., Any] | str | None] = None
+    of_sequences: ClassVar[bool] = False
 
     aggregation: Aggregation = "token-mean"
     entropy_coefficient: Finite[float] = 0.0
@@ -120,6 +122,7 @@ class GSPOLoss(RatioLoss):
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gspo_loss"
+    of_sequences: ClassVar[bool] = True
 
     clip_low: Share[Positive[float]] = 3e-4
     clip_high: Positive[float] = 4e-4
@@ -184,6 +187,7 @@ class GMPOLoss(RatioLoss):
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gmpo_loss"
+    of_sequences: ClassVar[bool] = True
 
     clip_low: Positive[float] = 0.4
     clip_high: Positive[float] = 0.4

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxrlhf.config.refusal import require
@@ -41,9 +41,18 @@ class Selection(Settings):
             f"Selection.band takes the lowest and the highest mean score, got {self.band}",
         )
         require(
+            self.online or self.samples is not None or self.band == Selection.band,
+            f"Selection.band={self.band} is of mean scores, and neither samples nor online gives any; give one of them",
+        )
+        require(
             self.order != "by_difficulty" or self.samples is not None,
             "Selection.order='by_difficulty' goes by the scores in samples; name a run's samples.jsonl",
         )
+
+    @property
+    def of_given_answers(self) -> "Selection":
+        """These settings where no responses are scored."""
+        return replace(self, online=False, band=self.band if self.samples is not None else Selection.band)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,12 @@ class EvaluationSet(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        several = self.samples > 1
+        require(
+            (several and not self.sampling.greedy) or self.sampling == Sampling(),
+            f"EvaluationSet.samples={self.samples} and sampling={self.sampling}: "
+            + ("several greedy answers are one; sample them" if several else "one answer is greedy; drop sampling"),
+        )
         _check_rewards(self.rewards, "EvaluationSet")
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient, check_schedule
+from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient, check_read, check_schedule
 from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.environments import Agent, AnyEnvironment, EnvironmentByRecord, choices
+from jaxrlhf.config.environments import Agent, AnyEnvironment, EnvironmentByRecord, Tools, choices
 from jaxrlhf.config.mixtures import Data, Evaluation, EvaluationSet, Mixture, Selection, Source, check_names
 from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import checking, require
@@ -98,10 +98,12 @@ class Config(Settings):
             f"Config.name must be the name of a folder, without separators, got {self.name!r}; "
             "where the run goes is workdir",
         )
+        require(self.workdir != "", "Config.workdir is empty; name a folder, or None for runs/<name>")
         self._check_placement()
         self._check_lora()
         self._check_sampler()
         check_schedule(self)
+        check_read(self)
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
@@ -178,16 +180,12 @@ class Config(Settings):
             algorithm=cold.algorithm,
             data=cold.data or self.data,
             steps=cold.steps,
-            rollout=replace(
-                self.rollout,
+            rollout=Rollout(  # nothing is sampled
                 max_prompt_tokens=cold.max_prompt_tokens or self.rollout.max_prompt_tokens,
-                staleness=0,
-                over_provision=1.0,
-                on_new_weights="recompute",
-                order="deterministic",
-                replay_arrivals=None,
-                stream_parts=1,
+                max_response_tokens=self.rollout.max_response_tokens,
             ),
+            selection=self.selection.of_given_answers,
+            token_records=TokenRecords(),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),
@@ -352,11 +350,12 @@ class Config(Settings):
 
     def _check_environment(self) -> None:
         """Refuse settings that episodes of several turns have no use for."""
+        own = self.environment is not None and self.source_rewards
+        require(
+            bool(self.rewards.parts or own) or self._environment_pays,
+            "Rewards.parts is empty, and nothing else scores: no environment pays; name at least one reward",
+        )
         if self.environment is None:
-            require(
-                len(self.rewards.parts) > 0,
-                "Rewards.parts is empty, and without an environment nothing else scores; name at least one reward",
-            )
             return
         algorithm = type(self.algorithm).__name__
         require(
@@ -374,19 +373,27 @@ class Config(Settings):
             if isinstance(one, Agent) or one.history == "as_templated"
         ]
         require(
-            not several or self.algorithm.takes_several_sequences,
+            not several or self.algorithm.takes_several(),
             f"{', '.join(several)} may make several sequences of an episode, and {algorithm} weighs each sequence by "
             "itself; choose another algorithm, or an environment whose history is 'as_sampled'",
         )
 
     def _check_weights(self) -> None:
-        weights = [part.weight for part in self.rewards.parts]
-        for index, weight in enumerate(weights):
-            require(math.isfinite(weight), f"rewards.parts.{index}.weight must be finite, got {weight}")
-        paid = self.environment is not None and not weights
-        require(
-            any(weights) or paid, "every weight of rewards.parts is 0, so every score would be; give one another weight"
-        )
+        sources = self.data.sources if isinstance(self.data, Mixture) else ()
+        own = {f"data.sources.{number}.rewards": one.rewards or () for number, one in enumerate(sources)}
+        for name, parts in {"rewards.parts": self.rewards.parts, **own}.items():
+            for index, part in enumerate(parts):
+                require(math.isfinite(part.weight), f"{name}.{index}.weight must be finite, got {part.weight}")
+            require(
+                not parts or any(part.weight for part in parts) or self._environment_pays,
+                f"every weight of {name} is 0, so every score would be; give one another weight",
+            )
+
+    @property
+    def _environment_pays(self) -> bool:
+        """True if scores of episodes have a part that an environment pays; tools alone pay nothing."""
+        environment = self.environment
+        return environment is not None and not all(isinstance(one, Tools) for one in choices(environment))
 
     def _check_profile(self) -> None:
         wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]

@@ -36,6 +36,7 @@ class Algorithm(Settings, ABC):
       places_after: Positions behind an answer's last token that the loss reads, of an algorithm that learns from
         labelled answers (pairs, steps); None of one that does not.
       reads_solutions: Training records have worked solutions, no longer than a response may be.
+      further_passes: Roles that make one more pass over a step's sequences before the update than others do.
       draws_beside: Words for what a step generates beside the groups, which plans do not count; None is nothing.
     """
 
@@ -45,6 +46,7 @@ class Algorithm(Settings, ABC):
     takes_several_sequences: ClassVar[bool] = True
     places_after: ClassVar[int | None] = None
     reads_solutions: ClassVar[bool] = False
+    further_passes: ClassVar[tuple[str, ...]] = ()
     draws_beside: ClassVar[str | None] = None
 
     @abstractmethod
@@ -78,6 +80,10 @@ class Algorithm(Settings, ABC):
     def reference_share(self) -> float | None:
         """Share of the reference in the mixture that opponents are drawn from; None draws no opponents."""
         return None
+
+    def takes_several(self) -> bool:
+        """Return whether an episode may be several sequences, with these settings."""
+        return self.takes_several_sequences
 
     def check(self, config: Config) -> None:
         """Raise `Refusal` if the rest of the configuration does not fit this algorithm."""
@@ -127,6 +133,9 @@ class PolicyGradient(Algorithm):
 
     def updates_per_step(self, config: Config) -> int:
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
+
+    def takes_several(self) -> bool:
+        return self.takes_several_sequences and not self.policy.of_sequences
 
     def correction_for(self, config: Config) -> TruncatedImportance | IcePop | None:
         """Importance weights of a run, chosen where the settings leave that open."""
@@ -263,6 +272,25 @@ def check_schedule(config: Config) -> None:
         not rollout.replay_routing,
         f"rollout.over_provision={over} has a response go on under the next weights, and the experts that it went "
         "through before are recorded nowhere, so there is no routing to replay; drop one",
+    )
+
+
+def check_read(config: Config) -> None:
+    """Raise `Refusal` if settings are given that the algorithm does not read."""
+    name = type(config.algorithm).__name__
+    require(
+        not config.evaluation.sets or "actor" in config.roles,
+        f"evaluation.sets are problems that a policy answers, and {name} trains none; drop them",
+    )
+    of_responses = {
+        "selection.online": config.selection.online,
+        "token_records.entropy": config.token_records.entropy,
+        "rollout.replay_routing": config.rollout.replay_routing,
+    }
+    given = [setting for setting, on in of_responses.items() if on]
+    require(
+        not given or REWARD.name in config.roles,
+        f"{' and '.join(given)} are for responses that a step samples, and {name} samples none; drop that",
     )
 
 

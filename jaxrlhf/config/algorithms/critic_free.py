@@ -95,16 +95,12 @@ class DrGRPO(GRPO):
 class GSPO(GRPO):
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
 
-    takes_several_sequences: ClassVar[bool] = False
-
     policy: GSPOLoss = field(default_factory=GSPOLoss)
 
 
 @dataclass(frozen=True)
 class GMPO(GRPO):
     """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673): GRPO with one ratio of clipped ones."""
-
-    takes_several_sequences: ClassVar[bool] = False
 
     policy: GMPOLoss = field(default_factory=GMPOLoss)
 
@@ -162,6 +158,14 @@ class MaxRL(GroupCompared):
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:maxrl"
     advantage_of_group: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"MaxRL divides by the mean score of a group, a share of successes, and kl={self.kl} would charge every "
+            "token, down to below 0; give KLInLoss",
+        )
+
 
 @dataclass(frozen=True)
 class GDPO(GroupCompared):
@@ -198,6 +202,7 @@ class OptimalTokenBaseline(GroupCompared):
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:optimal_token_baseline"
+    further_passes: ClassVar[tuple[str, ...]] = ("actor",)
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,14 @@ class RAE(PolicyGradient):
     learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:rae"
 
     decay: Share[float] = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"RAE takes what a player is paid from the other, and kl={self.kl} would have one gain by the other's KL; "
+            "give KLInLoss",
+        )
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -112,3 +112,8 @@ class LogitDistillation(SpanDistillation):
             f"LogitDistillation follows a divergence, and of policy={self.policy} reads aggregation and "
             "entropy_coefficient alone; give PolicyLoss with only those",
         )
+        require(
+            config.rollout.sampling.most_kept == 0,
+            "LogitDistillation compares whole distributions, and with rollout.sampling.top_k the student's is of a few "
+            "tokens; sample with temperature only",
+        )

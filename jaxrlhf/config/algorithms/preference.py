@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 class Preference(Algorithm):
     """Base class of algorithms that learn from preference pairs: one update a step, evaluation on held-out pairs.
 
+    Class attributes:
+      reads: Setting of the data that names what the loss reads beside the two answers; None is nothing.
+
     Attributes:
       pairs_per_update: Pairs in one optimizer update.
     """
 
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
     places_after: ClassVar[int | None] = 0
+    reads: ClassVar[str | None] = None
 
     pairs_per_update: Positive[int] = 32
 
@@ -47,6 +51,9 @@ class Preference(Algorithm):
             config.rewards == Rewards(),
             f"{name} scores nothing by rewards, and rewards are given; drop them",
         )
+        fields = ("margin_key", "safe_keys")
+        unread = [key for key in fields if key != self.reads and getattr(config.data, key, None) is not None]
+        require(not unread, f"{name} does not read data.{' and data.'.join(unread)}; leave that out")
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class KTO(Preference):
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
+    further_passes: ClassVar[tuple[str, ...]] = ("actor", "reference")
 
     beta: Positive[float] = 0.1
     desirable_weight: NotNegative[float] = 1.0
@@ -193,6 +201,7 @@ class RewardModel(Preference):
     learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate"
     places_after: ClassVar[int | None] = 1
+    reads: ClassVar[str | None] = "margin_key"
 
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
 
@@ -221,6 +230,8 @@ def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
 @dataclass(frozen=True)
 class CostModel(RewardModel):
     """A cost model: above 0 for harmful answers and below for others (Dai et al. 2023, arXiv:2310.12773)."""
+
+    reads: ClassVar[str | None] = "safe_keys"
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -11,7 +11,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ModelReward
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
-from jaxrlhf.config.sources import Arithmetic, DataSet, Generated, Gsm8k, Pretrained, PromptFile
+from jaxrlhf.config.sources import Arithmetic, DataSet, Generated, Gsm8k, Pretrained, PromptFields, Shapes
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Constraint(Settings):
     limit: Finite[float] = 0.0
     multiplier: Positive[float] = 1.0
     learning_rate: Positive[float] = 0.1
-    largest_multiplier: float = 5.0
+    largest_multiplier: Finite[float] = 5.0
     delay_steps: NotNegative[int] = 0
 
     def __post_init__(self) -> None:
@@ -64,11 +64,12 @@ class Ptx(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         solved = (
-            isinstance(self.data, Arithmetic | Generated | Gsm8k)
+            isinstance(self.data, Arithmetic | Generated | Gsm8k | Shapes)
             or getattr(self.data, "solution_key", None) is not None
         )
         fields = "solution_key is None; name the field that has them"
-        why = fields if isinstance(self.data, PromptFile) else "those are pairs; give Arithmetic, Gsm8k or PromptFile"
+        other = "those are no worked solutions; give Arithmetic, Gsm8k or PromptFile"
+        why = fields if isinstance(self.data, PromptFields) else other
         require(solved, f"Ptx imitates worked solutions, and data is {type(self.data).__name__}: {why}")
 
 

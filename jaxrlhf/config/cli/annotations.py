@@ -38,6 +38,8 @@ def spell(annotation: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if _is_sequence(annotation):
         return f"a tuple of {spell(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is tuple:
+        return f"a tuple of {' and '.join(map(spell, typing.get_args(annotation)))}"
     if len(alternatives(annotation)) > 1:
         return " or ".join(map(spell, alternatives(annotation)))
     if annotation is bool:
@@ -95,6 +97,9 @@ def _conforms(value: object, annotation: Any) -> bool:
     if _is_sequence(annotation):
         item = typing.get_args(annotation)[0]
         return isinstance(value, tuple) and all(_conforms(entry, item) for entry in value)
+    if typing.get_origin(annotation) is tuple:
+        kinds = typing.get_args(annotation)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_conforms, value, kinds))
     if isinstance(value, bool):  # to Python True is an int; as a number of steps it is a mistake
         return annotation is bool
     if annotation is float:
