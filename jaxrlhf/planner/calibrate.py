@@ -25,7 +25,7 @@ from jaxrlhf.models.memory import training_activation_bytes
 from jaxrlhf.planner import measure
 from jaxrlhf.planner.cost.cost import head_flops, layer_flops
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
-from jaxrlhf.planner.hardware import Hardware, hardware, recognise
+from jaxrlhf.planner.hardware import MEASURED, Hardware, hardware, recognise
 from jaxrlhf.planner.measure import CALLS, RateSample, fit_link, timed
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import cast_shapes
@@ -155,7 +155,7 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
     progress(FIGURES[-1], len(FIGURES), len(FIGURES))
     kind, today = devices[0].device_kind, datetime.date.today().isoformat()
     return Hardware(
-        name=f"{known.name if known else '-'.join(kind.lower().split())}-measured",
+        name=f"{known.name if known else '-'.join(kind.lower().split())}{MEASURED}",
         machines=machines,
         devices_per_machine=per_machine,
         memory_bytes=memory_bytes,

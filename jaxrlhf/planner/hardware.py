@@ -20,6 +20,9 @@ from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, wit
 _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
 """Figures that JAX devices simulated on one processor share."""
 
+MEASURED = "-measured"
+"""End of the name of hardware that was measured, after the kind that it is of."""
+
 
 @dataclass(frozen=True)
 class Hardware(Settings):
@@ -147,8 +150,8 @@ def recognise(device_kind: str, platform: str) -> str | None:
 
 
 def compiled_like(hardware: Hardware) -> str | None:
-    """Compiler that the programs of this hardware come from, `nvidia` or `tpu`; None of what is not known by name."""
-    return _KINDS.get(hardware.name, {}).get("like")
+    """Compiler that the programs of this hardware come from, `nvidia` or `tpu`; None of a kind that is not known."""
+    return _KINDS.get(hardware.name.removesuffix(MEASURED), {}).get("like")
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:

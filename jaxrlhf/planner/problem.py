@@ -99,10 +99,10 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
     A step that scores has sampled: its actor generates, and every role makes one forward pass over the responses, the
     actor only where its sampler's log-probabilities do not serve. One on preference pairs reads both answers with every
-    role. Otherwise the step is an update, and before it only frozen roles compute anything. A reference that is the
-    actor without its adapters is no role: the actor makes its passes.
+    role. `Algorithm.further_passes` come beside those. Otherwise the step is an update, and before it only frozen roles
+    compute anything. A reference that is the actor without its adapters is no role: the actor makes its passes.
     """
-    samples = generates(config)
+    samples, own = generates(config), generates_here(config)
     found = []
     for name, spec in config.roles.items():
         if name in _unplaced(config):
@@ -115,7 +115,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 name,
                 model,
                 spec.head,
-                generates=samples and name == "actor",
+                generates=own and name == "actor",
                 passes=_passes(config, name),
                 trained=spec.training is not None,
                 tokens_per_microbatch=settings.tokens_per_microbatch,
@@ -123,6 +123,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 offloads=settings.remat == "offload",
                 lora=None if spec.training is None else spec.training.lora,
                 optimizer_bytes=None if spec.training is None else _optimizer_bytes(spec.training, model, spec.head),
+                undivided=_undivided(config),
             )
         )
     for name, index in judges_of(config).items():
@@ -131,6 +132,17 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
         judge = Role(name, shapes(part.path), "score", passes=int(samples), remat=False, within_machine=True)
         found.append(replace(judge, tokens_per_microbatch=SCORED_TOKENS))
     return tuple(found)
+
+
+def _undivided(config: Config) -> tuple[str, ...]:
+    """Parts that a run would refuse to divide, see `Role.undivided`."""
+    pages, mixed = config.rollout.cache == "pages", config.algorithm.reference_share() is not None
+    parts = {
+        "rows": bool(getattr(config.model, "vision", None)),
+        "stage": pages or mixed,
+        "context": pages or config.rollout.on_new_weights == "keep",
+    }
+    return tuple(part for part, whole in parts.items() if whole)
 
 
 def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
@@ -146,6 +158,7 @@ def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> floa
 def _passes(config: Config, role: str) -> int:
     algorithm = config.algorithm
     others = _passes(config, "reference") if role == "actor" and config.reference_is_frozen_actor else 0
+    others += role in algorithm.further_passes
     if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
         return others
     reads = generates(config) or isinstance(algorithm, Preference)
@@ -165,6 +178,11 @@ def placed_roles(config: Config) -> tuple[str, ...]:
 def generates(config: Config) -> bool:
     """Return whether a step samples responses: those that are scored."""
     return "reward" in config.roles
+
+
+def generates_here(config: Config) -> bool:
+    """Return whether the run's own devices sample them, and no other engine's servers."""
+    return generates(config) and (config.rollout.server is None or config.generates_apart)
 
 
 def workload_of(config: Config, lengths: Lengths) -> Workload:
@@ -302,6 +320,17 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         )
     if generates(config) and not config.rewards.by_model:
         notes.append("rewards are functions: their seconds on the hosts are not counted")
+    if generates(config) and not generates_here(config):
+        notes.append("the seconds of rollout.server, which generates, are not counted")
+    if generates(config) and config.environment is not None:
+        notes.append(
+            "episodes are taken to be responses of one turn, and seconds of tools and environments are not counted"
+        )
+    if any(spec.room is not None for spec in config.roles.values()):
+        notes.append("the teacher is taken to make as many tokens of a text as the student")
+    if getattr(config.model, "vision", None):
+        weights = "weights and " if isinstance(config.model, Pretrained) else ""
+        notes.append(f"{weights}work of the vision tower are not counted")
     if getattr(config.algorithm, "max_rounds", 1) > 1:
         notes.append("prompts are taken to be drawn once in a step; each further round generates as much again")
     left_out = [config.algorithm.draws_beside] if config.algorithm.draws_beside is not None else []

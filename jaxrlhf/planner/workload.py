@@ -60,6 +60,8 @@ class Role:
       within_machine: Stages and tensor shards of one copy may not cross machines.
       lora: Adapters are trained, beside weights in the compute dtype.
       optimizer_bytes: Bytes that its optimizer keeps for a weight; None is what the software's keeps.
+      undivided: What devices do not divide: the tokens of `rows`; while it generates the layers (`stage`), or positions
+        of a cache (`context`).
     """
 
     name: str
@@ -75,6 +77,7 @@ class Role:
     within_machine: bool = False
     lora: Lora | None = None
     optimizer_bytes: float | None = None
+    undivided: tuple[str, ...] = ()
 
     def optimizer_bytes_with(self, software: "Software") -> float:
         """Bytes that the optimizer keeps for a weight."""

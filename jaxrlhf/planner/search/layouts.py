@@ -1,5 +1,6 @@
 """The layouts that a model can have on a number of devices."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -7,6 +8,7 @@ from itertools import product
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS
 from jaxrlhf.models.config import ModelConfig, padded_rows
+from jaxrlhf.models.lora.quantized import TILE
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
@@ -34,13 +36,18 @@ def role_layouts(
     if hardware.machines == 1:  # nothing straddles machines, so a pool of any size is one of its own
         hardware = replace(hardware, devices_per_machine=devices)
     within = problem.devices_per_host or hardware.devices_per_machine
-    replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
+    tiles = _in_tiles(problem, role)
+    replicas = [(1, 1)]
+    if generates:
+        replicas = list(generation_layouts(role, devices, hardware, within=within, tiles=tiles))
     long = problem.workload.longest_tokens >= LONG_ROW_TOKENS
     rows = problem.fsdp and long
-    own = training_layouts(role, devices, hardware, fsdp=problem.fsdp, context=rows) if trains else [Layout(data=1)]
+    how = {"fsdp": problem.fsdp, "context": rows and "rows" not in role.undivided, "tiles": tiles}
+    own = training_layouts(role, devices, hardware, **how) if trains else [Layout(data=1)]
     for layout in own:
         for stage, tensor in replicas:
-            for context in _shared_caches(role.model, stage, tensor, within) if generates and long else [1]:
+            shares = generates and long and "context" not in role.undivided
+            for context in _shared_caches(role.model, stage, tensor, within) if shares else [1]:
                 fills = devices % (context * stage * tensor) == 0
                 if fills and switches(layout, stage, tensor, within=within, context=context):
                     generation = {"generation_stage": stage, "generation_tensor": tensor, "generation_context": context}
@@ -77,28 +84,30 @@ def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
 
 
 def training_layouts(
-    role: Role, devices: int, hardware: Hardware, *, fsdp: bool, context: bool = False
+    role: Role, devices: int, hardware: Hardware, *, fsdp: bool, context: bool = False, tiles: bool = False
 ) -> Iterator[Layout]:
     """Ways to train or score a model on `devices` devices that split its dimensions evenly.
 
     Args:
       context: Rows may be split, too, over no more devices than there are heads.
+      tiles: Neighbours of a matrix share a scale, and stay together.
 
     Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp`, `expert` and `context` added.
     """
     model, machine = role.model, hardware.devices_per_machine
     experts = divisors(model.experts.count) if model.experts else [1]
-    for tensor in _tensors(role, hardware):
+    stages, width = [1] if role.offloads else _stages(model), _parts(model.hidden_size, tiles)
+    for tensor in _tensors(role, hardware, tiles):
         if devices % tensor:
             continue
-        for stage in _stages(role.model):
+        for stage in stages:
             copy = tensor * stage
             if devices % copy or padded_rows(model.vocab_size) % copy:
                 continue
             left = devices // copy
             for shards in divisors(left) if fsdp else [1]:
                 inside = machine % (copy * shards) == 0 or not role.within_machine
-                if not inside or model.hidden_size % shards:
+                if not inside or width % shards:
                     continue
                 widest = model.num_heads // tensor if context and stage == 1 else 1
                 for expert, split in product(experts, [n for n in divisors(shards) if n <= widest]):
@@ -108,11 +117,14 @@ def training_layouts(
 
 
 def generation_layouts(
-    role: Role, devices: int, hardware: Hardware, *, within: int | None = None
+    role: Role, devices: int, hardware: Hardware, *, within: int | None = None, tiles: bool = False
 ) -> Iterator[tuple[int, int]]:
     """Stages and tensor shards of a replica, which lies in the `within` devices of one process; None is a machine's."""
-    for tensor in _tensors(role, hardware):
-        for stage in _stages(role.model):
+    stages, linear = [1] if "stage" in role.undivided else _stages(role.model), role.model.linear
+    for tensor in _tensors(role, hardware, tiles):
+        if linear is not None and linear.key_heads % tensor:
+            continue
+        for stage in stages:
             replica = tensor * stage
             fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
             if fits and padded_rows(role.model.vocab_size) % replica == 0:
@@ -145,17 +157,29 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int, context: i
     )
 
 
-def _tensors(role: Role, hardware: Hardware) -> list[int]:
+def _tensors(role: Role, hardware: Hardware, tiles: bool) -> list[int]:
     """Ways to split every layer. Across machines only where the network is as fast as the links."""
     model, machine = role.model, hardware.devices_per_machine
     one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
     widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
     inner = model.intermediate_size if model.experts is None else model.experts.intermediate_size
     powers = [n for n in range(1, widest + 1) if machine % n == 0 or n % machine == 0]
-    return [n for n in powers if model.num_heads % n == 0 and inner % n == 0]
+    return [n for n in powers if model.num_heads % n == 0 and _parts(inner, tiles) % n == 0]
 
 
 def _stages(model: ModelConfig) -> list[int]:
-    """Ways to divide the layers; those with experts are not divided, and not those that others lend something."""
+    """Ways to divide the layers: not those with experts or that others lend something, and repeated kinds together."""
     whole = model.experts is not None or model.borrowing_layers or model.layer_inputs is not None
-    return [1] if whole else divisors(model.num_layers)
+    repeats, kinds = model.pattern
+    return [1] if whole else divisors(repeats if len(kinds) > 1 else model.num_layers)
+
+
+def _in_tiles(problem: PlacementProblem, role: Role) -> bool:
+    """Return whether neighbours of the role's matrices share a scale: of frozen ones, or of those that generate."""
+    frozen = role.lora is not None and role.lora.quantize is not None
+    return frozen or (role.generates and problem.workload.quantize is not None)
+
+
+def _parts(width: int, tiles: bool) -> int:
+    """Parts of a dimension that may lie on different devices: numbers, or tiles of them."""
+    return width // math.gcd(TILE, width) if tiles else width
