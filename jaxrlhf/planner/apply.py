@@ -7,7 +7,7 @@ from typing import Any
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
 from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
-from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
+from jaxrlhf.planner.problem import generates_here, judges_of, placed_roles, written_pools
 
 
 def planned_config(config: Config, plan: PlacementPlan) -> Config:
@@ -57,6 +57,8 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     settings["offload"] = tuple(
         dict.fromkeys(("reward" if role in judges else role) + dot + part for role, dot, part in parts)
     )
+    if ROLLOUT not in layouts:  # parts are learnt from while another pool draws the others
+        settings["rollout.stream_parts"] = 1
     return {name: value for name, value in settings.items() if _current(written or config, name) != value}
 
 
@@ -96,7 +98,7 @@ def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone
 def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
     """The actor's layout, with that of a pool which generates for it, if there is one."""
     actor = layouts["actor"]
-    if not generates(config):
+    if not generates_here(config):
         # Steps do not generate but evaluations do; as it is split for training, the policy fits.
         return dataclasses.replace(actor.of_training, generation_stage=actor.stage, generation_tensor=actor.tensor)
     apart = layouts.get(ROLLOUT, actor)
