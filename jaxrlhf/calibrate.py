@@ -41,7 +41,13 @@ def main() -> None:
     import jax
 
     if flags.multihost:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:  # what JAX raises where it finds no other host
+            raise Refusal(
+                f"--multihost joins hosts as jax.distributed.initialize() finds them, which failed with {error}; start "
+                "it on every host of a TPU slice, of Slurm or of MPI, or drop it"
+            ) from error
     devices = jax.devices()
     if (flags.devices or 0) > len(devices):
         raise Refusal(

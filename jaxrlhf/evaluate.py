@@ -26,6 +26,8 @@ def main() -> None:
     config, flags = command.parse_config()
     if flags.samples < 1:
         raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
+    if flags.show < 0:
+        raise Refusal(f"--show must be 0 or more, got {flags.show}")
 
     from jaxrlhf.trainer.failures import one_message
     from jaxrlhf.trainer.policy import evaluate_policy

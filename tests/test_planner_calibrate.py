@@ -335,6 +335,7 @@ def test_the_command_writes_a_file_and_says_how_to_use_it(asked, monkeypatch, tm
         (["--devices", "0"], "--devices must be 1 or more, got 0"),
         (["--devices", "9"], "--devices 9 was asked for and JAX sees 8 cpu devices; give fewer"),
         (["--devices", "2", "--multihost"], "several hosts use all of their devices"),
+        (["--multihost"], "--multihost joins hosts as jax.distributed.initialize() finds them, which failed with "),
         (["--config", "x"], "unrecognized arguments: --config x"),
     ],
 )

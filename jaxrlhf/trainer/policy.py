@@ -171,7 +171,7 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
     Raises:
       Refusal: There is no such policy or checkpoint.
     """
-    place = Path(policy).expanduser() if policy else config.folder
+    place = config.folder if policy is None else Path(policy).expanduser()
     described = (place / MODEL).is_dir()
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
     from_run = own or described
