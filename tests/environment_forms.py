@@ -43,6 +43,15 @@ async def wait(seconds: float) -> str:
     return f"waited {seconds}"
 
 
+def long(length: int) -> str:
+    """Says much.
+
+    Args:
+        length: How much.
+    """
+    return "x" * length
+
+
 def process() -> int:
     """Process that the tool runs in."""
     return os.getpid()

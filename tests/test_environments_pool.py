@@ -1,7 +1,10 @@
 """Tools, environments and agent programs of every form answer as their user means it."""
 
+import os
+import resource
 import time
 from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from jaxrlhf.config import Agent, Environment, Tools
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, MalformedCall, Reply, ToolCall
+from jaxrlhf.processes.channel import Channel
 
 FORMS = Path(__file__).with_name("environment_forms.py")
 TOOLS, COUNTER, ASYNC_COUNTER, BRIEF, MADE, ACCOUNT, TOOLED, UNPAID, RUN, RUN_ASYNC = range(10)
@@ -222,6 +226,45 @@ def test_an_agent_program_is_given_its_session(pool, choice):
 
 def test_an_agent_program_may_leave_the_score_to_others(pool):
     assert pool.run_agent(0, RUN_ASYNC, {"score": None}, 5, "http://127.0.0.1:1", "key").result(LIMIT_S) is None
+
+
+def test_a_run_may_have_many_files_open():
+    """Descriptors above 1023, which `select` does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.callback(os.close, os.dup(0))
+        with EnvironmentPool([Tools(functions=(f"{FORMS}:add",))]) as pool:
+            pool.start(0, 0, {}, 0).result(LIMIT_S)
+            assert (
+                pool.step(0, said("", ToolCall("add", {"a": 1, "b": 1}))).result(LIMIT_S).messages[0]["content"] == "2"
+            )
+
+
+def test_an_answer_may_be_as_long_as_its_setting_says():
+    with EnvironmentPool([Tools(functions=(f"{FORMS}:long",), output_bytes=20 << 20)]) as pool:
+        pool.start(0, 0, {}, 0).result(LIMIT_S)
+        seen = pool.step(0, said("", *[ToolCall("long", {"length": length}) for length in (20 << 20, (20 << 20) + 1)]))
+        assert [call.failure for call in seen.result(LIMIT_S).calls] == [None, "output"]
+
+
+def test_a_process_that_goes_down_while_it_is_sent_a_request_costs_nothing(monkeypatch):
+    flush, broken = Channel.flush, []
+
+    def breaks(channel):
+        if not broken:  # as of a socket that is full
+            broken.append(channel)
+            return False
+        if broken == [channel]:
+            broken.append(channel)
+            raise BrokenPipeError
+        return flush(channel)
+
+    with EnvironmentPool([Tools(functions=(f"{FORMS}:add",))]) as pool:
+        pool.start(0, 0, {}, 0).result(LIMIT_S)
+        monkeypatch.setattr(Channel, "flush", breaks)
+        assert pool.step(0, said("", ToolCall("add", {"a": 1, "b": 1}))).result(LIMIT_S).messages[0]["content"] == "2"
 
 
 def test_a_dropped_episode_costs_its_process_alone(pool, begin):

@@ -15,7 +15,7 @@ from jaxrlhf.config.environments import Agent, Environment, Tools
 from jaxrlhf.environments.protocol import About, Answer, Choice, CodeFailure, Idle, OpenRequest, Request
 from jaxrlhf.processes.channel import Channel, Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
-from jaxrlhf.processes.forkserver import MOST_FORKS, ForkServer
+from jaxrlhf.processes.forkserver import LARGEST_ANSWER, MOST_FORKS, ForkServer
 from jaxrlhf.processes.guards import SLACK_S
 from jaxrlhf.processes.interpreter import how_it_ended
 from jaxrlhf.processes.plain import loads
@@ -159,6 +159,7 @@ class ProcessFamily:
         self._free.pop(process.pid, None)
         try:
             process.channel.send(job.pickled)
+            self._watch(process)
         except OSError:  # it died while it had nothing to do
             self.kill(process)
             self._waiting.appendleft(job) if job.process is None else job.lost(_GONE, 0.0)
@@ -169,7 +170,6 @@ class ProcessFamily:
         if isinstance(job.request, OpenRequest):
             process.episodes.add(job.request.episode)
             job.process = process
-        self._watch(process)
 
     def _count_from_now(self, process: Process, *, calls: int = 1) -> None:
         """Give a process the time of its next calls, up to its next answer."""
@@ -292,7 +292,9 @@ class ProcessFamily:
         process.queue.clear()
 
     def _start(self) -> None:
-        self._server = ForkServer("jaxrlhf.environments.forms:load_choice", self.choice, self._output)
+        largest = LARGEST_ANSWER + 2 * self.choice.output_bytes  # its text, and what stands around it
+        loader = "jaxrlhf.environments.forms:load_choice"
+        self._server = ForkServer(loader, self.choice, self._output, largest=largest)
         self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
 
     def _server_is_gone(self) -> None:

@@ -141,15 +141,17 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
+        waiting = select.poll()  # `select` takes no descriptor above 1023, and the run may have more open
+        for end in (self._control, self._bell):
+            waiting.register(end, select.POLLIN)
         while True:
-            ends: list[Channel | socket.socket] = [self._control, self._bell]
-            ready, _, _ = select.select(ends, [], [], ORPHAN_CHECK_S)
+            ready = {descriptor for descriptor, _ in waiting.poll(1000 * ORPHAN_CHECK_S)}
             if os.getppid() != self._parent:
                 return
-            if self._bell in ready:
+            if self._bell.fileno() in ready:
                 self._bell.recv(4096)
                 self._reap()
-            if self._control in ready and not self._obey():
+            if self._control.fileno() in ready and not self._obey():
                 return
 
     def _obey(self) -> bool:

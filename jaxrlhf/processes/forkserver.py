@@ -29,9 +29,11 @@ class ForkServer:
       loader: `module:function` that loads the code in the server; see `forking.main`.
       setup: Argument of the loader.
       output: File that receives what the processes print; None is the standard error stream.
+      largest: Bytes of an answer of a process, at most.
     """
 
-    def __init__(self, loader: str, setup: Any, output: Path | None) -> None:
+    def __init__(self, loader: str, setup: Any, output: Path | None, *, largest: int = LARGEST_ANSWER) -> None:
+        self._largest = largest
         self._folder = Path(tempfile.mkdtemp(prefix="jaxrlhf_"))
         self._asked: deque[Channel] = deque()
         self._to_end: deque[int] = deque()
@@ -69,7 +71,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        self._asked.append(Channel(ours, largest=LARGEST_ANSWER, waits=False))
+        self._asked.append(Channel(ours, largest=self._largest, waits=False))
 
     def take(self) -> Channel:
         """The channel of the process that the latest `ProcessForked` tells of."""
