@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 from collections import Counter
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
@@ -135,6 +136,19 @@ def test_a_tool_that_will_not_be_cancelled_is_ended(pool, notes):
     calls = [call("misbehave_waiting", kind, notes) for kind in ("ok", "stubborn", "ok")]
     seen = pool.step(number, Reply("", "", calls=tuple(calls))).result(LIMIT_S)
     assert [record.failure for record in seen.calls] == [None, "timeout", None]
+
+
+def test_calls_after_the_one_at_which_an_episode_is_dropped_are_not_made(pool, notes):
+    number = begin(pool, TOOLS)[0]
+    step = pool.step(number, Reply("", "", calls=(call("misbehave", "stop", notes), call("misbehave", "files", notes))))
+    other = begin(pool, TOOLS)[0]
+    pool.step(other, Reply("", "", calls=(call("misbehave", "ok", notes),))).result(LIMIT_S)  # the first runs, too
+    pool.drop(number)
+    with pytest.raises(CancelledError):
+        step.result(LIMIT_S)
+    for _ in range(3):  # as long as it would take to begin the second
+        pool.step(other, Reply("", "", calls=(call("misbehave", "leave", notes),))).result(LIMIT_S)
+    assert not (notes / "temporary").exists()
 
 
 def test_a_bad_step_fails_its_own_episode_alone(pool, notes):

@@ -221,6 +221,8 @@ class LiveEpisodes:
                 self._forget(episode)
                 episode.resolve(asked, failed)
                 return
+            if asked is not episode.future:  # it was dropped, and nobody waits for the other calls
+                return
             for again in turn.blame(numbers, failed, seconds):
                 self._make_calls(episode, turn, again)
             if not turn.pending:
