@@ -40,10 +40,13 @@ def play(pool, number: int, said: str):
 def test_frozen_lake_is_played_to_its_end(pool):
     opening = pool.start(1, NAMES.index("lake"), {}, 0).result(LIMIT_S)
     assert text(opening) == "Go to G.\n[S]FFF\nFHFH\nFFFH\nHFFG"
-    assert text(play(pool, 1, "I do not know")) == "Say one of left, down, right, up."
+    asked_again = play(pool, 1, "I do not know")
+    assert text(asked_again) == "Say one of left, down, right, up."
+    assert opening.state == asked_again.state == "[S]FFF\nFHFH\nFFFH\nHFFG"  # the next reply is made there
     seen = [play(pool, 1, said) for said in ("left? no, Down!", "down", "right", "right", "down", "right")]
     assert text(seen[0]) == seen[0].state == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert [one.reward for one in seen] == [0.0] * 5 + [1.0]
+    assert seen[-1].metrics == {"no_action": 1.0}
     assert [one.done for one in seen] == [False] * 5 + [True]
     assert pool.finish(1).result(LIMIT_S) is None
 
@@ -78,11 +81,17 @@ def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
     assert values[0] == pytest.approx(0.9**5)
 
 
+def test_a_reply_that_is_no_number_is_no_guess():
+    game = games.HigherLower()
+    game.reset({"prompt": "0-3", "answer": "0"}, 0)
+    assert (game.step(Reply("what?", "what?")).reward, game.step(Reply("0", "0")).reward) == (0.0, 1.0)
+
+
 def test_demonstrations_of_the_lake_walk_as_gymnasium_does():
     ends = set()
     for row in generated_records(load("game_frozen_lake").data.function, "train", 200, 0):
         lake, messages = games.lake(), [{"content": row.record["prompt"]}, *row.record["solution"]]
-        seen, done = lake.reset(row.record, 0), False
+        seen, done = lake.reset(row.record, 0).state, False
         for asked, said in zip(messages[::2], messages[1::2], strict=True):
             assert asked["content"] == seen and not done
             told = lake.step(Reply(said["content"], said["content"]))

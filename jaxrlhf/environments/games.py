@@ -52,7 +52,7 @@ class HigherLower:
 
     def step(self, reply: Reply) -> Observation:
         """Answer a guess; one that is no number, or not among those left, tells nothing new."""
-        guess = int(reply.text) if re.fullmatch("[0-9]{1,9}", reply.text) else 0
+        guess = int(reply.text) if re.fullmatch("[0-9]{1,9}", reply.text) else -1
         if guess == self._secret:
             return Observation(reward=1.0, done=True)
         if self._lowest <= guess < self._secret:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrlhf.episode import Observation, Reply
+from jaxrlhf.episode import Observation, Opening, Reply
 
 _UNDER_CURSOR = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -64,21 +64,25 @@ class TextGame:
         words = "|".join(re.escape(word) for word in sorted(actions, key=len, reverse=True))
         self._word = re.compile(rf"(?<!\w)({words})(?!\w)", re.IGNORECASE)
 
-    def reset(self, record: Mapping[str, Any], seed: int) -> str:
+    def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
         """The prompt and the first state; a seed gives one course of the game."""
         observation, _ = self._game.reset(seed=seed % 2**32)
-        return "\n".join([*([self._prompt] if self._prompt else []), self._view(self._game, observation)])
+        self._seen, self._missed = self._view(self._game, observation), 0.0
+        text = "\n".join([*([self._prompt] if self._prompt else []), self._seen])
+        return Opening([{"role": "user", "content": text}], state=self._seen)
 
     def step(self, reply: Reply) -> Observation:
         """Play an action; a reply without one changes nothing but the count of turns."""
         found = self._word.findall(reply.content)
+        self._missed += not found
+        metrics = {"no_action": self._missed}  # of all replies so far, as the last of each metric counts
         if not found:
             text = f"Say one of {', '.join(self._actions)}."
-            return Observation([{"role": "user", "content": text}], metrics={"no_action": 1.0})
+            return Observation([{"role": "user", "content": text}], state=self._seen, metrics=metrics)
         observation, reward, done, truncated, _ = self._game.step(self._actions[found[-1].lower()])
-        text = self._view(self._game, observation)
+        text = self._seen = self._view(self._game, observation)
         return Observation(
-            [{"role": "user", "content": text}], float(reward), bool(done), bool(truncated), text, {"no_action": 0.0}
+            [{"role": "user", "content": text}], float(reward), bool(done), bool(truncated), text, metrics
         )
 
     def close(self) -> None:
