@@ -60,3 +60,15 @@ def test_a_trace_without_calls_is_whole_and_goes_on(tmp_path):
     second.append([Call("actor", "b", 2, 3, "all")])
     second.close()
     assert [event["name"] for event in events(path)] == ["thread_name", "b"]
+
+
+def test_a_line_of_a_resumed_trace_keeps_its_role(tmp_path):
+    path = tmp_path / "timeline.json"
+    for resumed, roles in ((False, ("actor", "reward")), (True, ("reward", "critic", "actor"))):
+        file = TimelineFile(path, resumed=resumed)
+        file.append(Call(role, "a", 0, 1, "all") for role in roles)
+        file.close()
+    written = events(path)
+    names = {(event["tid"], event["args"]["name"]) for event in written if event["ph"] == "M"}
+    assert names == {(0, "actor"), (1, "reward"), (2, "critic")}
+    assert [event["tid"] for event in written if event["ph"] == "X"] == [0, 1, 1, 2, 0]
