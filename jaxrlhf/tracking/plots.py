@@ -107,8 +107,6 @@ def _right(axes: Axes, curves: Curves, name: str, label: str, colour: str) -> No
 
 def _draw_score(axes: Axes, curves: Curves) -> None:
     axes.set_title("Score and accuracy")
-    before = {step - 1: accuracy for step, accuracy in curves.get("eval/accuracy_at_start", {}).items()}
-    curves = {**curves, "eval/accuracy": before | curves.get("eval/accuracy", {})}
     _line(axes, curves, "score/mean", "mean score (training)", BLUE)
     _line(axes, curves, "eval/accuracy", "accuracy (held-out)", ORANGE, marker="o", markersize=3.5)
     axes.set_ylabel("score, accuracy")
