@@ -175,6 +175,15 @@ def test_samples_are_shown_as_they_were_written(terminal):
     assert ("╭" in shown) == terminal
 
 
+@pytest.mark.parametrize("calls", [[{"name": "add", "arguments": {"a": 1}}], ["add"], "add", 5])
+def test_calls_of_any_form_are_shown(calls):
+    out = io.StringIO()
+    spoken = [{"role": "assistant", "content": "So.", "tool_calls": calls}]
+    episode = {"messages": spoken, "turns": [], "stop": "done", "failure": ""}
+    show_samples([Sample(3, "", "", 0.5, 1, 2, False, episode=episode)], console=Console(file=out, width=80))
+    assert "assistant: So." in out.getvalue() and ("add" in out.getvalue()) == isinstance(calls, list)
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_samples_do_nothing_to_a_terminal(terminal):
     out = io.StringIO()

@@ -104,8 +104,13 @@ def show_samples(samples: Sequence[Sample], *, source: str | None = None, consol
 def _spoken(message: Mapping[str, Any]) -> Text:
     """A message of a conversation, the policy's in full colour and the others dimmed."""
     said = [str(message.get("content") or "")]
-    for call in message.get("tool_calls") or ():
-        said.append(f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})")
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        match call:
+            case {"function": {"name": name, "arguments": arguments}}:
+                said.append(f"{name}({json.dumps(arguments, ensure_ascii=False)})")
+            case _:  # an environment may have other forms
+                said.append(json.dumps(call, ensure_ascii=False))
     if message.get("reasoning_content"):
         said.insert(0, f"<think>{message['reasoning_content']}</think>")
     style = "" if message["role"] == "assistant" else "dim"
