@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_docs_metrics import PAGE as METRICS_PAGE
@@ -100,6 +101,31 @@ def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
     with open(tmp_path / "one" / "samples.jsonl", "a") as file:
         file.write('{"step": 8, "prom')  # being written
     assert list(files.steps("one", "samples"))[-1] == 7
+
+
+def test_requests_at_once_are_answered_as_one_by_one(tmp_path):
+    root = write_runs(tmp_path, steps=100)
+    alone = RunFiles(root)
+    steps = list(alone.steps("one", "samples"))
+    expected = [alone.samples("one", "samples", step) for step in steps]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns all the time
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(10):
+                files = RunFiles(root)
+                found = threads.map(lambda step, files=files: files.samples("one", "samples", step), steps)
+                assert list(found) == expected
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_settings_behind_a_link_are_not_read(tmp_path):
+    root = write_runs(tmp_path / "runs", steps=1)
+    (tmp_path / "outside.json").write_text('{"secret": 7}')
+    (root / "one" / "config.json").unlink()
+    (root / "one" / "config.json").symlink_to(tmp_path / "outside.json")
+    assert RunFiles(root).settings("one") == {}
 
 
 def test_a_file_of_another_program_hides_no_run(tmp_path):

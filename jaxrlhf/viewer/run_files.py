@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ class RunFiles:
         """The settings of a run by their dotted names; of a cold start, those of its run."""
         folder = self._folder(run)
         for place in (folder, folder.parent):
-            if (place / SETTINGS).is_file() and place.is_relative_to(self.root):
-                return dict(_flat(json.loads((place / SETTINGS).read_text())))
+            file = (place / SETTINGS).resolve()
+            if file.is_file() and file.is_relative_to(self.root):
+                return dict(_flat(json.loads(file.read_text())))
         return {}
 
     def timeline(self, run: str) -> list[dict[str, Any]]:
@@ -134,19 +136,25 @@ class StepIndex:
         self._begins: dict[int, int] = {}
         self._end = 0
         self._last_line = b""
+        self._lock = threading.Lock()  # requests come in several threads
 
     def sizes(self) -> dict[int, int]:
         """Bytes of each step."""
-        self._update()
-        begins = [*self._begins.values(), self._end]
-        return {step: begins[i + 1] - begin for i, (step, begin) in enumerate(self._begins.items())}
+        return {step: end - begin for step, (begin, end) in self._places().items()}
 
     def read(self, step: int) -> list[dict[str, Any]]:
         """Records of a step."""
-        size = self.sizes().get(step, 0)
+        begin, end = self._places().get(step, (0, 0))
         with open(self._file, "rb") as file:
-            file.seek(self._begins.get(step, 0))
-            return [json.loads(line) for line in file.read(size).splitlines()]
+            file.seek(begin)
+            return [json.loads(line) for line in file.read(end - begin).splitlines()]
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Offsets of the beginning and the end of each step."""
+        with self._lock:
+            self._update()
+            begins = [*self._begins.values(), self._end]
+            return {step: (begin, begins[i + 1]) for i, (step, begin) in enumerate(self._begins.items())}
 
     def _update(self) -> None:
         with open(self._file, "rb") as file:
