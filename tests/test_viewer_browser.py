@@ -139,6 +139,24 @@ def test_settings_that_differ_are_shown(page):
     assert rows == ["name", "seed"]
 
 
+def test_an_answer_that_comes_late_is_not_shown_in_the_place_of_a_later_one(page):
+    tab(page, "Samples", "document.querySelectorAll('article').length == 8")
+    wait = "new Promise(done => setTimeout(done, 500))"
+    late = f"String(address).includes('step=3') ? {wait}.then(() => window.whole(address)) : window.whole(address)"
+    page.value(f"window.whole = window.fetch; window.fetch = address => {late}")
+    try:
+        choose(page, 1, "3")
+        choose(page, 1, "4")
+        page.value(wait.replace("500", "700"))
+        assert "0 apples and 4 pears" in page.value("document.querySelector('#samples').textContent")
+        choose(page, 1, "3")
+        tab(page, "Metrics", f"{LINES}.length == 2")
+        page.value(wait.replace("500", "700"))
+        assert page.value(f"{LINES}.length") == 2
+    finally:
+        page.value("window.fetch = window.whole")
+
+
 def test_a_running_run_is_followed_also_when_it_is_resumed_further_back(page):
     tab(page, "Metrics", f"{LINES}.length == 2")
     append_steps(page.root / "one", range(STEPS + 1, STEPS + 6), 0, resumed_step=STEPS)

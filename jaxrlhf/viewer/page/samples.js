@@ -14,7 +14,9 @@ export async function showSamples(main, runs) {
   const steps = Object.keys(await api("steps", { run: look.run, kind: "samples" })).map(Number);
   if (!steps.length) return main.replaceChildren(el("p", { class: "empty" }, "There are no samples yet."));
   if (!steps.includes(look.step)) look.step = steps.at(-1);
-  const samples = await api("samples", { run: look.run, kind: "samples", step: look.step });
+  const { run, step } = look;
+  const samples = await api("samples", { run, kind: "samples", step });
+  if (run !== look.run || step !== look.step) return showSamples(main, runs);  // another was chosen meanwhile
   const again = change => value => { Object.assign(look, change(value)); showSamples(main, runs); };
   const list = el("div", { id: "samples" });
   const fill = () => list.replaceChildren(...groups(samples));
@@ -93,7 +95,8 @@ function answer(sample, centre) {
 }
 
 function spoken(one) {
-  const calls = (one.tool_calls ?? []).map(call => `${call.function.name}(${JSON.stringify(call.function.arguments)})`);
+  const calls = (Array.isArray(one.tool_calls) ? one.tool_calls : []).map(call => call?.function?.name
+    ? `${call.function.name}(${JSON.stringify(call.function.arguments)})` : JSON.stringify(call));
   const thought = one.reasoning_content ? [`<think>${one.reasoning_content}</think>`] : [];
   const content = typeof one.content === "string" ? one.content : one.content ? JSON.stringify(one.content) : "";
   return [...thought, content, ...calls].filter(Boolean).join("\n");
@@ -106,10 +109,12 @@ export async function showEvaluation(main, runs) {
   const able = runs.filter(run => run.has.includes("evaluation"));
   if (!able.length) return main.replaceChildren(el("p", { class: "empty" }, "The chosen runs have answered no held-out problems."));
   if (!able.some(run => run.run === asked.run)) asked.run = able[0].run;
-  const every = Object.keys(await api("steps", { run: asked.run, kind: "evaluation" })).map(Number);
+  const { run } = asked;
+  const every = Object.keys(await api("steps", { run, kind: "evaluation" })).map(Number);
   const stride = Math.max(1, Math.ceil(every.length / COLUMNS));
   const steps = every.filter((_, i) => (every.length - 1 - i) % stride === 0);
-  const answers = await Promise.all(steps.map(step => api("samples", { run: asked.run, kind: "evaluation", step })));
+  const answers = await Promise.all(steps.map(step => api("samples", { run, kind: "evaluation", step })));
+  if (run !== asked.run) return showEvaluation(main, runs);
   const problems = new Map();
   answers.forEach((samples, column) => samples.forEach(sample => {
     if (!problems.has(sample.prompt)) problems.set(sample.prompt, []);

@@ -8,7 +8,9 @@ const times = { run: null, zoom: null };
 export async function showTimeline(main, runs) {
   if (!runs.length) return main.replaceChildren(el("p", { class: "empty" }, "Choose a run."));
   if (!runs.some(run => run.run === times.run)) Object.assign(times, { run: runs[0].run, zoom: null });
-  const calls = await api("timeline", { run: times.run });
+  const { run } = times;
+  const calls = await api("timeline", { run });
+  if (run !== times.run) return showTimeline(main, runs);
   const place = el("div", { class: "card" });
   const fill = () => place.replaceChildren(...drawn(calls, zoom => { times.zoom = zoom; fill(); }));
   main.replaceChildren(el("div", { class: "controls" },

@@ -7,13 +7,20 @@ import { showTimeline } from "./timeline.js";
 
 const EVERY_MS = 2000;
 const main = document.getElementById("main");
-const view = { runs: [], chosen: new Set(), tab: "Metrics", records: new Map(), explanations: [], follow: true };
+const view = { runs: [], chosen: new Set(), tab: "Metrics", records: new Map(), explanations: [], follow: true, asked: 0 };
 const metrics = { text: "", smoothing: 0, zoom: null, explained: false };
 const settings = { text: "", differing: true };
 const TABS = { Metrics: showMetrics, Samples: tab(showSamples), Evaluation: tab(showEvaluation),
   Timeline: tab(showTimeline), Settings: showSettings };
 
-function tab(show) { return () => show(main, chosenRuns()); }
+// A tab is shown once it is there, unless something else was asked for meanwhile.
+function tab(show) {
+  return async () => {
+    const place = el("div"), asked = view.asked;
+    await show(place, chosenRuns());
+    if (asked === view.asked) main.replaceChildren(place);
+  };
+}
 const chosenRuns = () => view.runs.filter(run => view.chosen.has(run.run) && !run.unreadable);
 const colour = run => colourOf(view.runs.findIndex(one => one.run === run));
 
@@ -53,6 +60,7 @@ function listRuns() {
 }
 
 async function show() {
+  view.asked++;
   document.getElementById("tabs").replaceChildren(...Object.keys(TABS).map(name => el("button",
     { "aria-selected": name === view.tab, role: "tab", onclick: () => { view.tab = name; show(); } }, name)));
   listRuns();
@@ -73,8 +81,9 @@ async function recordsOf(run) {
 }
 
 async function showMetrics() {
-  const shown = [];
+  const shown = [], asked = view.asked;
   for (const run of chosenRuns()) shown.push([run.run, await recordsOf(run.run)]);
+  if (asked !== view.asked) return;
   const lines = new Map();
   for (const [run, records] of shown) for (const record of records) for (const [name, value] of Object.entries(record)) {
     if (name === "step" || value === null) continue;
@@ -115,8 +124,9 @@ function card(name, byRun, fill) {
 }
 
 async function showSettings() {
-  const runs = chosenRuns().map(run => run.run);
+  const runs = chosenRuns().map(run => run.run), asked = view.asked;
   const all = await Promise.all(runs.map(run => api("settings", { run })));
+  if (asked !== view.asked) return;
   const names = [...new Set(all.flatMap(one => Object.keys(one)))];
   const place = el("div", {});
   const differs = name => new Set(all.map(one => JSON.stringify(one[name]))).size > 1;
