@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -11,16 +12,18 @@ import pytest
 
 from jaxrlhf import models
 from jaxrlhf.agent_loop import AgentLoop
+from jaxrlhf.agent_loop.recorded import recorded_episode
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import Environment, Sampling, Tools
 from jaxrlhf.conversations.chat_format import ChatFormat
-from jaxrlhf.conversations.conversation import Conversation
+from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Completion, Engine
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import FAILURES, STOP_CAUSES, TRUNCATIONS, Opening
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.serving.sessions import RecordedEpisode
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
@@ -319,3 +322,11 @@ def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
     whole = TOKENIZER.decode(conversation.prompt[len(before) :])
     assert whole == "<|eos|><|user|>3<|assistant|>"
     assert sum(conversation.sequences()[0].mask) == len(drawn)
+
+
+def test_every_sequence_of_an_agents_episode_has_a_cause():
+    row = TokenSequence((5, 7, 8), (0, 1, 0), (0.0, -1.0, 0.0), (-1, 0, -1), (-1, 3, -1))
+    recorded = RecordedEpisode((row,) * 4, ((None,),) * 4, {}, None, 4, Counter({"template": 1}), Counter(), 0)
+    finished = recorded_episode(problems(1)[0], 0, 0, ChatFormat(TOKENIZER), recorded, 1.0, "done", "")
+    assert finished.record.forks == {"template": 1, "branch": 2}
+    assert [sequence.turn[1] for sequence in finished.sequences] == [0, 1, 2, 3]

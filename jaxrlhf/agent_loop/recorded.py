@@ -66,6 +66,8 @@ def recorded_episode(
     paid = sum(rewards) + (final or 0.0) if rewards or final is not None else None
     if final is not None and rewards:
         rewards[-1] += final
+    forks = {str(cause): count for cause, count in recorded.forks.items()}
+    branches = len(sequences) - 1 - sum(forks.values())
     record = EpisodeRecord(
         opening=[{"role": "user", "content": said[0]}] if said else list(problem.messages),
         turns=turns,
@@ -74,8 +76,7 @@ def recorded_episode(
         failure=detail,
         environment_reward=paid,
         metrics={f"refused_{limit}": float(count) for limit, count in recorded.refused.items()},
-        forks={str(cause): count for cause, count in recorded.forks.items()}
-        or ({"branch": len(sequences) - 1} if len(sequences) > 1 else {}),
+        forks={**forks, "branch": branches} if branches > 0 else forks,
     )
     return Finished(problem, episode, record, sequences, rewards, [None] * len(rewards))
 
