@@ -41,6 +41,18 @@ class Dawdles(Talks):
         return super().step(reply)
 
 
+class PaysLate(Talks):
+    """Takes its time over the final reward alone."""
+
+    def reset(self, record, seed):
+        self._late_s = record["pause_s"]
+        return super().reset({**record, "pause_s": 0.0}, seed)
+
+    def get_reward(self):
+        time.sleep(self._late_s)
+        return 7.0
+
+
 class GivesUp:
     """Gives up after the first reply, as an environment of gymnasium's may."""
 

@@ -183,17 +183,37 @@ def test_others_may_go_through_the_same_episodes_between_two_calls(agents, engin
 
 
 def test_seconds_between_two_calls_do_not_count(agents, engine):
-    settings, asked = replace(TALKS, episode_s=3.0), problems(2, pause_s=SLOW_S)
+    """Neither those of an episode that is under way, nor of one that another lets in when it ends meanwhile."""
+    settings = replace(TALKS, episode_s=3.0, in_flight=2 * COPIES)
+    records = {"turns": 1}, {"turns": 1, "pause_s": 0.4}, {"turns": TURNS, "pause_s": SLOW_S}, {"turns": TURNS}
+    asked = [replace(one, record=record) for one, record in zip(problems(4), records, strict=True)]
     with EnvironmentPool((settings,)) as pool:
         timed = replace(agents, environment=settings, pool=pool)
         try:
-            go_on(timed, engine, asked, groups(2), complete=1)
-            time.sleep(3.0)
-            rest = go_on(timed, engine, asked, groups(2, ended=(0,)))
+            assert prompts(go_on(timed, engine, asked, groups(4), complete=1)) == [0]
+            time.sleep(4.0)
+            rest = go_on(timed, engine, asked, groups(4, ended=(0,)))
         finally:
             timed._open.close()
     assert {record.stop for record in rest.record_E} == {"done"}
     assert max(turn.policy_s for record in rest.record_E for turn in record.turns) < 2.0
+
+
+def test_an_episode_may_be_paid_between_two_calls(agents, engine):
+    """Its time has stopped by then."""
+    settings = replace(TALKS, factory="talking_environments:PaysLate", max_turns=1, episode_s=60.0)
+    asked = problems(2, pause_s=1.0)
+    with EnvironmentPool((settings,)) as pool:
+        timed = replace(agents, environment=settings, pool=pool)
+        try:
+            assert prompts(go_on(timed, engine, asked, groups(2), complete=1)) == [0]
+            rest = go_on(timed, engine, asked, groups(2, ended=(0,)))
+        finally:
+            timed._open.close()
+    assert {record.stop for record in rest.record_E} == {"turns"}
+    assert {
+        round(record.environment_reward - sum(turn.reward for turn in record.turns)) for record in rest.record_E
+    } == {7}
 
 
 def test_what_fails_in_the_engine_reaches_the_caller_and_the_next_call_begins_anew(agents, engine, monkeypatch):

@@ -102,12 +102,13 @@ class EpisodeRun:
                 stop, detail = await self._until_done(), ""
                 self._final = await asyncio.wrap_future(self.pool.finish(self.place))
         except EpisodeEnd as ended:
-            stop, detail = ended.stop, ended.detail
-            stop, detail = await self._settled(stop, detail)
+            stop, detail = await self._settled(ended.stop, ended.detail)
         except EnvironmentFailure as failure:
             stop, detail = _failed(failure)
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
+            if len(self._states) > len(self._turns):  # the policy was replying, so the environment can be asked
+                stop, detail = await self._settled(stop, detail)
         finally:
             self._clock = None
             self.pool.drop(self.place)  # whatever is left of it
@@ -158,6 +159,7 @@ class EpisodeRun:
 
     async def _settled(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
         """The end that a limit made, with the environment's final reward; or the environment's failure to say one."""
+        self._clock = None  # it has stopped
         try:
             self._final = await asyncio.wrap_future(self.pool.finish(self.place))
         except EnvironmentFailure as failure:

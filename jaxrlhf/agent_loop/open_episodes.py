@@ -72,7 +72,7 @@ class OpenEpisodes:
         self._groups: dict[GroupKey, _EpisodeGroup] = {}
         self._begun, self._version = 0, -1
         self._arriving: frozenset[GroupKey] = frozenset()
-        self._round_begins = asyncio.Event()
+        self._round_begins, self._between = asyncio.Event(), True
         self._changed, self._failure = asyncio.Event(), list[BaseException]()
         self._events = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._events.run_forever, name="episodes", daemon=True)
@@ -154,6 +154,7 @@ class OpenEpisodes:
         self._arriving = frozenset() if repeated is None else repeated.now
         self._each(EpisodeRun.start_clock)
         self._service.go_on()
+        self._between = False
         self._round_begins.set()  # wakes the replies that wait for it
         self._round_begins.clear()
         try:
@@ -163,6 +164,7 @@ class OpenEpisodes:
                 if self._failure:
                     raise self._failure[0]
         finally:
+            self._between = True
             self._each(EpisodeRun.stop_clock)
             await asyncio.to_thread(self._service.hold)
         ended = [key for key in open_keys if self._groups[key].over and (repeated is None or key in repeated.now)]
@@ -202,6 +204,8 @@ class OpenEpisodes:
 
     async def _play(self, run: EpisodeRun) -> Finished:
         async with self._doors[run.environment]:
+            while self._between:  # when its seconds would count
+                await self._round_begins.wait()
             return await run.finished()
 
     def _note(self, task: "asyncio.Task[Finished]") -> None:
