@@ -248,23 +248,46 @@ def calculates():
 
 @pytest.mark.parametrize(
     ("stop", "closing"),
-    [*((stop, (TOKENIZER.eos_token_id,)) for stop in SAID), ("answered", ())],
+    [*((stop, "<|eos|>") for stop in SAID), ("answered", "")],
     ids=[*SAID, "by a token that is not the template's"],
 )
 def test_calls_end_an_episode(calculates, engine, monkeypatch, stop, closing):
     """The replies are written here, since random weights call no tool."""
-    replies = iter(SAID[stop])
-
-    def submit(service, request, sampling, *, seed):
-        tokens = (*TOKENIZER.encode(next(replies), add_special_tokens=False), *closing)
-        answered = Future()
-        answered.set_result(Completion(request.request_id, tokens, (-1.0,) * len(tokens), truncated=False, version=3))
-        return answered
-
-    monkeypatch.setattr(EngineService, "submit", submit)
+    monkeypatch.setattr(EngineService, "submit", written(text + closing for text in SAID[stop]))
     record = run(calculates, engine, problems(1), copies=1).record_E[0]
     assert record.stop == stop
     assert [turn.reply.text for turn in record.turns] == SAID[stop]
+
+
+def written(replies, *, truncated=False):
+    """`EngineService.submit` that answers with these replies, and then never."""
+    left = iter(replies)
+
+    def submit(service, request, sampling, *, seed):
+        answered = Future()
+        if (text := next(left, None)) is not None:
+            tokens = tuple(TOKENIZER.encode(text, add_special_tokens=False))
+            answered.set_result(Completion(request.request_id, tokens, (-1.0,) * len(tokens), truncated, 3))
+        return answered
+
+    return submit
+
+
+def test_a_cut_reply_that_calls_no_tool_is_no_answer(calculates, engine, monkeypatch):
+    monkeypatch.setattr(EngineService, "submit", written(["<<1*7>>", "12"], truncated=True))
+    settings = replace(calculates.environment, cut_turns="close", max_calls=2)
+    batch = run(replace(calculates, environment=settings), engine, problems(1), copies=1)
+    assert [(record.stop, len(record.turns)) for record in batch.record_E] == [("tokens_of_turn", 2)]
+    assert batch.rollout.truncated_B.all()
+
+
+def test_an_episode_whose_time_is_up_while_the_policy_replies_is_paid(engine, monkeypatch):
+    monkeypatch.setattr(EngineService, "submit", written(["<<1>><|eos|>"]))
+    settings = replace(TALKS, factory="talking_environments:Answers", episode_s=1.0)
+    with EnvironmentPool((settings,)) as pool:
+        batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)
+    assert [(record.stop, record.environment_reward) for record in batch.record_E] == [("episode_timeout", 1.0)]
+    assert batch.rollout.episodes.reward_BT.sum() == 1.0
 
 
 def test_every_cause_of_an_end_is_seen_here():

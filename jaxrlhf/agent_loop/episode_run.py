@@ -188,7 +188,9 @@ class EpisodeRun:
             observation = await asyncio.wrap_future(self.pool.step(self.place, reply))
             self._note(observation, time.perf_counter() - start)
             if observation.done:
-                return "answered" if isinstance(self.settings, Tools) else "done"
+                if isinstance(self.settings, Tools):  # a reply without calls
+                    return "answered" if reply.ended else "tokens_of_turn"
+                return "done"
             self._check_turn(observation)
             self._observe(conversation, observation)
             most, state = observation.max_tokens, observation.state
