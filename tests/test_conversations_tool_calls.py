@@ -9,7 +9,7 @@ from chat_families import small_tokenizer
 from written_calls import FORMS, NOTE, NOW, arguments
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures, glm
+from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures, deepseek, gemma, glm, kimi, minimax, qwen_xml
 from jaxrlhf.conversations.tool_calls.written import WrittenCall
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall
@@ -94,10 +94,28 @@ def test_letters_that_spell_a_tag_call_nothing(name):
     assert (reply.calls, reply.malformed, reply.text) == ((), (), text)
 
 
-def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once():
-    round_ = "<arg_key>a</arg_key><arg_value>"
+CIRCLES = {
+    glm: "<tool_call>note" + "<arg_key>a</arg_key><arg_value>" * 2000 + "</tool_call>",
+    qwen_xml: "<tool_call><function=note>" + "<parameter=a>\n" * 20_000 + "</function></tool_call>",
+    minimax: "<minimax:tool_call>" + '<invoke name="note">' * 20_000 + "</minimax:tool_call>",
+    deepseek: "<｜tool▁call▁begin｜>function<｜tool▁sep｜>note\n```json" + "\n" * 2000 + "<｜tool▁call▁end｜>",
+    kimi: f"<|tool_call_begin|>functions.{' ' * 40_000}x<|tool_call_argument_begin|>no<|tool_call_end|>",
+    gemma: f"<|tool_call>call:{' ' * 40_000}<tool_call|>",
+}
+
+
+@pytest.mark.parametrize("family", CIRCLES, ids=lambda family: family.__name__.rpartition(".")[2])
+def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once(family):
     start = time.perf_counter()
-    written = glm.find(f"<tool_call>note{round_ * 2000}</tool_call>", str)
+    written = family.find(CIRCLES[family], str)
+    assert time.perf_counter() - start < 1.0
+    assert [type(call) for call in written.calls] == [str]
+
+
+def test_parameters_without_an_end_make_a_reply_at_once():
+    start = time.perf_counter()
+    call = '<invoke name="note">' + '<parameter name="a">' * 20_000 + "</invoke>"
+    written = minimax.find(f"<minimax:tool_call>{call}</minimax:tool_call>", str)
     assert time.perf_counter() - start < 1.0
     assert [type(call) for call in written.calls] == [str]
 

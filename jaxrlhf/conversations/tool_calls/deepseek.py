@@ -4,13 +4,10 @@ V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON, V3.1 `name
 `<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`. V3.2 writes tags whose names begin with `｜DSML｜`.
 """
 
-import re
-
 from jaxrlhf.conversations.tool_calls.minimax import invocations
 from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, json_arguments, unclosed
 
 SIGNS = ("｜tool▁calls▁begin｜", "｜DSML｜")
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 
 def find(text: str, tag: Tag) -> Written:
@@ -29,7 +26,8 @@ def _call(body: str, separator: str) -> WrittenCall | str:
     before, separated, after = body.partition(separator)
     if not separated:
         return "a call is a name and arguments with <｜tool▁sep｜> between them"
-    fenced = _FENCE.search(after)
-    if fenced is None:
+    if after.lstrip().startswith("{"):  # as of V3.1; a text in it may hold a block of its own
         return json_arguments(before, after)
-    return json_arguments(after[: fenced.start()], fenced[1])
+    name, _, rest = after.partition("```")
+    arguments, closed, _ = rest.rpartition("```")
+    return json_arguments(name, arguments.removeprefix("json").strip()) if closed else json_arguments(before, after)

@@ -12,7 +12,7 @@ from jaxrlhf.conversations.tool_calls.written import MARK, Tag, Written, Written
 
 SIGNS = ("<|tool_call>", "<start_function_call>", "<start_of_turn>")
 _TAGS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
-_CALL = re.compile(r"\s*call:\s*([^{\s]*)\s*(\{.*\})\s*", re.DOTALL)
+_CALL = re.compile(r"\s*+call:\s*+([^{\s]*+)\s*+(\{.*\})\s*", re.DOTALL)
 _QUOTE = re.compile(f'{MARK}?(?:<\\|"\\|>|<escape>)')
 _WORD = re.compile(r"[^,:{}\[\]]+")
 _CODE = re.compile(r"```tool_code\n(.*?)(```|\Z)", re.DOTALL)

@@ -4,12 +4,9 @@
 with a tag at each end.
 """
 
-import re
-
 from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, json_arguments, unclosed
 
 SIGNS = ("<|tool_calls_section_begin|>",)
-_ID = re.compile(r"\s*(?:functions\.)?(.*?)(?::\d+)?\s*", re.DOTALL)
 
 
 def find(text: str, tag: Tag) -> Written:
@@ -24,7 +21,8 @@ def find(text: str, tag: Tag) -> Written:
 
 def _call(body: str, separator: str) -> WrittenCall | str:
     name, separated, arguments = body.partition(separator)
-    found = _ID.fullmatch(name)
-    if not separated or found is None:
+    if not separated:
         return "a call is an id and arguments with <|tool_call_argument_begin|> between them"
-    return json_arguments(found[1], arguments)
+    name = name.strip().removeprefix("functions.")
+    before, colon, number = name.rpartition(":")
+    return json_arguments(before if colon and number.isdecimal() else name, arguments)

@@ -3,9 +3,7 @@
 `<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`.
 """
 
-import re
-
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, elements, unclosed
 
 SIGNS = ("<minimax:tool_call>",)
 
@@ -22,23 +20,29 @@ def invocations(text: str, opening: str, closing: str, prefix: str, tag: Tag) ->
       prefix: Beginning of the names of the tags within.
     """
     content, found = blocks(text, tag(opening), tag(closing))
-    start, end = re.escape(f"<{prefix}"), re.escape(f"</{prefix}")
-    invoke = re.compile(rf'{start}invoke name="([^"]*)"[^>]*>(.*?){end}invoke>', re.DOTALL)
-    parameter = re.compile(rf'{start}parameter name="([^"]*)"([^>]*)>\n?(.*?)\n?{end}parameter>', re.DOTALL)
     written = Written(content)
     for body, closed in found:
         if not closed:
             written.calls.append(unclosed(closing))
             continue
-        calls = [_call(match, parameter) for match in invoke.finditer(body)]
-        left = invoke.sub("", body).strip()
-        problem = f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>'
-        written.calls += [*calls, *([problem] if left or not calls else [])]
+        left, invokes = elements(body, f'<{prefix}invoke name="', f"</{prefix}invoke>")
+        written.calls += [_call(invoke, prefix) for invoke in invokes]
+        if left.strip() or not invokes:
+            written.calls.append(f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>')
     return written
 
 
-def _call(invoke: re.Match[str], parameter: re.Pattern[str]) -> WrittenCall | str:
-    left = parameter.sub("", invoke[2]).strip()
-    if left:
-        return f'a call holds parameters alone, each with name="...", got {left[:80]!r}'
-    return WrittenCall(invoke[1], {found[1]: found[3] for found in parameter.finditer(invoke[2])}, typed=False)
+def _call(invoke: str, prefix: str) -> WrittenCall | str:
+    name, body = _named(invoke)
+    left, parameters = elements(body, f'<{prefix}parameter name="', f"</{prefix}parameter>")
+    pairs = [_named(parameter) for parameter in parameters]
+    if left.strip() or None in (name, *(key for key, _ in pairs)):
+        return f'a call holds parameters alone, each with name="...", got {(left.strip() or invoke)[:80]!r}'
+    return WrittenCall(name, {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}, typed=False)
+
+
+def _named(element: str) -> tuple[str | None, str]:
+    """Name and body of what follows `name="`; None if the name or the tag has no end."""
+    name, quoted, rest = element.partition('"')
+    _, ended, body = rest.partition(">")
+    return (name if quoted and ended else None), body

@@ -5,11 +5,10 @@
 
 import re
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, elements, unclosed
 
 SIGNS = ("<function=",)
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def find(text: str, tag: Tag) -> Written:
@@ -23,9 +22,10 @@ def _call(body: str) -> WrittenCall | str:
     function = _FUNCTION.fullmatch(body.strip())
     if function is None:
         return "a call is <function=name>...</function>"
-    left = _PARAMETER.sub("", function[2]).strip()
-    if left:
-        return f"a call holds parameters alone, each <parameter=key>value</parameter>, got {left[:80]!r}"
-    return WrittenCall(
-        function[1].strip(), {key.strip(): value for key, value in _PARAMETER.findall(function[2])}, False
-    )
+    left, parameters = elements(function[2], "<parameter=", "</parameter>")
+    pairs = [parameter.partition(">") for parameter in parameters]
+    if left.strip() or not all(ended and "\n" not in key for key, ended, _ in pairs):
+        shown = (left.strip() or function[2])[:80]
+        return f"a call holds parameters alone, each <parameter=key>value</parameter>, got {shown!r}"
+    arguments = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, _, value in pairs}
+    return WrittenCall(function[1].strip(), arguments, False)

@@ -51,6 +51,19 @@ def blocks(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, 
     return outside, found
 
 
+def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
+    """Text outside of elements, and what each has between its opening and the next closing.
+
+    One pass, whatever is missing: a policy may go round in circles in an opening.
+    """
+    outside, inside, at = "", list[str](), 0
+    while (begin := text.find(opening, at)) >= 0 and (end := text.find(closing, begin + len(opening))) >= 0:
+        outside += text[at:begin]
+        inside.append(text[begin + len(opening) : end])
+        at = end + len(closing)
+    return outside + text[at:], inside
+
+
 def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> list[WrittenCall | str]:
     """Calls of a JSON object with a name and arguments, or of a list of such objects."""
     try:
