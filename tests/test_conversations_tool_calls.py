@@ -1,5 +1,6 @@
 """Replies with tool calls in each family's form: read as they were meant, and never an exception."""
 
+import json
 import random
 import time
 from functools import cache
@@ -158,6 +159,21 @@ def test_an_escape_that_python_does_not_know_is_its_letters():
     assert call.arguments == {"text": r"C:\d"}
 
 
+@pytest.mark.parametrize("name", ["deepseek v3", "deepseek v3.1"])
+def test_a_text_in_a_call_of_deepseek_may_hold_a_block(name):
+    tokenizer, parser = parser_of(FORMS[name])
+    text = FORMS[name].write([("note", {"text": "```sh\nls\n```"})])
+    [call] = read(parser, tokenizer.encode(text, add_special_tokens=False)).calls
+    assert call.arguments == {"text": "```sh\nls\n```"}
+
+
+def test_what_is_wrong_with_a_call_is_said_without_marks():
+    tokenizer, parser = parser_of(FORMS["qwen xml"])
+    text = "<tool_call><function=note><s></function></tool_call>"
+    [wrong] = read(parser, tokenizer.encode(text, add_special_tokens=False)).malformed
+    assert wrong.detail.endswith("got '<s>'")
+
+
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_calls_in_reasoning_are_none(name):
     form = FORMS[name]
@@ -209,6 +225,18 @@ def test_calls_of_the_embedded_tokenizer(text, tools, calls, malformed):
     reply = read(ReplyParser(tokenizer, tokenizer.chat_template), tokenizer.encode(text), tools)
     assert [(call.name, call.arguments) for call in reply.calls] == calls
     assert [one.kind for one in reply.malformed] == malformed
+
+
+def test_arguments_go_by_the_order_of_the_properties_of_this_tool():
+    tokenizer = embedded_tokenizer()
+    parser, tokens = ReplyParser(tokenizer, tokenizer.chat_template), tokenizer.encode("<<1, 2>>")
+    turned = json.loads(json.dumps(TWO[:1]))
+    properties = turned[0]["function"]["parameters"]["properties"]
+    properties["a"] = properties.pop("a")
+    assert [read(parser, tokens, tools).calls[0].arguments for tools in (TWO[:1], turned)] == [
+        {"a": 1, "b": 2},
+        {"b": 1, "a": 2},
+    ]
 
 
 # Arguments and schemas
@@ -264,6 +292,34 @@ def test_a_value_with_one_reading_is_taken_so(schema, given, typed, meant):
 def test_a_value_that_does_not_fit_is_malformed(schema, given):
     call = Signatures(tool_with(**schema)).check(WrittenCall("f", {"x": given}))
     assert isinstance(call, MalformedCall) and call.kind == "arguments"
+
+
+def test_a_property_may_be_called_nullable():
+    tools = tool_with(type="boolean")
+    tools[0]["function"]["parameters"]["properties"]["nullable"] = {"type": "boolean", "nullable": True}
+    given = {"x": True, "nullable": None}
+    assert Signatures(tools).check(WrittenCall("f", given)) == ToolCall("f", given)
+
+
+@pytest.mark.parametrize("value", ["1j", "b'a'", "{1, 2}", "...", "1e999", "{1: 2}", "{(1,): 2}", "[[1j]]"])
+@pytest.mark.parametrize("schema", [{}, {"type": "number", "minimum": 0}], ids=["any", "number"])
+def test_a_value_that_json_has_not_is_malformed(schema, value):
+    tokenizer, parser = parser_of(FORMS["lfm2"])
+    text = f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>"
+    [wrong] = read(parser, tokenizer.encode(text, add_special_tokens=False), tool_with(**schema)).malformed
+    assert wrong.kind == "arguments" and "what JSON can hold" in wrong.detail
+
+
+def test_a_tuple_is_a_list():
+    tokenizer, parser = parser_of(FORMS["lfm2"])
+    tokens = tokenizer.encode("<|tool_call_start|>[f(x=(1, (2,)))]<|tool_call_end|>", add_special_tokens=False)
+    assert [call.arguments for call in read(parser, tokens, tool_with(type="array")).calls] == [{"x": [1, [2]]}]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "1e999", "[NaN]"])
+def test_numbers_that_are_not_finite_are_malformed(text):
+    call = WrittenCall("f", json.loads(f'{{"x": {text}}}'))
+    assert isinstance(Signatures(tool_with()).check(call), MalformedCall)
 
 
 @pytest.mark.parametrize("given", [None, 5, [1], "x", '"x"'])

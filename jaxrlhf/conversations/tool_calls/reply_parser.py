@@ -13,6 +13,7 @@ from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+_SHOWN_MARK = repr(MARK)[1:-1]
 
 _KEPT = 256
 """Lists of tools whose signatures are kept; clients of a server may send another with every request."""
@@ -66,7 +67,7 @@ class ReplyParser:
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""
-        key = json.dumps([dict(tool) for tool in tools], sort_keys=True, default=str)
+        key = json.dumps([dict(tool) for tool in tools], default=str)  # properties have an order
         if (found := self._signatures.get(key)) is None:
             found = self._signatures[key] = Signatures(tools)
             if len(self._signatures) > _KEPT:
@@ -129,7 +130,7 @@ class ReplyParser:
 
 def _checked(call: WrittenCall | str, signatures: Signatures) -> ToolCall | MalformedCall:
     if isinstance(call, str):
-        return MalformedCall("structure", call.replace(MARK, ""))
+        return MalformedCall("structure", call.replace(MARK, "").replace(_SHOWN_MARK, ""))
     try:
         return signatures.check(WrittenCall(*map(_unmarked, call)))
     except (RecursionError, ArithmeticError):
@@ -142,7 +143,7 @@ def _unmarked(value: Any) -> Any:
         case str():
             return value.replace(MARK, "")
         case dict():
-            return {_unmarked(key): _unmarked(item) for key, item in value.items()}
-        case list():
+            return {(_unmarked(key) if isinstance(key, str) else key): _unmarked(item) for key, item in value.items()}
+        case list() | tuple():  # JSON has no tuples
             return [_unmarked(item) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -45,6 +46,8 @@ class Signatures:
             return MalformedCall("arguments", f"the arguments of {name} must be an object, by name")
         properties = self._parameters[name].get("properties") or {}
         given = {key: _fitting(value, properties.get(key, {}), typed=written.typed) for key, value in arguments.items()}
+        if not _is_json(given):
+            return MalformedCall("arguments", f"the arguments of {name} must be what JSON can hold")
         error = next(iter(self._validators[name].iter_errors(given)), None)
         if error is not None:
             place = "".join(f" {part}" for part in error.absolute_path)
@@ -99,7 +102,9 @@ def _without_nullable(schema: Any) -> Any:
         return [_without_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    plain = {key: _without_nullable(value) for key, value in schema.items() if key != "nullable"}
+    # A property may have that name.
+    own = {key: value for key, value in schema.items() if key != "nullable" or not isinstance(value, bool)}
+    plain = {key: _without_nullable(value) for key, value in own.items()}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
 
 
@@ -143,6 +148,18 @@ def _types(schema: Any) -> set[str]:
     if isinstance(schema.get("enum"), list) and not found:
         found = {"string"} if all(isinstance(item, str) for item in schema["enum"]) else set()
     return found | ({"null"} if schema.get("nullable") is True and found else set())
+
+
+def _is_json(value: Any) -> bool:
+    """True for what JSON can hold; a policy may write complex numbers, sets and infinities as Python does."""
+    match value:
+        case dict():
+            return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+        case list():
+            return all(map(_is_json, value))
+        case float():
+            return isfinite(value)
+    return value is None or isinstance(value, str | int)
 
 
 def _decoded(value: Any, kind: Any = object) -> Any:
