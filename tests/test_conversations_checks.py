@@ -136,3 +136,12 @@ def test_what_stands_in_the_place_of_a_call_may_be_any_json():
         reply = chat.parse(tokenizer.encode(f"<call>{text}</call>"), [NOTE])
         assert reply.calls == (ToolCall("note", {"text": "a"}),) * count
         assert [one.kind for one in reply.malformed] == ["structure"] * (count == 0 or "3" in text)
+
+
+@pytest.mark.parametrize("calls", [[{"name": "note", "arguments": {}}], ["note"], 5, [{"function": {"name": "note"}}]])
+def test_calls_in_other_forms_than_the_templates_are_the_environments_fault(calls):
+    family = FAMILIES["deepseek v3"]
+    chat = ChatFormat(small_tokenizer(family.special, family.tags, (TEMPLATES / family.template).read_text()))
+    assert chat.template.arguments_as_text
+    with pytest.raises(EnvironmentFailure, match="the chat template refuses"):
+        Conversation(chat, [*USER, {"role": "assistant", "content": "", "tool_calls": calls}, *USER])

@@ -53,10 +53,9 @@ class ChatTemplate:
         Raises:
           EnvironmentFailure: The template refuses the messages.
         """
-        given = [self._given(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                given,
+                [self._given(message) for message in messages],
                 tools=[dict(_well_formed(tool)) for tool in tools] or None,
                 add_generation_prompt=open_reply,
                 tokenize=False,
