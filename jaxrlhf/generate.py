@@ -7,6 +7,7 @@ its `score`: with `PromptFile(OUT, solution_key="completion")` it is supervised 
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.config import (
     Algorithm,
@@ -19,13 +20,24 @@ from jaxrlhf.config import (
     Rewards,
     RoleSpec,
     Rollout,
-    Sampling,
     run_command,
 )
 from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.config.roles import REWARD, actor
 
 _SUFFIXES = (".jsonl", ".parquet")
+_AT_ONCE: dict[str, Any] = {
+    "staleness": 0,
+    "over_provision": 1.0,
+    "on_new_weights": "recompute",
+    "order": "deterministic",
+    "replay_arrivals": None,
+    "stream_parts": 1,
+    "replay_routing": False,
+    "quantize": None,
+    "server": None,
+}
+"""Settings of a rollout that nobody learns from."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ def main() -> None:
     from jaxrlhf.trainer.failures import one_message, writing
     from jaxrlhf.trainer.served_policy.completions import write_completions
 
-    sampling = config.rollout.sampling if flags.samples > 1 else Sampling(greedy=True)
+    sampling = config.rollout.sampling
     with one_message(), writing(Path(flags.out)):
         rows = write_completions(
             config,
@@ -84,7 +96,7 @@ def main() -> None:
             Path(flags.out),
             step=flags.step,
             samples=flags.samples,
-            sampling=replace(sampling, stop_tokens=config.rollout.sampling.stop_tokens),
+            sampling=sampling if flags.samples > 1 else replace(sampling, greedy=True),
             scored=scored,
             best=flags.best,
         )
@@ -137,6 +149,7 @@ def _answering(config: Config, prompts: str) -> Config:
         config,
         model=model,
         algorithm=Answering(),
+        rollout=replace(config.rollout, **_AT_ONCE),
         data=replace(data, train=prompts, evaluation=None, solution_key=None),
         environment=None,
         cold_start=None,

@@ -1,8 +1,10 @@
 """Completions of a file of prompts: written with their records, all of them or the best by a reward; one command."""
 
+import datetime
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,12 @@ import pytest
 from tiny_runs import write_policy
 
 from jaxrlhf.__main__ import COMMANDS, main
+from jaxrlhf.config import Refusal, RepetitionReward, Rewards
+from jaxrlhf.config import load as load_configuration
+from jaxrlhf.generate import _answering
 from jaxrlhf.trainer.served_policy.completions import best_of_groups
+from jaxrlhf.trainer.served_policy.flags import EngineSizes
+from jaxrlhf.trainer.served_policy.load import load_policy
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -29,6 +36,7 @@ def files(tmp_path_factory):
     write_policy(folder / "model")
     (folder / "reward.py").write_text(LONGER)
     prompts = [{"prompt": "Tom has 3.", "id": 1}, {"prompt": "And 4?", "id": 2}, {"prompt": "Mia has 5.", "id": 3}]
+    prompts[2]["hint"] = "Add."
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
 
@@ -77,12 +85,57 @@ def test_the_best_of_several_is_the_one_of_the_highest_score(files, monkeypatch)
     rows = pyarrow.parquet.read_table(files / "all.parquet").to_pylist()
     best = [json.loads(line) for line in (files / "best.jsonl").read_text().splitlines()]
     assert len(rows) == 18 and [row["sample"] for row in rows[:6]] == [*range(6)]
+    assert [row["hint"] for row in rows[::6]] == [None, None, "Add."], "a field that the first record has not"
     assert len({row["completion"] for row in rows}) > 3
     assert all(np.isnan(row["score"]) for row in rows if row["id"] == 2)
     assert [row["id"] for row in best] == [1, 3], "a prompt without a score has no best answer"
     for row in best:
         assert row["score"] == max(other["score"] for other in rows if other["id"] == row["id"])
-        assert row in rows
+        assert {"hint": None, **row} in rows
+
+
+def test_records_that_the_file_cannot_hold_are_refused_before_they_are_answered(files, monkeypatch, capsys):
+    (files / "mixed.jsonl").write_text('{"prompt": "Tom", "n": 1}\n{"prompt": "Mia", "n": "one"}\n')
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": ["Tom"], "at": [datetime.datetime(2026, 1, 1)]}), files / "dated.parquet"
+    )
+    for prompts, out, words in (
+        ("mixed.jsonl", "mixed.parquet", "name a .jsonl file"),
+        ("dated.parquet", "dated.jsonl", "name a .parquet file"),
+    ):
+        given = [str(files / "model"), str(files / prompts), str(files / out), *QUICK.split()]
+        monkeypatch.setattr(sys, "argv", ["jaxrlhf", "generate", *given])
+        with pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err and not (files / out).exists()
+
+
+def test_one_answer_is_greedy_and_else_as_the_settings_say(files, monkeypatch):
+    given = {}
+    place = "jaxrlhf.trainer.served_policy.completions.write_completions"
+    monkeypatch.setattr(place, lambda *_, **how: given.update(how) or 0)
+    generate(monkeypatch, files, "none.jsonl", "--rollout.sampling.min-tokens 3")
+    assert (given["sampling"].greedy, given["sampling"].min_tokens) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (EngineSizes(tensor=0), "--tensor 0"),
+        (EngineSizes(context_tokens=0), "context of 0"),
+        (EngineSizes(response_tokens=0), "max_response_tokens=0"),
+    ],
+)
+def test_sizes_of_nothing_are_refused(files, sizes, words):
+    with pytest.raises(Refusal, match=words):
+        load_policy(str(files / "model"), sizes)
+
+
+def test_settings_of_a_run_that_learns_from_late_responses_answer_prompts_too():
+    run = replace(load_configuration("grpo_arithmetic"), rewards=Rewards((RepetitionReward(),)))
+    rollout = replace(run.rollout, staleness=1, over_provision=1.5, on_new_weights="keep", quantize="int8")
+    answering = _answering(replace(run, rollout=rollout), "prompts.jsonl")
+    assert answering.rollout == run.rollout and answering.data.train == "prompts.jsonl"
 
 
 def test_the_first_of_equals_is_the_best():

@@ -1,7 +1,8 @@
 """Completions of a file of prompts, scored where something scores."""
 
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxrlhf.batch import Problem
-from jaxrlhf.config import Config, PromptFile, Sampling
+from jaxrlhf.config import Config, PromptFile, Refusal, Sampling
 from jaxrlhf.data.images import portable
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.data.tokenizer import decoder
@@ -51,6 +52,7 @@ def write_completions(
     """
     chosen = choose_policy(config, policy, step)
     loaded = load_training(chosen.config, chosen.tokenizer)
+    _check_fields(loaded, chosen.config, out)
     count, kept = 0, list[dict[str, Any]]()
     steps = -(-len(loaded.problems) // chosen.config.rollout.prompts_per_step)
     with RunConsole(steps=steps, columns=_PROGRESS) as console, _new_file(out) as file:
@@ -61,14 +63,47 @@ def write_completions(
             if out.suffix == ".parquet":
                 kept += rows
                 continue
-            file.writelines(json.dumps(jsonable(row), ensure_ascii=False).encode() + b"\n" for row in rows)
+            file.writelines(_line(row, out) for row in rows)
             file.flush()
         if out.suffix == ".parquet":
-            import pyarrow
-            import pyarrow.parquet
-
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), file)
+            file.write(_parquet(kept, out))
     return count
+
+
+def _check_fields(loaded: Loaded, config: Config, out: Path) -> None:
+    """Raise `Refusal` if the file cannot hold the records, before they are answered."""
+    key = _image_key(config)  # which is written in another form
+    records = ({name: problem.record[name] for name in problem.record if name != key} for problem in loaded.problems)
+    if out.suffix == ".parquet":
+        _parquet([*records], out)
+        return
+    for record in records:
+        _line(record, out)
+
+
+def _line(row: Mapping[str, Any], out: Path) -> bytes:
+    """A row as a line of JSON."""
+    try:
+        line = json.dumps(jsonable(row), ensure_ascii=False)
+    except TypeError as error:
+        raise Refusal(f"{out}: a field of the records is not JSON ({error}); name a .parquet file") from error
+    # Half of a surrogate pair has no UTF-8; written as a backslash escape it is still JSON.
+    return line.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
+    """Rows as a file of Parquet, with a column for each field that any of them has."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names, made = dict.fromkeys(name for row in rows for name in row), io.BytesIO()
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table, made)
+    except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise Refusal(f"{out}: fields of the records make no columns ({reason}); name a .jsonl file") from error
+    return made.getvalue()
 
 
 @contextmanager
@@ -117,9 +152,13 @@ def _answers(
 
 def _asked(problem: Problem, config: Config) -> dict[str, Any]:
     """The record of a prompt, with its images where it had them."""
-    key = config.data.image_key if isinstance(config.data, PromptFile) else None
+    key = _image_key(config)
     images = {key: [portable(image.source) for image in problem.images]} if key is not None else {}
     return {**problem.record, **images}
+
+
+def _image_key(config: Config) -> str | None:
+    return config.data.image_key if isinstance(config.data, PromptFile) else None
 
 
 def best_of_groups(score_B: np.ndarray, samples: int) -> list[int]:

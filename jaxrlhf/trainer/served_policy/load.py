@@ -79,7 +79,7 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
 
 def _replicas(tensor: int) -> int:
     devices = len(jax.devices())
-    if devices % tensor:
+    if tensor < 1 or devices % tensor:
         raise Refusal(f"--tensor {tensor} does not divide {devices} devices")
     return devices // tensor
 
@@ -92,8 +92,8 @@ def _engine(
     tokenizer: PreTrainedTokenizerBase,
     pixels: Pixels,
 ) -> Engine:
-    context = sizes.context_tokens or min(4096, config.max_positions)
-    response = sizes.response_tokens or max(1, context // 4)
+    context = min(4096, config.max_positions) if sizes.context_tokens is None else sizes.context_tokens
+    response = max(1, context // 4) if sizes.response_tokens is None else sizes.response_tokens
     if response >= context:
         raise Refusal(f"responses of {response} tokens in a context of {context} leave no room for a prompt")
     return Engine(
