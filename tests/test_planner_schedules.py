@@ -176,6 +176,7 @@ def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
         (lambda: LognormalLengths(100, 50, 200), "above that and at most 1497, got 50"),
         (lambda: LognormalLengths(300, 500, 200), "at most the longest response, 200 tokens, got 300"),
         (lambda: read_lengths("nowhere.jsonl"), "give the samples.jsonl of a run"),
+        (lambda: read_lengths("."), "give the samples.jsonl of a run"),
     ],
 )
 def test_contradictions_are_refused(make, message):

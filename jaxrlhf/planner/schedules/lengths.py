@@ -106,14 +106,14 @@ def read_lengths(path: Path | str) -> MeasuredLengths:
     """Lengths in a run's `samples.jsonl`, grouped by step and prompt.
 
     Raises:
-      Refusal: No such file, or no lengths in it.
+      Refusal: No such file, a folder, or no lengths in it.
     """
     try:
         records = sorted(
             ((record["step"], record["prompt"], int(record["response_length"])) for record in read_records(path)),
             key=lambda record: record[:2],
         )
-    except (FileNotFoundError, KeyError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise Refusal(f"{path} has no lengths of responses ({error!r}); give the samples.jsonl of a run") from error
     if not records:
         raise Refusal(f"{path} is empty; give the samples.jsonl of a run that made a step")
