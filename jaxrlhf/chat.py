@@ -20,6 +20,11 @@ _HELP = (
 )
 
 
+_ADDRESS = ("http://", "https://")
+_LOADING = ("vision", "step", "slots", "context", "tensor", "dtype")
+"""Flags that say how a policy is loaded."""
+
+
 def main() -> None:
     """The command."""
     command = CommandLine(
@@ -40,6 +45,10 @@ def main() -> None:
     command.add_argument("--seed", type=int, help="answers are drawn alike for one seed")
     add_engine_flags(command, slots=1)
     flags: argparse.Namespace = command.parse_args()
+    loading = [name for name in _LOADING if getattr(flags, name) != command.get_default(name)]
+    if loading and flags.policy.startswith(_ADDRESS):
+        given = ", ".join(f"--{name}" for name in loading)
+        raise Refusal(f"{given}: for a policy that is loaded here, and {flags.policy} is a server; drop them")
 
     from jaxrlhf.tracking import default_console
     from jaxrlhf.trainer.failures import one_message
@@ -114,7 +123,7 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
     """A client, and the name of the model that it talks to; a policy is served for the chat's time."""
     from openai import APIError, OpenAI
 
-    if flags.policy.startswith(("http://", "https://")):
+    if flags.policy.startswith(_ADDRESS):
         key = flags.key or os.environ.get("OPENAI_API_KEY") or "none"
         client = stack.enter_context(OpenAI(base_url=flags.policy.rstrip("/"), api_key=key))
         try:

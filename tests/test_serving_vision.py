@@ -2,6 +2,7 @@
 
 import base64
 import io
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,13 +17,14 @@ import served_models
 
 from jaxrlhf import chat as terminal
 from jaxrlhf import models
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.config import load as load_configuration
 from jaxrlhf.config.serving import ServingLimits, SessionLimits
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine, EngineService, Request
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.vision.reader import image_reader
+from jaxrlhf.processes.http_server import HttpServer
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.server import Server
 
@@ -191,3 +193,14 @@ def test_an_answer_that_fails_leaves_the_chat_as_it_was(capsys):
     terminal.chat(client, "policy", flags, ask=lambda: next(words))
     assert asked == [["Tom?"], ["Tom?"], ["Tom?"], ["Tom?", "Hi.", "And now?"]]
     assert "no room [/red] now" in capsys.readouterr().out
+
+
+def test_flags_that_load_a_policy_are_none_of_a_server(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1", "--vision", "--tensor", "2"])
+    with pytest.raises(Refusal, match="--vision, --tensor: for a policy that is loaded here"):
+        terminal.main()
+
+
+def test_a_host_that_has_no_name_is_refused():
+    with pytest.raises(Refusal, match=r"cannot listen at a\.\.b:0"):
+        HttpServer(host="a..b", port=0, flags="--host")

@@ -31,7 +31,7 @@ class HttpServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # no such address, port, or name of a host
             self._socket.close()
             reason = getattr(error, "strerror", error)
             raise Refusal(f"cannot listen at {host}:{port} ({reason}); choose another {flags}") from error
