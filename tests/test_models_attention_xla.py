@@ -122,8 +122,9 @@ def test_values_and_gradients_are_those_of_the_softmax_as_written(monkeypatch, s
 
 def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
     monkeypatch.setattr(attention_xla, "TILE", 16)
-    assert len(attention_xla._visits(160, ScoreMod())[0]) == 55
-    queries, keys = attention_xla._visits(160, ScoreMod(window=18))
+    segment_RW = np.ones((1, 160), np.int32)
+    assert len(attention_xla._visits(160, segment_RW, ScoreMod())[0]) == 55
+    queries, keys = attention_xla._visits(160, segment_RW, ScoreMod(window=18))
     seen = [(at // 16, max(at - back, 0) // 16) for at in range(160) for back in range(18)]
     assert sorted(zip(queries.tolist(), keys.tolist(), strict=True)) == sorted({(16 * q, 16 * k) for q, k in seen})
 

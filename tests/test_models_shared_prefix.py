@@ -9,19 +9,20 @@ import pytest
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.packing import Packing
-from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.attention_xla import attend_shared_tokens
+from jaxrlhf.models.attention.score_mod import ScoreMod, SharedTokens
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix, attend_shared_prefix
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
-def responses(seed: int) -> Sequences:
+def responses(seed: int, *, prompt: int = 110, response: int = 270) -> Sequences:
     """Twelve to each of three prompts."""
     draw = np.random.default_rng(seed)
     prompt_id_B = np.repeat(np.arange(3), 12)
-    prompt_B = draw.integers(60, 110, 3)[prompt_id_B]
-    length_B = prompt_B + draw.integers(1, 270, 36)
-    mask_BT = np.arange(384) >= prompt_B[:, None]
+    prompt_B = draw.integers(prompt - 50, prompt, 3)[prompt_id_B]
+    length_B = prompt_B + draw.integers(1, response, 36)
+    mask_BT = np.arange(prompt + response + 4) >= prompt_B[:, None]
     token_BT = np.where(mask_BT, draw.integers(0, 99, mask_BT.shape), prompt_id_B[:, None])
     return Sequences(token_BT, length_B.astype(np.int32), mask_BT, prompt_id_B)
 
@@ -51,19 +52,20 @@ def places_of(rows):
     for places in whole:
         np.testing.assert_array_equal(position_W[places], np.arange(len(places)))
         assert (segment_W[places] > 0).all()
-    place_BS = np.full((36, 384), len(position_W))
+    place_BS = np.full((36, max(map(len, whole))), len(position_W))
     for index, places in enumerate(whole):
         place_BS[index, : len(places)] = places
     return place_BS
 
 
 @partial(jax.jit, static_argnames="window")
-def both(arrays, weight, shared_prefix, place_BS, *, window):
+def both(arrays, weight, shared, place_BS, *, window):
     """Results and gradients of packed rows, and of each sequence by itself."""
     inside_BS = place_BS < weight.shape[1]
 
     def ours(*arrays):
-        return attend_shared_prefix(*arrays, shared_prefix, ScoreMod(window=window))
+        attend = attend_shared_prefix if isinstance(shared, SharedPrefix) else attend_shared_tokens
+        return attend(*arrays, shared, ScoreMod(window=window))
 
     def expected(*arrays):
         mixed = naive_rows(*arrays, place_BS, inside_BS, window or 10**6)
@@ -84,6 +86,27 @@ def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | No
         found, expected = both(arrays, weight, rows.shared_prefix, places_of(rows), window=window)
         for ours, naive in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, naive, atol=3e-5)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_long_prompts_attend_once_for_all_their_responses(window: int | None) -> None:
+    """Several prompts lie in one row, with padding behind them; a window counts positions and not places."""
+    sequences, sizes = responses(3, prompt=300, response=8), {"rows": 3, "row_tokens": 312, "longest_response": 7}
+    whole, rows = (next(Packing(sequences, **sizes, in_rows=in_rows).rows()) for in_rows in (False, True))
+    assert isinstance(rows.shared_prefix, SharedTokens) and isinstance(whole.shared_prefix, SharedPrefix)
+    np.testing.assert_array_equal(rows.token_RW, whole.token_RW)
+    size, inside_W = rows.token_RW.shape[1], rows.segment_RW[0] > 0
+    assert rows.shared_prefix.group_RW.max() > 1 and not inside_W.all()
+    arrays = [drawn((1, size, heads, WIDTH), n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+    weight = drawn((1, size, HEADS, WIDTH), 9) * inside_W[None, :, None, None]
+    found, expected = both(arrays, weight, rows.shared_prefix, places_of(whole), window=window)
+    for ours, naive in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours[0, inside_W], naive[0, inside_W], atol=3e-5)
+
+
+def test_responses_longer_than_their_prompts_are_attended_to_one_by_one() -> None:
+    sizes = {"rows": 14, "row_tokens": 384, "longest_response": 270}
+    assert isinstance(next(Packing(responses(2), **sizes, in_rows=True).rows()).shared_prefix, SharedPrefix)
 
 
 def test_rows_that_are_not_used_are_not_computed() -> None:

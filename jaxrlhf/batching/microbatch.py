@@ -22,10 +22,16 @@ def packed_row_tokens(longest: int, *, budget: int, token_shards: int = 1) -> in
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Shape of a microbatch on one data-parallel device."""
+    """Shape of a microbatch on one data-parallel device.
+
+    Attributes:
+      fewer_pairs: True if rows with shared prompts have half the pairs of tokens that their sequences would have, were
+        all as long as they may be.
+    """
 
     rows: int
     row_tokens: int
+    fewer_pairs: bool = False
 
     @property
     def tokens(self) -> int:
@@ -80,11 +86,13 @@ def microbatch_shape_of(
         tokens = size * row_tokens
         if longest_response is not None:
             own, shared = longest_response + 1, longest - longest_response - 1
-            group = shared + -(-sequences // prompts) * own
+            responses = -(-sequences // prompts)
+            group = shared + responses * own
             groups, rest = divmod(min(tokens, prompts * group), group)
             filled = groups * group + (shared + (rest - shared) // own * own if rest >= shared + own else 0)
             whole = math.lcm(_ROUND_TOKENS, token_shards)
             tokens = min(tokens, max(row_tokens, -(-filled // whole) * whole))
+            return MicrobatchShape(1, tokens, fewer_pairs=2 * group * tokens <= responses * longest**2)
         return MicrobatchShape(1, tokens)
     kept = pipeline_parts(size, stages=stages)
     return MicrobatchShape(kept, row_tokens * (size // kept))

@@ -2,11 +2,11 @@
 
 Sequences are placed first-fit by decreasing length; a row holds several, told apart by segment
 ids. Responses to one prompt may share it: their row holds it once, and attention alone sees each
-of them whole. The place of a token has no influence on its results, so packing is invisible to
-others: arrays go in and come back as `[B, T]`.
+of them whole, or goes by the row and is told whose each token is. The place of a token has no
+influence on its results, so packing is invisible to others: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.image_places import ImagePlaces
 from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of
 from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
+from jaxrlhf.models.attention.score_mod import SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, no_pixels
@@ -36,7 +37,7 @@ class PackedBatch:
       mask_RW: bool, response tokens.
       choice_RWLk: int16 experts to take again, negative where routers choose; None leaves all to them.
       kept_RWK: int32 ids that a token is among, -1 past them, all -1 where it may be any; None everywhere.
-      shared_prefix: Whole sequences as attention sees them; None if no prompt is shared.
+      shared_prefix: Whole sequences as attention sees them, or whose each token is; None if no prompt is shared.
       images: Images of the rows; None if no process has any.
     """
 
@@ -45,7 +46,7 @@ class PackedBatch:
     segment_RW: Array
     mask_RW: Array
     choice_RWLk: Array | None = None
-    shared_prefix: SharedPrefix | None = None
+    shared_prefix: SharedPrefix | SharedTokens | None = None
     images: ImageRows | None = None
     kept_RWK: Array | None = None
 
@@ -90,6 +91,7 @@ class Packing:
       prompts: Distinct prompts that the sequences may be of, as many of them as there are sequences at most, where
         others of the run with as many sequences have another number of them; None is those that they have.
       shares: True if shared prompts lie in a row once, where that is worth it.
+      in_rows: True if attention may go by such rows as they are, where they have fewer pairs of tokens.
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
       vision: Tower of the model; None takes no images.
       patch_room: Strips and patches that a row had room for before; grows where this batch needs more.
@@ -109,6 +111,7 @@ class Packing:
         longest_response: int | None = None,
         prompts: int | None = None,
         shares: bool = True,
+        in_rows: bool = False,
         attention_rows: dict[int, int] | None = None,
         vision: Vision | None = None,
         pixels: Pixels = no_pixels,
@@ -131,9 +134,9 @@ class Packing:
             longest_response=longest_response,
             token_shards=token_shards,
         )
-        shared_B = shared_B * bool(shares)
+        self._shared_B = shared_B = shared_B * bool(shares)
         rows, width = shape.rows * devices, shape.row_tokens
-        units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=width)
+        self._units = units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=width)
         own_tokens_B = length_B - shared_B
         total_U = np.array([shared_B[unit[0]] + own_tokens_B[unit].sum() for unit in units], np.int64)
         row_U, offset_U, filled = first_fit_decreasing(total_U, row_tokens=width)
@@ -156,18 +159,12 @@ class Packing:
         self._length_B, self._pixels = length_B, pixels
         self._images: ImagePlaces | None = None
         if vision is not None:
-            count = self.microbatches * rows
-            places = ImagePlaces(
-                vision,
-                sequences.images_B,
-                self._row_B,
-                rows=count,
-                room=[] if patch_room is None else patch_room,
-                agree=agree,
-            )
+            count, room = self.microbatches * rows, [] if patch_room is None else patch_room
+            places = ImagePlaces(vision, sequences.images_B, self._row_B, rows=count, room=room, agree=agree)
             self._images = places if places.any else None
         self._attention: AttentionPlaces | None = None
-        if shares:
+        self._in_rows = bool(shares) and in_rows and shape.fewer_pairs
+        if shares and not self._in_rows:
             self._attention = AttentionPlaces(
                 length_B,
                 self._row_B,
@@ -213,7 +210,11 @@ class Packing:
             choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
             kept_RWK=None if kept_BTK is None else self.pack(kept_BTK + 1) - 1,
         )
-        prefixes = repeat(None) if self._attention is None else self._shared_prefixes(self._attention)
+        prefixes: Iterable[Any] = repeat(None)
+        if self._in_rows:
+            prefixes = self._shared_tokens(packed.position_RW)
+        elif self._attention is not None:
+            prefixes = self._shared_prefixes(self._attention)
         images = repeat(None) if self._images is None else self._image_rows(self._images)
         for index, shared, seen in zip(range(self.microbatches), prefixes, images, strict=False):
             part = jax.tree.map(lambda array, i=index: array[i], packed)
@@ -223,6 +224,17 @@ class Packing:
         """Images of each microbatch."""
         width, each = self._shape[1], self._packed_shape[1]
         return places.rows(self._length_B, width, self.pack, self._pixels, each=each)
+
+    def _shared_tokens(self, position_MRW: Array) -> Iterator[SharedTokens]:
+        """Prompt and sequence of the tokens of each microbatch."""
+        b, position = self._source
+        group_B = np.zeros(len(self._shared_B), np.int32)
+        for number, unit in enumerate(self._units, 1):
+            group_B[unit] = number
+        group_BT, own_BT = np.zeros((2, *self._shape), np.int32)
+        group_BT[self._source] = group_B[b]
+        own_BT[self._source] = np.where(position < self._shared_B[b], 0, self._segment_B[b])
+        yield from map(SharedTokens, self.pack(group_BT), self.pack(own_BT), np.asarray(position_MRW))
 
     def _shared_prefixes(self, attention: AttentionPlaces) -> Iterator[SharedPrefix]:
         """Whole sequences of each microbatch, as attention sees them."""

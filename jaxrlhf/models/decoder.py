@@ -17,7 +17,7 @@ from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.rings import NOWHERE
-from jaxrlhf.models.attention.score_mod import BothWays
+from jaxrlhf.models.attention.score_mod import BothWays, SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, ModelConfig
@@ -104,7 +104,7 @@ def hidden_states(
     position_RW: Int[Array, "R W"],
     segment_RW: Int[Array, "R W"],
     *,
-    shared_prefix: SharedPrefix | None = None,
+    shared_prefix: SharedPrefix | SharedTokens | None = None,
     images: ImageRows | None = None,
     router: RouterInputs = NO_ROUTER_INPUTS,
     execution: Execution = ONE_DEVICE,

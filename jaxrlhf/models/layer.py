@@ -12,13 +12,14 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.attention import attend
+from jaxrlhf.models.attention.attention_xla import attend_shared_tokens
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk, attend_shared_chunk
 from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
-from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod
+from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod, SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
@@ -35,7 +36,7 @@ def layer_rows(
     config: ModelConfig,
     hidden_RWD: Array,
     turn: Rotations,
-    seen: Array | SharedPrefix | Chunk | BothWays,
+    seen: Array | SharedPrefix | SharedTokens | Chunk | BothWays,
     execution: Execution,
     router: RouterInputs = NO_ROUTER_INPUTS,
     *,
@@ -57,7 +58,7 @@ def layer_rows(
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
     if config.linear is not None and "linear_query" in weights:
-        assert not isinstance(seen, BothWays), "images go one way where there are states"
+        assert not isinstance(seen, BothWays | SharedTokens), "states are of whole sequences, and images go one way"
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
@@ -83,7 +84,9 @@ def layer_rows(
             exchanged = exchange.made(keys), exchange.made(values)
         arrays = exchange.queries(query_RWNH), *exchanged
         scores, inside = exchange.score_mod(score_mod), exchange.inside
-        if isinstance(seen, SharedPrefix):
+        if isinstance(seen, SharedTokens):
+            mixed_RWNH = attend_shared_tokens(*arrays, seen, scores)
+        elif isinstance(seen, SharedPrefix):
             mixed_RWNH = attend_shared_prefix(*arrays, seen, scores, execution=inside)
         elif isinstance(seen, Chunk) and execution.cache_ways > 1:
             expansion = None if config.latent is None else (weights["key_value"], expand)

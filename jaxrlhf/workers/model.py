@@ -173,6 +173,7 @@ class ModelWorker:
         choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
         kept_BTK = sequences.kept_BTK if self.keeps_sampled else None
         vision = self.config.vision
+        linear = isinstance(self.config, CausalLM) or self.config.linear is not None
         return Packing(
             replace(sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK),
             rows=self._rows,
@@ -183,6 +184,7 @@ class ModelWorker:
             longest_response=self.setup.longest_response,
             prompts=prompts,
             shares=not isinstance(self.config, CausalLM) and not (vision is not None and vision.both_ways),
+            in_rows=self._execution.rows_kernel == "xla" and not linear,
             attention_rows=self._attention_rows,
             vision=vision,
             pixels=self.setup.pixels,

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Float
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias, pad_positions
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, SharedTokens, mask_bias, pad_positions
 
 _SHORTEST_BLOCK = 64
 MOST_BLOCKS = 8
@@ -67,6 +67,19 @@ def attend_blocks(
     return mixed_RWKGU.reshape(rows, width, heads, -1)
 
 
+def attend_shared_tokens(
+    query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, shared: SharedTokens, score_mod: ScoreMod = PLAIN
+) -> Array:
+    """Attention of packed rows whose sequences share prompts, in the rows themselves: a prompt attends once for all.
+
+    Every pair of tokens of a row is computed, so it is for rows that are not much longer than their sequences.
+    """
+    rows, width, heads, head_dim = query_RWNH.shape
+    query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
+    mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, shared, score_mod)
+    return mixed_RWKGU.reshape(rows, width, heads, -1)
+
+
 def _blocks(width: int) -> list[tuple[int, int]]:
     """First query of each block, and the one after its last."""
     size = -(-width // min(MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
@@ -74,21 +87,24 @@ def _blocks(width: int) -> list[tuple[int, int]]:
 
 
 class _Places(NamedTuple):
-    """Positions of queries or keys, with their segments and images."""
+    """Positions of queries or keys, with their segments and images, and the sequence that alone has them."""
 
-    place_S: Array
+    place_RS: Array
     segment_RS: Array
-    image_RS: Array | None
+    image_RS: Array | None = None
+    own_RS: Array | None = None
 
     def cut(self, part: Callable[[Array], Array]) -> "_Places":
         """Part of the positions, which are the last dimension."""
-        image_RS = None if self.image_RS is None else part(self.image_RS)
-        return _Places(part(self.place_S), part(self.segment_RS), image_RS)
+        image_RS, own_RS = (None if array is None else part(array) for array in (self.image_RS, self.own_RS))
+        return _Places(part(self.place_RS), part(self.segment_RS), image_RS, own_RS)
 
 
-def _places(segment_RW: Array, score_mod: ScoreMod) -> _Places:
+def _places(segments: Array | SharedTokens, score_mod: ScoreMod) -> _Places:
     """All positions of rows."""
-    return _Places(jnp.arange(segment_RW.shape[1]), segment_RW, score_mod.block_RW)
+    if isinstance(segments, SharedTokens):
+        return _Places(segments.position_RW, segments.group_RW, own_RS=segments.own_RW)
+    return _Places(jnp.arange(segments.shape[1])[None], segments, score_mod.block_RW)
 
 
 def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: float) -> Float[Array, "R Q S"]:
@@ -98,8 +114,11 @@ def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: flo
     if queries.image_RS is not None and keys.image_RS is not None:
         own_RQ1 = queries.image_RS[:, :, None]
         together_RQS = (own_RQ1 == keys.image_RS[:, None, :]) & (own_RQ1 > 0)
-    ago_1QS = (queries.place_S[:, None] - keys.place_S[None, :])[None]
-    return mask_bias(seen_RQS & score_mod.in_window(ago_1QS, together_RQS), lowest=lowest)
+    if queries.own_RS is not None and keys.own_RS is not None:
+        own_R1S = keys.own_RS[:, None, :]
+        seen_RQS &= (own_R1S == 0) | (own_R1S == queries.own_RS[:, :, None])
+    ago_RQS = queries.place_RS[:, :, None] - keys.place_RS[:, None, :]
+    return mask_bias(seen_RQS & score_mod.in_window(ago_RQS, together_RQS), lowest=lowest)
 
 
 def _block(
@@ -130,11 +149,12 @@ def _block(
 
 
 def _attend_tiles(
-    query_RWKGH: Array, key_RWKH: Array, value_RWKU: Array, segment_RW: Array, score_mod: ScoreMod
+    query_RWKGH: Array, key_RWKH: Array, value_RWKU: Array, segments: Array | SharedTokens, score_mod: ScoreMod
 ) -> Float[Array, "R W K G U"]:
     """Attention of divided queries, a tile of scores at a time."""
     width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
-    rows = pad_positions((query_RWKGH, key_RWKH, value_RWKU, segment_RW), multiple=TILE)
+    rows = pad_positions((query_RWKGH, key_RWKH, value_RWKU), multiple=TILE)
+    segments = jax.tree.map(lambda array_RW: pad_positions((array_RW,), multiple=TILE)[0], segments)
     if score_mod.block_RW is not None:
         (block_RW,) = pad_positions((score_mod.block_RW,), multiple=TILE)
         score_mod = replace(score_mod, block_RW=block_RW)
@@ -142,7 +162,7 @@ def _attend_tiles(
     key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:3])
     scores = replace(score_mod, sink_N=None, slides=None, block_RW=None)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, score_mod.sinks(kv_heads))
-    mixed_RKGWU = _flash(scores, *arrays, rows[3], score_mod.slides, score_mod.block_RW)
+    mixed_RKGWU = _flash(scores, *arrays, segments, score_mod.slides, score_mod.block_RW)
     return jnp.transpose(mixed_RKGWU, (0, 3, 1, 2, 4))[:, :width]
 
 
@@ -153,20 +173,21 @@ def _flash(
     key_RKWH: Array,
     value_RKWU: Array,
     sink_KG: Array | None,
-    segment_RW: Array,
+    segments: Array | SharedTokens,
     slides: Array | None,
     block_RW: Array | None,
 ) -> Array:
     """Mixed values of rows whose width is a multiple of tiles; the arrays of scores are arguments of their own."""
-    return _forward(scores, query_RKGWH, key_RKWH, value_RKWU, sink_KG, segment_RW, slides, block_RW)[0]
+    return _forward(scores, query_RKGWH, key_RKWH, value_RKWU, sink_KG, segments, slides, block_RW)[0]
 
 
-def _visits(width: int, scores: ScoreMod) -> tuple[Array, Array]:
+def _visits(width: int, segments: Array | SharedTokens, scores: ScoreMod) -> tuple[Array, Array]:
     """First query and first key of each tile in which some query may see a key."""
+    everywhere = scores.slides is not None or scores.block_RW is not None or isinstance(segments, SharedTokens)
     starts = np.arange(0, width, TILE)
     query, key = (each.ravel() for each in np.meshgrid(starts, starts, indexing="ij"))
     seen = np.full(query.shape, True) if scores.block_RW is not None else key <= query
-    if scores.window is not None and scores.slides is None and scores.block_RW is None:
+    if scores.window is not None and not everywhere:
         seen &= query - (key + TILE - 1) < scores.window
     return jnp.asarray(query[seen], jnp.int32), jnp.asarray(key[seen], jnp.int32)
 
@@ -206,14 +227,14 @@ def _forward(
     key_RKWH: Array,
     value_RKWU: Array,
     sink_KG: Array | None,
-    segment_RW: Array,
+    segments: Array | SharedTokens,
     slides: Array | None,
     block_RW: Array | None,
 ) -> tuple[Array, Any]:
     """Mixed values, and what their gradient takes over, among it the logarithm of each softmax's sum of weights."""
     rows, kv_heads, groups, width, _ = query_RKGWH.shape
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
-    places = _places(segment_RW, score_mod)
+    places = _places(segments, score_mod)
 
     @_whole
     def body(carry, starts):
@@ -236,20 +257,20 @@ def _forward(
     if sink_KG is not None:  # as if it had been read first
         total_RKGW1, peak_RKGW1 = zero_RKGW1 + 1, zero_RKGW1 + sink_KG[None, :, :, None, None]
     sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
-    found, _ = lax.scan(body, (sums_RKGWU, total_RKGW1, peak_RKGW1), _visits(width, score_mod))
+    found, _ = lax.scan(body, (sums_RKGWU, total_RKGW1, peak_RKGW1), _visits(width, segments, score_mod))
     sums_RKGWU, total_RKGW1, peak_RKGW1 = found
     mixed_RKGWU = (sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype)
     log_sum_RKGW1 = peak_RKGW1 + jnp.log(total_RKGW1)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
-    return mixed_RKGWU, (*arrays, segment_RW, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
+    return mixed_RKGWU, (*arrays, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
 
 
 def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
     """Gradients of `_flash` by queries, keys, values and sinks."""
-    *arrays, sink_KG, segment_RW, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
+    *arrays, sink_KG, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
     query_RKGWH, key_RKWH, value_RKWU = arrays
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
-    places, groups = _places(segment_RW, score_mod), query_RKGWH.shape[2]
+    places, groups = _places(segments, score_mod), query_RKGWH.shape[2]
     # Softmax takes from each score's gradient their mean under its weights.
     mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
@@ -275,7 +296,9 @@ def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, 
         ), None
 
     found, _ = lax.scan(
-        body, tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays), _visits(query_RKGWH.shape[3], score_mod)
+        body,
+        tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays),
+        _visits(query_RKGWH.shape[3], segments, score_mod),
     )
     by_arrays = (gradient.astype(array.dtype) for gradient, array in zip(found, arrays, strict=True))
     by_sink_KG = None

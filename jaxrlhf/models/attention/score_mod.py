@@ -17,6 +17,20 @@ class BothWays(NamedTuple):
     block_RW: Array
 
 
+class SharedTokens(NamedTuple):
+    """Packed rows in which sequences share the tokens of their prompt, which come before those of each alone.
+
+    Attributes:
+      group_RW: int32 number of the prompt that a token belongs to, from 1; 0 is padding.
+      own_RW: int32 number of the sequence that a token is of alone, from 1; 0 is shared by those of its prompt.
+      position_RW: int32 position of a token in its sequences.
+    """
+
+    group_RW: Array
+    own_RW: Array
+    position_RW: Array
+
+
 @struct.dataclass
 class ScoreMod:
     """Scores of attention from products of queries and keys, and the window that a token sees.
