@@ -181,6 +181,7 @@ class LastFirst(EnvironmentPool):
             given.set_result(answered.result())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "pool_of"),
     [(12, functools.partial(LastFirst, episodes=12)), (1, EnvironmentPool), (4, EnvironmentPool)],
@@ -281,6 +282,7 @@ def test_a_cut_reply_that_calls_no_tool_is_no_answer(calculates, engine, monkeyp
     assert batch.rollout.truncated_B.all()
 
 
+@pytest.mark.slow
 def test_an_episode_whose_time_is_up_while_the_policy_replies_is_paid(engine, monkeypatch):
     monkeypatch.setattr(EngineService, "submit", written(["<<1>><|eos|>"]))
     settings = replace(TALKS, factory="talking_environments:Answers", episode_s=1.0)
@@ -322,6 +324,7 @@ def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatc
     assert batch.rollout.sequences.mask_BT.any(axis=1).tolist() == [True]
 
 
+@pytest.mark.slow
 def test_a_class_whose_methods_are_tools_adds_to_the_records_prompt(engine):
     """TRL's form: text of `reset` stands behind the prompt, tools are the class's own, `get_reward` is paid last."""
     settings = replace(TALKS, factory="talking_environments:Answers")

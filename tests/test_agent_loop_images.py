@@ -308,6 +308,7 @@ def test_histories_of_agent_programs_are_rewritten_with_their_pictures():
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tools_answer_with_pictures():
     tools = Tools(functions=("seeing_environments:draw", "seeing_environments:read"))
     calls = tuple(ToolCall(name, {"text": "a"}, call_id=name) for name in ("draw", "read"))

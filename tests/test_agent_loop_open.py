@@ -67,6 +67,7 @@ def logps(weights, sequences):
     return np.take_along_axis(logp_BTV, sequences.token_BT[:, 1:, None], axis=2)[..., 0]
 
 
+@pytest.mark.slow
 def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_weights):
     """Each token's log-probability is that of the policy that drew it, given all tokens before; a turn has one."""
     asked = problems(4, pause_s=SLOW_S)
@@ -95,6 +96,7 @@ def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_
         assert len(record.turns) == TURNS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_again", [0, 1])
 def test_arrivals_are_repeated_whichever_tools_are_slow(slow_again, agents, engine, weights, new_weights):
     """The same groups in the same calls, each reply drawn by the policy that drew it before."""
@@ -133,6 +135,7 @@ def test_a_group_that_is_over_waits_for_the_call_in_which_it_arrived_before(agen
     assert prompts(go_on(agents, engine, asked, groups(2, ended=(0,)), repeated=second)) == [1]
 
 
+@pytest.mark.slow
 def test_seconds_of_replies_that_wait_for_their_policy_do_not_count(agents, engine, weights):
     """A quick episode is drawn by the policy of the third call; each call before it takes two seconds."""
     run(agents, engine, problems(3, first=20))  # compiles, which is not to count
@@ -160,6 +163,7 @@ def test_groups_that_may_be_put_off_no_more_are_waited_for(agents, engine):
     assert prompts(go_on(agents, engine, asked, state, complete=1, due=4)) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_given_up_is_dropped_and_begins_anew_if_it_is_asked_for_again(agents, engine):
     asked = problems(2, pause_s=SLOW_S)
     go_on(agents, engine, asked, groups(2), complete=1)
@@ -182,6 +186,7 @@ def test_others_may_go_through_the_same_episodes_between_two_calls(agents, engin
     np.testing.assert_array_equal(rest.rollout.sequences.token_BT, between.rollout.sequences.token_BT[rows])
 
 
+@pytest.mark.slow
 def test_seconds_between_two_calls_do_not_count(agents, engine):
     """Neither those of an episode that is under way, nor of one that another lets in when it ends meanwhile."""
     settings = replace(TALKS, episode_s=3.0, in_flight=2 * COPIES)

@@ -45,6 +45,7 @@ def of_teacher():
     return spans, [[own_id[int(one)] for one in names[span[0]]] for span in SPANS[1]], [named[s[0]] for s in SPANS[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 1.0])
 def test_a_span_is_compared_as_trl_compares_merged_probabilities(beta):
     ids = GOLDEN["student_ids"]

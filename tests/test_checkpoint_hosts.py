@@ -26,6 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.checkpoint import Checkpoints, TreeItem
 from jaxrlhf.checkpoint.pretrained import export_converted
 
+pytestmark = pytest.mark.slow
+
 STATE = {"step": 3}
 STARTS_S, ANSWERS_S = 120, 60
 ROWS_AND_COLUMNS = ((2, 2), {"embed": ("x", "y"), "query": (None, None, "x")})
@@ -288,7 +290,6 @@ def test_a_full_disk_of_one_host(pair, checkpoints):
     assert_holds(pair, "actor", big)
 
 
-@pytest.mark.slow
 def test_a_host_killed_three_times_in_the_middle_of_a_save(start, tmp_path):
     world = start(hosts=2, devices=2)
     layouts = [ROWS_AND_COLUMNS, COLUMNS]

@@ -120,6 +120,7 @@ def test_another_dtype_on_the_way_back(source, converted, tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
     """Through memory and through orbax; a file of them all has the same bytes."""
     assert {str(tensor.dtype) for tensor in tensors(mixed).values()} == {"bfloat16", "float32", "float16"}
@@ -152,6 +153,7 @@ def test_a_converted_checkpoint_that_does_not_say_its_dtypes(converted, tmp_path
     assert not list((tmp_path / "back").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_both_kinds_load_the_same_parameters(source, converted, head, monkeypatch):
     config = models.read_config(converted)

@@ -90,6 +90,7 @@ def test_overrides(words, changes):
     assert from_words(["--config", "ppo_gsm8k", *words.split()]) == override(load("ppo_gsm8k"), changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo_arithmetic", "safe_rlhf_digits", "prime_letters", "rlhf_reward_model"])
 def test_every_setting_can_be_given_and_means_what_tyro_reads(name):
     config, words = load(name), []
@@ -350,6 +351,7 @@ def test_a_refusal_of_another_process_is_one_line_here(error, capsys):
 # The wheel.
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_configurations_the_tables_of_plans_and_the_page_of_the_view(tmp_path):
     built = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
     assert built.returncode == 0, built.stderr

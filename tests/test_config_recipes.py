@@ -59,6 +59,7 @@ def function_of(reference: str):
     return getattr(importlib.import_module(module), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_data_in_the_columns_of_the_hub_is_read_up_to_scores(name, hub, monkeypatch):
     monkeypatch.chdir(hub)
@@ -83,6 +84,7 @@ def test_data_in_the_columns_of_the_hub_is_read_up_to_scores(name, hub, monkeypa
         assert scores == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_an_interpreter_prints_fails_and_ends():
     assert python("print(6 * 7)") == "42\n"
     assert python("x = 1") == "the program printed nothing"

@@ -5,7 +5,6 @@ import os
 import re
 from pathlib import Path
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -108,6 +107,7 @@ def gsm8k_directory():
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("evaluation", 1319)])
 def test_the_real_gsm8k(load, split, count):
     loaded = load(Gsm8k(path=str(gsm8k_directory())), split, max_prompt_tokens=400)

@@ -43,6 +43,7 @@ def own_logits(params, model, token_T) -> np.ndarray:
     return np.asarray(logits(params, model, token_RW)[0, : len(token_T)], np.float64)
 
 
+@pytest.mark.slow
 def test_the_engine_draws_from_the_geometric_mixture_of_two_policies():
     model = replace(MODEL, logits_scaling=1.7)
     policy, reference = weights(3), weights(4)

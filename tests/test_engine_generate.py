@@ -164,6 +164,7 @@ def test_another_seed_or_request_id_gives_another_sample(engine, sampled):
     assert len({c.tokens for c in expected[:3]}) > 1, "responses of one group are all alike"
 
 
+@pytest.mark.slow
 def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(params, sampled, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 12)
     requests, expected = sampled
@@ -178,6 +179,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     assert engine.cache.sizes == (12, 24, 32)
 
 
+@pytest.mark.slow
 def test_responses_that_go_on_in_fewer_slots_stay_the_same(engine, params, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)
     requests = [replace(request, stop_tokens=tuple(range(8))) for request in problems(4, responses=2)]
@@ -302,6 +304,7 @@ def alive() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_generate_leaves_no_cache_and_unload_no_weights(engine, params):
     engine.unload()
     before = alive()

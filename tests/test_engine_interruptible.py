@@ -70,6 +70,7 @@ FURTHER = {"few slots": pytest.mark.seeds, "pages": pytest.mark.seeds, "stages":
 """Engines of later tiers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in ENGINES])
 def test_rounds_of_one_policy_draw_what_it_draws_at_once_and_run_no_token_twice(monkeypatch, name):
     build_engine, model = ENGINES[name]

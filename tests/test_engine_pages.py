@@ -93,6 +93,7 @@ def paged():
     return build(pages=True, data=2, tensor=2)
 
 
+@pytest.mark.slow
 def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged, slots):
     (expected, slot_bytes), (completions, page_bytes) = slots, generate(paged)
     for one, other in zip(completions, expected, strict=True):
@@ -107,6 +108,7 @@ def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged
     assert {sizes[1] for sizes in paged.compiled.programs if sizes[0] == "decode"} == {10, 6}, "no slot was left"
 
 
+@pytest.mark.slow
 def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots, monkeypatch):
     monkeypatch.setattr(paged, "_goes_ahead", True)
     for one, other in zip(generate(paged)[0], slots[0], strict=True):

@@ -79,6 +79,7 @@ def packed(sequences):
     return next(packing.rows()), packing
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_what_a_trainer_chooses_itself(params, rollout):
     sequences = rollout.sequences
     assert sequences.choice_BTLk.shape == (10, WIDTH, 2, 2)

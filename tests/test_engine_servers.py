@@ -177,6 +177,7 @@ def test_what_passes_is_asked_again(engine_of):
     assert len(ask(engine_of(answer))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "said"),
     [

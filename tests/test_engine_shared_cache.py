@@ -138,6 +138,7 @@ def turns(engine: Engine):
     return [*ended, *engine.generate([longer], Sampling(), seed=1)]
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_from_what_devices_share():
     split, whole = build("plain", context=4, tensor=2), build("plain")
     before = split.prefill.reused_tokens
@@ -145,6 +146,7 @@ def test_a_session_goes_on_from_what_devices_share():
     assert split.prefill.reused_tokens >= before + 16
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part_and_one_gather_in_each_layer_joins_them():
     """A query has its weighted values, their sum of weights and the largest score from every other device."""
     engine, model = build("plain", context=4, tensor=2), KINDS["plain"]

@@ -93,6 +93,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_generate_what_one_device_does(staged, requests, expected):
     assert_same(generate(staged, requests), expected)
 
@@ -103,6 +104,7 @@ def test_stages_of_heads_generate_what_one_device_does(params, requests, expecte
     assert_same(generate(engine_on(mesh, params), requests), expected)
 
 
+@pytest.mark.slow
 def test_kernels_compute_inside_stages(params, requests, expected, monkeypatch):
     seen = set()
 
@@ -120,6 +122,7 @@ def test_kernels_compute_inside_stages(params, requests, expected, monkeypatch):
     assert seen == {(1, 2), (3, 2)}, "rows of a microbatch and slots of a replica, with half of the heads"
 
 
+@pytest.mark.slow
 def test_generation_on_two_of_the_four_stages_of_training(params, requests, expected):
     """One mesh for both; the trainer reads the log-probabilities that the sampler reports."""
     mesh = mesh_of({"data": 2, "stage": 2, "micro_stage": 2}, jax.devices())

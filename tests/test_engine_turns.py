@@ -104,6 +104,7 @@ FURTHER = {"stages": pytest.mark.seeds, "replicas and heads": pytest.mark.slow}
 """Engines of later tiers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=FURTHER.get(name, ()), id=name) for name, how in ENGINES.items()]
 )

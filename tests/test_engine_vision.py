@@ -132,6 +132,7 @@ def test_images_of_a_row_are_there_once():
     assert int((rows.images.segment_RJQ > 0).sum()) == patches
 
 
+@pytest.mark.slow
 def test_equal_tokens_with_other_images_share_nothing():
     """Not a prefill, and not what the cache keeps of an earlier turn."""
     assert PROBLEMS[0].prompt_tokens == PROBLEMS[1].prompt_tokens

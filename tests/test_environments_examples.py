@@ -17,6 +17,7 @@ def records(config, split, count):
     return [row.record for row in generated_records(config.data.function, split, count, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tools_python", "tools_retrieval"])
 def test_tools_answer_as_the_demonstrations_say(name):
     config = load(name)

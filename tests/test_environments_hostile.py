@@ -109,6 +109,7 @@ def gone(notes: Path, limit_s: float = 10.0) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["misbehave", "misbehave_waiting"])
 def test_a_bad_tool_is_an_error_that_the_policy_reads(pool, notes, tool):
     seen = {}
@@ -131,6 +132,7 @@ def test_a_bad_tool_is_an_error_that_the_policy_reads(pool, notes, tool):
     assert gone(notes)
 
 
+@pytest.mark.slow
 def test_a_tool_that_will_not_be_cancelled_is_ended(pool, notes):
     number = begin(pool, TOOLS)[0]
     calls = [call("misbehave_waiting", kind, notes) for kind in ("ok", "stubborn", "ok")]
@@ -151,6 +153,7 @@ def test_calls_after_the_one_at_which_an_episode_is_dropped_are_not_made(pool, n
     assert not (notes / "temporary").exists()
 
 
+@pytest.mark.slow
 def test_a_bad_step_fails_its_own_episode_alone(pool, notes):
     kinds = {kind: cause for kind, cause in (DEEDS | WRONG_ANSWERS).items() if kind not in NOT_STEPS}
     bad = {kind: begin(pool, ENVIRONMENT, kind, "step", notes) for kind in kinds}
@@ -167,6 +170,7 @@ def test_a_bad_step_fails_its_own_episode_alone(pool, notes):
     assert gone(notes)
 
 
+@pytest.mark.slow
 def test_bad_deeds_elsewhere(pool, notes):
     """At the beginning, in the final reward and at the end, all at once, so that limits of time are waited for once."""
     causes = {kind: DEEDS[kind] for kind in ("hang", "leave", "raises", "system_exit", "memory")}
@@ -207,6 +211,7 @@ def test_printed_text_is_bounded(pool):
     assert pool.output.stat().st_size < 5_000_000  # 100 MB, at each of the calls above
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(notes, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

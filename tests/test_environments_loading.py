@@ -55,6 +55,7 @@ def code(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [

@@ -58,6 +58,7 @@ def said(text: str, *calls: ToolCall, malformed=()) -> Reply:
     return Reply(text, text, calls=calls, malformed=tuple(malformed))
 
 
+@pytest.mark.slow
 def test_tools_show_their_schemas_and_begin_with_the_prompt_of_the_record(begin):
     _, opening = begin(TOOLS)
     assert list(opening.messages) == [] and opening.appended == ""
@@ -205,6 +206,7 @@ def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, o
     assert eventually(lambda: "closed with seed 300" in output.read_text())
 
 
+@pytest.mark.slow
 def test_a_request_of_several_calls_has_the_time_of_each(monkeypatch):
     monkeypatch.setattr("jaxrlhf.environments.family.SLACK_S", 0.0)
     monkeypatch.setattr("jaxrlhf.environments.family.GRACE_S", 0.0)
@@ -242,6 +244,7 @@ def test_a_run_may_have_many_files_open():
             )
 
 
+@pytest.mark.slow
 def test_an_answer_may_be_as_long_as_its_setting_says():
     with EnvironmentPool([Tools(functions=(f"{FORMS}:long",), output_bytes=20 << 20)]) as pool:
         pool.start(0, 0, {}, 0).result(LIMIT_S)

@@ -90,6 +90,7 @@ def test_a_class_name_means_one_thing():
     assert house_rules.repeated_class_names(MODULES) == []
 
 
+@pytest.mark.slow
 def test_torch_is_not_a_dependency():
     assert [str(path) for path in [*MODULES, *PROGRAMS] if "torch" in house_rules.imported_packages(path)] == []
 
@@ -98,6 +99,7 @@ def test_loading_a_configuration_is_light():
     assert loaded_by("import jaxrlhf; jaxrlhf.load('ppo_gsm8k')") & HEAVY == set()
 
 
+@pytest.mark.slow
 def test_a_run_from_scratch_loads_no_torch():
     # Its import takes as many seconds as all that a run needs, in every process of it.
     tokenized = "import jaxrlhf.trainer.run, jaxrlhf.data.tokenizer; jaxrlhf.data.tokenizer.load_tokenizer(None)"

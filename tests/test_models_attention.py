@@ -130,6 +130,7 @@ def other_scores(slides=None):
     return ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], slides)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["xla", "splash", "flash"])
 def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
     query, key, value, weight = drawn(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
@@ -173,6 +174,7 @@ def test_sinks_take_their_share_of_a_cache(kernel):
     close(ours, naive_cache(query, key, value, position, **OTHER, sinks=SINKS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slides", [None, True, False])
 def test_a_row_of_more_tiles_than_a_splash_kernel_can_have_takes_several(monkeypatch, slides):
     monkeypatch.setattr(tpu, "_BLOCK", 128)
@@ -263,6 +265,7 @@ def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim, scores):
     assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, gradient of queries, of keys and values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", [PLAIN, other_scores()], ids=["plain", "other"])
 def test_the_kernel_of_rows_has_no_square_mask_on_gpu(scores):
     device = topology(hardware("h100"))[0]

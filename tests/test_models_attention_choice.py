@@ -82,6 +82,7 @@ def test_heads_that_are_too_wide_for_pages_lie_in_slots_on_tpus(head_dim, kernel
     assert chosen.pages_kernel == kernel
 
 
+@pytest.mark.slow
 def test_the_kernels_of_accelerators_pass(monkeypatch):
     monkeypatch.setitem(ROWS, "splash", partial(splash_rows, interpret=True))
     monkeypatch.setitem(DECODE, "pallas", partial(pallas_decode, interpret=True))

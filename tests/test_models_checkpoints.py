@@ -72,6 +72,7 @@ def refuses(directory, *words, read=load):
         assert word in message, message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [
@@ -313,6 +314,7 @@ def test_a_hub_out_of_reach_leaves_its_cache(refused, source, tmp_path, monkeypa
         models.resolve("org/other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(), ("layers", "mlp")], ids=["whole", "layers-mlp"])
 def test_the_host_holds_one_tensor_at_a_time(large, axes):
     """Of 90 tensors, most of which are stacked into few parameters."""

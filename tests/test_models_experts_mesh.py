@@ -131,6 +131,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_and_gradients_on_eight_devices_are_those_on_one(name, params, rows, expected):
     mesh = factored_mesh(LAYOUTS[name], jax.devices())

@@ -67,6 +67,7 @@ def held(directory):
     return found
 
 
+@pytest.mark.slow
 def test_transformers_draws_the_tokens_that_our_engine_draws(exported):
     source, config, params, export = exported
     engine = Engine(

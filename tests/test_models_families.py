@@ -146,6 +146,7 @@ def through_the_cache(params, token_RW, execution=models.ONE_DEVICE):
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed_from", [cpu.MANY_WEIGHTS, 1])
 def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transposed_from, monkeypatch):
     monkeypatch.setattr(cpu, "MANY_INPUTS", 1)
@@ -188,6 +189,7 @@ def test_a_window_hides_what_is_before_it():
     assert moved_R.tolist() == [False] * (WIDTH - 4) + [True] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phi3", "deepseek-v3"])
 def test_every_device_reads_its_part_of_shared_tensors_and_of_first_layers(kind, tmp_path):
     source = write(tmp_path, build(kind))

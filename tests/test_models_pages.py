@@ -122,6 +122,7 @@ def test_the_gpu_kernel_reads_nothing_past_what_is_filled():
     np.testing.assert_array_equal(run(query, pages, table, position), clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "most"), [(4, 2, 16, 4), (3, 1, 24, 2)])
 def test_the_gpu_kernel_reads_a_shared_prompt_once_for_several_slots(heads, kv_heads, head_dim, most, monkeypatch):
     wide = max(16, 1 << (head_dim - 1).bit_length())

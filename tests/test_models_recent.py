@@ -63,6 +63,7 @@ def in_one_row(count, length):
     return each, position_1W.astype(np.int32), SharedPrefix((rows,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", tiered(FIRST, fast=["gpt-oss"], slow=["qwen3-next", "granite4", "deepseek-v3.2", "gemma3n"])
 )

@@ -122,6 +122,7 @@ def test_rows_that_are_not_used_are_not_computed() -> None:
     assert not np.asarray(attend_shared_prefix(*arrays, none))[0, ~told_W].any() and told_W.any()
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_do_not_attend_again() -> None:
     rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
     array = np.ones((1, rows.token_RW.shape[1], KV_HEADS, WIDTH), np.float32)

@@ -83,6 +83,7 @@ def our_greedy(params, config, token_PS, length_P):
     return jax.lax.scan(step, (hidden_PD, cache), jnp.arange(8))[1]
 
 
+@pytest.mark.slow
 def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     theirs, config, params, _ = pair
     models.save_params(params, config, tmp_path)
@@ -100,6 +101,7 @@ DECODE_FAST = ("qwen2-window", "phi3", "gemma3", "deepseek-v3", "gpt-oss")
 DECODE_SLOW = ("qwen3", "gemma2", "mixtral", "qwen3-next", "granite4", "deepseek-v3.2", "gemma3n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", tiered(FAMILIES, fast=DECODE_FAST, slow=DECODE_SLOW), indirect=True)
 def test_greedy_decoding_through_the_cache(pair):
     theirs, config, params, _ = pair

@@ -66,6 +66,7 @@ def checkpoint(request, tmp_path_factory):
 every_kind = pytest.mark.parametrize("checkpoint", KINDS, indirect=True)
 
 
+@pytest.mark.slow
 @every_kind
 def test_features_are_those_of_transformers(checkpoint):
     sequence = seeing.prompt(checkpoint.vision, (0,), (1,))
@@ -113,6 +114,7 @@ def test_logits_of_packed_rows(checkpoint):
         np.testing.assert_allclose(logit_RWV[row, first : first + length], expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 def test_prefill_and_decoding(checkpoint, chunk_tokens):

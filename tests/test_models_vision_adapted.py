@@ -92,6 +92,7 @@ def test_eight_devices_say_what_one_says(loaded, kind, part):
     assert of_tower and max(float(jnp.abs(leaf).max()) for leaf in of_tower) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lora"), PARTS)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_loads_adapters_of_tower_and_decoder(loaded, kind, lora, tmp_path):

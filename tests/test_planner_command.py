@@ -82,6 +82,7 @@ def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
     assert names["config"].pools != ()
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_printed_and_touches_neither_device_nor_folder(tmp_path):
     words = "-m jaxrlhf.plan --config grpo_gsm8k --hardware h100 --json --plans 1"
     command = [sys.executable, *words.split()]
@@ -198,6 +199,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("picture", "start"), [("plan.svg", b"<?xml"), ("plan.pdf", b"%PDF")])
 def test_a_picture_has_the_format_of_its_name(picture, start, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

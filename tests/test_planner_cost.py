@@ -49,6 +49,7 @@ def test_a_layer_is_the_sum_of_its_matrix_products(model: ModelConfig) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None:
     # One layer, of rows that no loop goes through by tiles: XLA counts the body of a loop once.

@@ -41,11 +41,13 @@ def finds_the_cheapest(problem: PlacementProblem, expected: dict[Placement, floa
     assert by_placement == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:2])))
 def test_the_search_finds_the_cheapest_step_of_every_placement(case):
     finds_the_cheapest(*solved(*case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [349, 355, 580, 691])
 def test_more_room_never_hides_a_cheaper_plan(seed):
     """Where the cache has little room, roles that hold less are kept although others compute as fast."""
@@ -54,6 +56,7 @@ def test_more_room_never_hides_a_cheaper_plan(seed):
     finds_the_cheapest(problem, expected, found)
 
 
+@pytest.mark.slow
 def test_layouts_that_are_given_hold_for_a_rollout_apart():
     apart = others = 0
     for seed in range(40):
@@ -100,6 +103,7 @@ def feasible() -> list[tuple[PlacementProblem, SearchResult]]:
     return [(problem, found) for problem, _, found in itertools.starmap(solved, CASES) if found is not None]
 
 
+@pytest.mark.slow
 def test_the_problems_differ_in_what_wins():
     best = [(problem, found.plans[0]) for problem, found in feasible()]
     assert 0.5 < len(best) / len(CASES) < 0.95  # the others do not fit

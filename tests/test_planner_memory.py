@@ -41,6 +41,7 @@ def test_a_program_to_read_says_what_the_one_to_run_says() -> None:
     assert read.cost_analysis() == run.cost_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> None:
     config = ModelConfig("qwen2", 512, 128, 384, 6, 4, 4, 32, qkv_bias=True, tie_embeddings=True)
@@ -220,6 +221,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
     assert 0.5 < estimated / allocated < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "remat"), [(jnp.float32, True), (jnp.bfloat16, False)])
 def test_long_rows_take_about_what_xla_allocates(dtype: Any, remat: bool) -> None:
     config, width = ModelConfig("llama", 512, 64, 128, 3, 4, 2, 16), 2048
@@ -244,6 +246,7 @@ def test_long_rows_take_about_what_xla_allocates(dtype: Any, remat: bool) -> Non
         assert 0.7 < estimated / allocated(loss) < 1.3
 
 
+@pytest.mark.slow
 def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
     config = ModelConfig("llama", 512, 256, 1024, 6, 4, 2, 64)
     ints, shapes = jax.ShapeDtypeStruct((1, 16), jnp.int32), models.param_shapes(config, "lm", jnp.float32)

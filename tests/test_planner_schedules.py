@@ -196,6 +196,7 @@ def test_constant_lengths_take_as_long_as_the_plan_says():
     assert (chosen is None) == (best_other * 1.02 > synchronous.prediction.step_s)
 
 
+@pytest.mark.slow
 def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ("--config", "grpo_gsm8k", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)

@@ -28,6 +28,8 @@ from jaxrlhf.single_controller.ray.failure import (
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray_backend import launch_on_ray
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=60.0)
 
 

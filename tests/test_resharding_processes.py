@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "switching_process.py"
 TIMEOUT_S = 120
 
@@ -16,6 +18,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_each_process_generates_on_its_own_island() -> None:
     port = free_port()
     command = [sys.executable, str(SCRIPT), str(port)]

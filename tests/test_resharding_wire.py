@@ -138,6 +138,7 @@ def test_over_the_wire_no_block_comes_twice_to_a_process(source: Remote) -> None
     }
 
 
+@pytest.mark.slow
 def test_pools_of_several_processes_on_both_sides() -> None:
     sources, targets = pool_of_two(2), pool_of_two(2)
     try:
@@ -155,6 +156,7 @@ def test_pools_of_several_processes_on_both_sides() -> None:
             remote.kill()
 
 
+@pytest.mark.slow
 def test_what_was_taken_or_replaced_is_freed_at_the_source(source: Remote) -> None:
     layout, exchange = here(1, 1, 2), Exchange(limit_s=LIMIT_S)
     rows = 64 * MIB // (32 * 4)
@@ -196,6 +198,7 @@ def failure(exchange: Exchange, offer: Offer, layout: Any) -> tuple[TransferErro
     return caught.value, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_source_that_died_is_named_at_once(doomed: Remote) -> None:
     layout, exchange = here(1, 1, 2), Exchange(limit_s=LIMIT_S)
     splits = splits_of(layout, values(0))
@@ -209,6 +212,7 @@ def test_a_source_that_died_is_named_at_once(doomed: Remote) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+@pytest.mark.slow
 def test_a_source_that_was_never_seen_is_named_within_the_limit(doomed: Remote) -> None:
     layout, exchange = here(1, 1, 2), Exchange(limit_s=1.0)
     offer = doomed.tell("offer", splits_of(layout, values(0)), "direct")
@@ -217,6 +221,7 @@ def test_a_source_that_was_never_seen_is_named_within_the_limit(doomed: Remote) 
     assert error.address in str(error) and seconds < 10.0
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs_is_named_within_the_limit_and_can_be_asked_again(doomed: Remote) -> None:
     layout, exchange = here(1, 1, 2), Exchange(limit_s=1.0)
     splits = splits_of(layout, values(0))

@@ -162,6 +162,7 @@ def test_limits_hold_and_cannot_be_raised():
     assert flood.status != 0 and len(flood.output) == LIMITS.output_bytes
 
 
+@pytest.mark.slow
 def test_folders_in_folders_without_end_are_a_failure_that_leaves_nothing_and_takes_no_longer(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     burrow = """

@@ -73,6 +73,7 @@ def examples(*responses: str) -> list[Example]:
     return [Example("p", response, None, {}) for response in responses]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "says"),
     [
@@ -94,6 +95,7 @@ def test_a_function_that_always_fails_ends_the_pool(functions, response, says):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["good", "none", "nan"])
 def test_an_answer_in_between_counts_anew(functions, answer):
     responses = ["raise", "crash", answer] * 3 + ["raise", "raise"]

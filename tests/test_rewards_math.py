@@ -74,6 +74,7 @@ def test_it_works_off_the_main_thread():
     assert said == [1.0]
 
 
+@pytest.mark.slow
 def test_an_endless_comparison_is_ended_by_the_pool_and_named():
     tower = r"\boxed{9^{9^{9^{9}}}}"
     with Scorer(config.Rewards(parts=(config.MathReward(),), workers=1, timeout_s=2.0)) as scorer:

@@ -43,6 +43,7 @@ def a_scorer(rewards: config.Rewards) -> Scorer:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewards", LOCAL, ids=lambda rewards: type(rewards.parts[0]).__name__)
 def test_what_is_shown_scores(rewards, monkeypatch, tmp_path):
     [own] = [block for mark, block in BLOCKS if mark]

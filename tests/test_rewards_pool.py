@@ -55,6 +55,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
 def test_only_the_misbehaving_examples_are_lost(hostile, name):
     responses = [f"value {index}" for index in range(60)]
@@ -87,6 +88,7 @@ def test_failures_say_what_happened(hostile):
     assert "Timeout" in printed and "misbehave" in printed  # where it hung
 
 
+@pytest.mark.slow
 def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
     note = tmp_path / "pid"
     run(hostile, "single", [f"child {note}"])
@@ -102,6 +104,7 @@ def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp
     assert gone_within(int(note.read_text()), 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many"])
 def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(hostile, name):
     values, failures, _ = run(hostile, name, ["builtins", "length abc", "sysexit", "length ab"], workers=1)
@@ -124,6 +127,7 @@ def gone_within(pid: int, limit_s: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_hangs_run_side_by_side(hostile):
     _, failures, seconds = run(hostile, "single", ["hang"] * 6, workers=6, timeout_s=0.5)
     assert len(failures) == 6
@@ -228,6 +232,7 @@ def test_workers_that_die_idle_are_replaced(hostile):
     assert [outcome.value for outcome in outcomes] == [7.0] * 10
 
 
+@pytest.mark.slow
 def test_functions_that_do_not_load(refused, hostile, tmp_path):
     with refused():
         RewardPool(Crew([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0))
@@ -255,6 +260,7 @@ def test_workers_load_nothing_heavy_and_start_fast(hostile):
     subprocess.run([sys.executable, "-c", light], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "value 1"), (signal.SIGKILL, "regex")])
 def test_workers_do_not_outlive_their_parent(hostile, end, response):
     script = f"""

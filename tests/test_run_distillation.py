@@ -108,6 +108,7 @@ def test_the_advantage_of_a_span_is_how_much_likelier_the_teacher_finds_its_text
     assert made.metrics["kl/ref_sequence_mean"] == pytest.approx(mean, rel=1e-5), "a span's difference counts once"
 
 
+@pytest.mark.slow
 def test_a_teacher_reads_responses_in_its_own_tokens(tmp_path):
     teacher = tiny_checkpoints.write(
         tmp_path, tiny_checkpoints.build("qwen2", vocab_size=448, max_position_embeddings=128)

@@ -20,6 +20,8 @@ from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TokenRecords
 from jaxrlhf.data.tokenizer import pieces_of
 from jaxrlhf.dataflows import ppo
 
+pytestmark = pytest.mark.slow  # whole runs, which all tests of the file read
+
 STEPS = 4
 RESPONSES = 16
 REWARD = '''
@@ -305,7 +307,6 @@ def test_unscorable_rows_train_nothing(run):
         assert record["actor/tokens"] == sum(sample["response_length"] for sample in scored)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 def test_a_run_survives_that_nothing_is_scorable(tmp_path):
     (tmp_path / "reward.py").write_text("def broken(prompt, response, answer, record):\n    return float('nan')\n")

@@ -132,6 +132,7 @@ def assert_same(worker, batch, written) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), ours, written)
 
 
+@pytest.mark.slow
 def test_updates_of_the_policy_follow_the_gradients_of_the_losses_as_written():
     # The rollout's temperature is for sampling alone.
     sampled = replace(tiny_runs.get_config().rollout, max_response_tokens=24, sampling=Sampling(temperature=0.5))
@@ -156,6 +157,7 @@ def test_updates_of_the_policy_follow_the_gradients_of_the_losses_as_written():
         assert_same(actor, preference_pairs.pair_experience(sequences, judged.loss), gradient(index))
 
 
+@pytest.mark.slow
 def test_updates_of_score_models_follow_the_gradients_of_the_losses_as_written():
     settings = config(reward_model())
     critic, pairs = workers_of(settings)["critic"], pairs_of(settings)

@@ -45,6 +45,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_the_second_process_compiles_nothing(tmp_path):
     first, second = process(XDG_CACHE_HOME=str(tmp_path)), process(XDG_CACHE_HOME=str(tmp_path))
     programs = first["compile_requests_use_cache"]
@@ -67,6 +68,7 @@ def test_the_folder_of_the_user_is_taken(tmp_path):
     assert str(mine) in told["row"][3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [{"JAX_ENABLE_COMPILATION_CACHE": "false"}, {}])
 def test_nothing_is_kept_where_that_is_off_or_impossible(tmp_path, off):
     home = tmp_path / "a file"
@@ -133,6 +135,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     prune(tmp_path / "nowhere", most_bytes=0)
 
 
+@pytest.mark.slow
 def test_a_run_turns_it_on(tmp_path):
     ours = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
     config = str(Path(__file__).parent / "tiny_runs.py")

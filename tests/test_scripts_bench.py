@@ -40,6 +40,7 @@ def tokens(shape, vocab):
     return np.random.default_rng(0).integers(2, vocab, shape, dtype=np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [bench.PRESETS["tiny"], TAIL, bench.Preset(64, 2, 4, 2, 128, 512, tied=True)])
 def test_a_checkpoint_is_the_same_model_in_transformers(preset, tmp_path, monkeypatch):
     monkeypatch.setitem(bench.PRESETS, "made", preset)
@@ -64,6 +65,7 @@ def test_a_checkpoint_that_was_not_written_whole_is_written_again(tmp_path, monk
     assert bench.checkpoint("made", tmp_path) == place and list(tmp_path.iterdir()) == [place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--cluster", "ray"], ["--cluster=ray"]])
 def test_pools_of_hosts_have_one_thread_however_they_are_asked_for(flags):
     code = "import os, bench_overlap; print(os.environ['NPROC'])"

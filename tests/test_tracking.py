@@ -78,6 +78,7 @@ def test_a_resume_without_a_file_starts_one(tmp_path):
     assert steps_of(tmp_path / "metrics.jsonl") == [4, 5]
 
 
+@pytest.mark.slow
 def test_what_was_logged_survives_kill_9(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = f"""
@@ -316,6 +317,7 @@ EVERYTHING = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 30])
 def test_learning_curve_has_six_labelled_panels(tmp_path, steps):
     write_curves(tmp_path / "metrics.jsonl", steps, EVERYTHING)

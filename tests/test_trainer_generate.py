@@ -48,6 +48,7 @@ def generate(monkeypatch, files: Path, out: str, words: str) -> None:
     main()
 
 
+@pytest.mark.slow
 def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
     generate(monkeypatch, files, "one.jsonl", "")
     rows = [json.loads(line) for line in (files / "one.jsonl").read_text().splitlines()]
@@ -78,6 +79,7 @@ def test_prompts_that_cannot_be_read_leave_no_file_in_the_way(files, monkeypatch
     assert not (files / "wrong_out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_best_of_several_is_the_one_of_the_highest_score(files, monkeypatch):
     words = f"--samples 6 --reward {files / 'reward.py'}:score --system-prompt Brief."
     generate(monkeypatch, files, "all.parquet", words)

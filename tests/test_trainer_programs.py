@@ -34,6 +34,7 @@ def of_another_platform(*_):
     raise AssertionError("a chip's program has what is written for CPU")
 
 
+@pytest.mark.slow
 def test_all_programs_of_the_step_are_there(lowered):
     found: dict[str, set[str]] = {}
     for name in lowered:
@@ -46,6 +47,7 @@ def test_all_programs_of_the_step_are_there(lowered):
     assert found["generation"] == GENERATION
 
 
+@pytest.mark.slow
 def test_an_algorithm_with_a_greedy_baseline_has_the_programs_of_its_step():
     algorithm = ReMax(responses_per_update=get_config().algorithm.responses_per_update)
     config = override(replace(get_config(), algorithm=algorithm), {"devices": None, "cold_start": None})

@@ -119,6 +119,7 @@ def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_microbatch_size_packing_and_rematerialisation(plain: list[np.ndarray]) -> None:
     # Rows of one sequence's width, one row at a time.
     _, workers = build(config(tokens=72, remat="full"))

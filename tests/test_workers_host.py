@@ -33,6 +33,7 @@ def stage() -> Phase:
     return Phase(get_config(), ("reference",), 1)
 
 
+@pytest.mark.slow
 def test_workers_of_the_stage_before_are_freed_with_their_arrays(host: Host) -> None:
     host.build(stage())
     worker = weakref.ref(host.workers["reference"])

@@ -139,6 +139,7 @@ def test_gradients_on_eight_devices_are_those_of_one(plain, layout):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_actor_before_it_learnt_and_holds_no_bytes(built):
     workers, grown = built
     actor, reference, sequences = workers["actor"], workers["reference"], experience().sequences
@@ -171,6 +172,7 @@ def assert_only_adapters_learn(worker, update) -> None:
     assert moments == 2 * sum(leaf.size for leaf in adapters)
 
 
+@pytest.mark.slow
 def test_an_update_changes_adapters_alone(built):
     actor, settings = built[0]["actor"], replace(get_config().algorithm, kl=None)
     spread([actor])

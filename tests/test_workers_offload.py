@@ -84,6 +84,7 @@ def test_masters_wait_while_the_actor_generates(devices: int, dtype: str, layout
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_on_the_devices_only_while_it_updates() -> None:
     _, workers = build(config_of(1, "float32", ("actor.optimizer",)), "actor")
     _, plain = build(config_of(1, "float32", ()), "actor")

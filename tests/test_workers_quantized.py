@@ -48,6 +48,7 @@ def test_a_device_holds_its_part_of_the_bits(kind, bits):
         assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // 8}
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_quantised_actor_before_it_learnt_and_holds_no_bytes(built):
     workers, grown = built
     actor, reference, sequences = workers["actor"], workers["reference"], experience().sequences

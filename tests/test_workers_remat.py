@@ -93,6 +93,7 @@ def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_m
     assert not message.on and "of 1.0 GiB" in message.why
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
     policy, value = (weights_of(built().model, head) for head in ("lm", "value"))
 
@@ -145,6 +146,7 @@ def test_workers_do_what_was_chosen() -> None:
             assert worker.setup.execution.offloads == (setting == "offload")
 
 
+@pytest.mark.slow
 def test_inputs_of_layers_go_to_host_memory_and_come_back_with_the_same_numbers() -> None:
     config = ModelConfig("qwen2", 64, 32, 64, 3, 4, 2, 8, qkv_bias=True)
     params = init_params(config, "lm", jax.random.key(0))

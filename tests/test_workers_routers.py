@@ -66,6 +66,7 @@ def gradient(worker, batch=None, objective=nll_objective):
     return leaves, totals
 
 
+@pytest.mark.slow
 def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, indifferent):
     (with_loss, sums), (without, plain) = gradient(balanced), gradient(indifferent)
     # All weights are one over the number of tokens, so the sum is the mean.
@@ -77,6 +78,7 @@ def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, in
     np.testing.assert_array_equal(with_loss["['final_norm']"], without["['final_norm']"])  # nothing flows back to it
 
 
+@pytest.mark.slow
 def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balanced, indifferent):
     # A slope is below 0 for one answer of a pair and above for the other, so by those experts would be unbalanced.
     slope_P = np.linspace(0.1, 0.7, 4)
@@ -89,6 +91,7 @@ def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balance
     np.testing.assert_allclose(moved[1], moved[0], atol=1e-7)
 
 
+@pytest.mark.slow
 def test_microbatches_do_not_change_it(balanced):
     (whole, sums), (parts, of_parts) = gradient(balanced), gradient(actor(tokens=WIDTH))
     for name, leaf in whole.items():

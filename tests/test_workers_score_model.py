@@ -74,6 +74,7 @@ def checkpoint(tmp_path_factory):
     return path, np.float32(theirs), widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "layout", "tokens"), [(1, Layout(), 256), (8, Layout(fsdp=2, tensor=2), 1)])
 def test_scores_equal_transformers(checkpoint, devices, layout, tokens):
     path, theirs, widths = checkpoint
