@@ -127,9 +127,9 @@ class Problem:
         return "\n\n".join(said) or None
 
 
-def images_of_problems(problems: Sequence[Problem], *, sees: bool = False) -> np.ndarray | None:
-    """Images of each problem, as `Sequences` has them; None if there are none, unless the policy `sees` others'."""
-    if not sees and not any(problem.images for problem in problems):
+def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:
+    """Images of each problem, as `Sequences` has them; None if there are none."""
+    if not any(problem.images for problem in problems):
         return None
     images_B = np.empty(len(problems), object)
     for b, problem in enumerate(problems):

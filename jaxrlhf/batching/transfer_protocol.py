@@ -11,14 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Experience, MinibatchRows, Problem
+from jaxrlhf.batch import Experience, MinibatchRows, Problem, Sequences
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES
@@ -192,12 +192,29 @@ def _has_rows(value: Any) -> bool:
 
 
 def join(results: Sequence[Any]) -> Any:
-    """Arrays joined along their first dimension; numbers are the first rank's, since SPMD ranks agree on them."""
+    """Arrays joined along their first dimension; numbers are the first rank's, since SPMD ranks agree on them.
+
+    Sequences have images if some of the parts do.
+    """
 
     def one(*parts: Any) -> Any:
+        if isinstance(parts[0], Sequences):
+            return jax.tree.map(one, *_with_images(parts))
         return np.concatenate([np.asarray(part) for part in parts]) if np.ndim(parts[0]) else parts[0]
 
-    return jax.tree.map(one, *results) if len(results) > 1 else results[0]
+    if len(results) == 1:
+        return results[0]
+    return jax.tree.map(one, *results, is_leaf=lambda node: isinstance(node, Sequences))
+
+
+def _with_images(parts: Sequence[Sequences]) -> list[Sequences]:
+    """Sequences that all have images, each maybe none, or none of which do."""
+    if all(part.images_B is None for part in parts):
+        return list(parts)
+    none = np.frompyfunc(lambda _: (), 1, 1)  # an array of empty tuples
+    return [
+        replace(part, images_B=none(np.arange(len(part.token_BT)))) if part.images_B is None else part for part in parts
+    ]
 
 
 def scattered(axes: Sequence[str]) -> Callable[[tuple[Any, ...], RankCoordinates], tuple[Any, ...]]:

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, EpisodeBatch, Problem, RolloutBatch, Scores
+from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
-from jaxrlhf.dataflows.batches.episode_rows import stacked
 from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
@@ -148,7 +148,7 @@ class PromptGroups:
             (groups.rollout, groups.scores, groups.informative_P, groups.trained_B, groups.record_E)
             for groups in (self, new)
         )
-        return PromptGroups([*self.problems, *new.problems], *stacked(mine, theirs))
+        return PromptGroups([*self.problems, *new.problems], *join([mine, theirs]))
 
     def take(self, groups: np.ndarray) -> "PromptGroups":
         """The groups at these indices."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
+from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import LUFFY, Config, Refusal
-from jaxrlhf.dataflows.batches.episode_rows import stacked
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
@@ -77,8 +77,7 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
         for one in solutions[:each]
     ]
     width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    sees = bool(getattr(config.model, "vision", None))
-    sequences = supervised_batch(problems, width=width, sees=sees).sequences
+    sequences = supervised_batch(problems, width=width).sequences
     zeros = np.zeros(sequences.mask_BT.shape, np.float32)
     return RolloutBatch(sequences, zeros, np.zeros(len(problems), bool), np.full(zeros.shape, -1, np.int32))
 
@@ -131,4 +130,4 @@ def _like(solutions: RolloutBatch, rollout: RolloutBatch) -> RolloutBatch:
 
 def _one_below_other(upper: Any, lower: Any) -> Any:
     """Rows of two batches; None where the upper one is."""
-    return None if upper is None else stacked(upper, lower)
+    return None if upper is None else join([upper, lower])

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Array, Experience, Problem, Sequences, images_of_problems
+from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import SFT
-from jaxrlhf.dataflows.batches.episode_rows import stacked
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
 
 
@@ -19,12 +19,8 @@ def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> St
     return StepResult(merged(actor))
 
 
-def supervised_batch(problems: Sequence[Problem], *, width: int, sees: bool = False) -> Experience:
-    """Prompts followed by their solutions; the solutions are trained on.
-
-    Args:
-      sees: They come beside others that may have images.
-    """
+def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
+    """Prompts followed by their solutions; the solutions are trained on."""
     count = len(problems)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     for row, problem in enumerate(problems):
@@ -34,7 +30,7 @@ def supervised_batch(problems: Sequence[Problem], *, width: int, sees: bool = Fa
     length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
     prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
     weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
-    images_B = images_of_problems(problems, sees=sees)
+    images_B = images_of_problems(problems)
     return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B, images_B=images_B), weight_BT, {})
 
 
@@ -51,8 +47,7 @@ def with_examples(
 
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
-    width, sees = batch.sequences.token_BT.shape[1], batch.sequences.images_B is not None
-    examples = supervised_batch(problems, width=width, sees=sees)
+    examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
     solutions = replace(
         examples.sequences,
         # The prompts are of another source, so their ids must not meet the responses'.
@@ -69,7 +64,7 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
     fields: dict[str, Array] = {name: np.concatenate([value, zeros]) for name, value in batch.fields.items()}
     fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
     fields["metric_weight"] = np.concatenate([sampled, taught])
-    return Experience(stacked(batch.sequences, solutions), np.concatenate([batch.weight_BT, zeros]), fields)
+    return Experience(join([batch.sequences, solutions]), np.concatenate([batch.weight_BT, zeros]), fields)
 
 
 def unrecorded(recorded: Array | None, *, rows: int) -> Array | None:

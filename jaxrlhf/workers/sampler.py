@@ -103,7 +103,7 @@ class Sampler:
             progress=lambda done, total: self.progress("generate", done, total),
             on_completion=self._listener(requests, prompts),
         )
-        rollout = to_rollout(prompts, completions, width=self.width, sees=self.config.vision is not None)
+        rollout = to_rollout(prompts, completions, width=self.width)
         if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
             raise RuntimeError(
                 f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were drawn "
@@ -142,8 +142,7 @@ class Sampler:
             progress=lambda done, total: self.progress("generate", done, total),
             on_completion=self._listener(requests, prompts),
         ):
-            answered = [asked[one.request_id] for one in completions]
-            yield to_rollout(answered, completions, width=self.width, sees=self.config.vision is not None)
+            yield to_rollout([asked[one.request_id] for one in completions], completions, width=self.width)
 
     def go_on(
         self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round

@@ -124,26 +124,3 @@ def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:
     there_EK = (place_EK >= 0).reshape(*place_EK.shape, *[1] * (leaf.ndim - 1))
     filled = np.where(there_EK, leaf[place_EK], np.zeros((), leaf.dtype))
     return filled.reshape(len(place_EK), -1, *leaf.shape[2:])
-
-
-def stacked(*batches: Any) -> Any:
-    """Rows of several batches of one kind, one batch below another; they may be with and without images."""
-
-    def one(*parts: Any) -> Any:
-        if isinstance(parts[0], Sequences):
-            if any(part.images_B is not None for part in parts):
-                parts = tuple(map(_with_images, parts))
-            return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-        return np.concatenate(parts)
-
-    return jax.tree.map(one, *batches, is_leaf=lambda node: isinstance(node, Sequences))
-
-
-def _with_images(sequences: Sequences) -> Sequences:
-    """The sequences with images of each, which may be none."""
-    if sequences.images_B is not None:
-        return sequences
-    images_B = np.empty(len(sequences.token_BT), object)
-    for row in range(len(images_B)):
-        images_B[row] = ()
-    return replace(sequences, images_B=images_B)

@@ -22,8 +22,9 @@ from jaxrlhf.batching.partial_rollouts import (
     Versions,
     not_begun,
 )
+from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
-from jaxrlhf.dataflows.batches.episode_rows import stacked, starts_of
+from jaxrlhf.dataflows.batches.episode_rows import starts_of
 
 DrawMore = Callable[[], Sequence[Problem]]
 
@@ -176,7 +177,6 @@ class ResponsesInFlight(InFlight):
         super().__init__(config)
         self.under_way: PartialRollout | None = None
         self._holds = config.rollout.on_new_weights == "keep"
-        self._sees = bool(getattr(config.model, "vision", None))
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
@@ -203,8 +203,7 @@ class ResponsesInFlight(InFlight):
         self._add({"staleness/recomputed_tokens": float(drawn_B[again_B].sum())})
         rollout = self.under_way.take(self._free).rollout
         chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
-        images_B = images_of_problems(chosen, sees=self._sees)
-        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_B))
+        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"under_way": self.under_way}
@@ -302,7 +301,7 @@ class EpisodesInFlight(InFlight):
         for place in self._free:  # a checkpoint holds what waits, and not what this step has
             self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
-        return stacked(*taken)
+        return join(taken)
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"groups": self._groups, "over": [*self._over]}

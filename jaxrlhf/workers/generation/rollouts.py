@@ -28,14 +28,8 @@ def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy:
     return Request(number, tuple(tokens.tolist()), images=problem.images, drawn=drawn)
 
 
-def to_rollout(
-    prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int, sees: bool = False
-) -> RolloutBatch:
-    """Completions as left-aligned arrays of `width` columns.
-
-    Args:
-      sees: The policy sees images, though these prompts may have none.
-    """
+def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
+    """Completions as left-aligned arrays of `width` columns."""
     rollout = prompts_alone(prompts, width=width)
     for row, completion in enumerate(completions):
         append(rollout, row, completion.tokens, completion.logps, version=completion.version)
@@ -43,7 +37,7 @@ def to_rollout(
     sequences = replace(
         rollout.sequences,
         choice_BTLk=_padded([completion.choice_TLk for completion in completions], [0] * len(starts), width=width),
-        images_B=images_of_problems(prompts, sees=sees),
+        images_B=images_of_problems(prompts),
         kept_BTK=_padded([completion.kept_TK for completion in completions], starts, width=width),
     )
     return replace(rollout, sequences=sequences, truncated_B=np.array([c.truncated for c in completions]))
