@@ -67,6 +67,20 @@ def test_the_same_image_from_everywhere(seeing, tmp_path):
         assert picture.size == (42, 28)
 
 
+def test_patches_that_were_used_last_are_kept(seeing, tmp_path, monkeypatch):
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(seed=number))
+    lines = [{"problem": "Find x.", "images": f"{number}.png"} for number in range(3)]
+    first, second, third = (problem.images[0] for problem in load(seeing, jsonl(tmp_path / "t.jsonl", *lines)).problems)
+    _, reader, _ = seeing
+    kept = reader.patches(first)
+    monkeypatch.setattr("jaxrlhf.data.images._KEPT_BYTES", 2 * kept.nbytes)
+    left = reader.patches(second)
+    assert reader.patches(first) is kept
+    reader.patches(third)
+    assert reader.patches(first) is kept and reader.patches(second) is not left
+
+
 @pytest.mark.parametrize("key", ["extra.images", "page/images"])
 def test_images_may_be_in_a_field_within_another_and_of_any_name(seeing, tmp_path, key):
     url = "data:image/png;base64," + base64.b64encode(png()).decode()

@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import io
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,8 +26,8 @@ from jaxrlhf.episode import ShownImage
 MARK = "<image>"
 """Text of a prompt that stands for the next image of its record."""
 
-_KEPT = 8192
-"""Images whose patches a process keeps."""
+_KEPT_BYTES = 4 << 30
+"""Bytes of patches that a process keeps, those used last."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class ImageReader:
     patch_size: int
     merge: int
     _patches: dict[str, np.ndarray] = field(default_factory=dict)
+    _bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _grids: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
     def refer(self, source: Hashable, *, place: str) -> Image:
@@ -82,17 +85,24 @@ class ImageReader:
 
     def patches(self, image: Image) -> np.ndarray:
         """`[Q, C]` patches of an image, a square that becomes one feature after another."""
-        found = self._patches.pop(image.digest, None)
+        found = self._patches.get(image.digest)
         if found is None:
             found, grid = self._processed(opened(image.source, place=f"{image.source:.60}"))
             if grid != image.grid:
                 raise Refusal(
                     f"{image.source:.60}: {grid} patches, and {image.grid} when prompts were made; it has changed"
                 )
-        self._patches[image.digest] = found
-        if len(self._patches) > _KEPT:
-            del self._patches[next(iter(self._patches))]
+        self._keep(image.digest, found)
         return found
+
+    def _keep(self, digest: str, patches: np.ndarray) -> None:
+        """Keep patches as those used last."""
+        with self._lock:  # an engine and a trainer may read images at once
+            if self._patches.pop(digest, None) is None:
+                self._bytes += patches.nbytes
+            self._patches[digest] = patches
+            while self._bytes > _KEPT_BYTES and len(self._patches) > 1:
+                self._bytes -= self._patches.pop(next(iter(self._patches))).nbytes
 
     def _grid(self, size: tuple[int, int], *, place: str) -> tuple[int, int, int]:
         """Frames, rows and columns of patches of an image of some width and height."""
