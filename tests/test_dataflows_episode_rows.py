@@ -29,6 +29,7 @@ from jaxrlhf.dataflows.batches.episode_rows import Apart, side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput, value_of
 from jaxrlhf.episode import EpisodeRecord
+from jaxrlhf.trainer.evaluation import evaluate
 
 EPISODES = [[(3, 2)], [(2, 3), (4, 1)], [(1, 4)], [(5, 2), (2, 2), (3, 3)]]
 """Tokens before and of the policy's turn, of every sequence of four episodes."""
@@ -211,3 +212,12 @@ def test_an_episode_of_several_sequences_is_one_row_to_every_algorithm(algorithm
                 returns = [batch.fields["returns"][rows[row]][batch.sequences.mask_BT[rows[row]]] for row in (4, 5, 6)]
                 expected = [2, 1, 0, -1, -2, -3, -4] if algorithm.actions == "tokens" else [2, 2, 0, 0, -2, -2, -2]
                 np.testing.assert_allclose(np.concatenate(returns), expected, atol=1e-5)
+
+
+def test_evaluation_counts_episodes_and_not_their_sequences():
+    made = Played(rollout_of(EPISODES))
+    tools = Tools(functions=("jaxrlhf.episode:Reply",), history="as_templated")
+    config = replace(tiny_runs.get_config(), environment=tools)
+    roles = SimpleNamespace(actor=made, reward=made)
+    metrics, _ = evaluate(roles, config, [problem(number) for number in range(4)], str)
+    assert (metrics["eval/length_mean"], metrics["eval/truncated_fraction"]) == (17 / 4, 1 / 4)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrlhf.batch import Problem, Scores
 from jaxrlhf.config import Config, EvaluationSet, Sampling
+from jaxrlhf.dataflows.batches.episode_rows import drawn_by
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import answered
 from jaxrlhf.dataflows.step import Metrics, value_of
@@ -76,13 +77,13 @@ def evaluate(
     answers = answered(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
     rollout, scores = value_of(answers.rollout), value_of(answers.scores)
     first = _first_scores(config, scores, [problem.source for problem in problems for _ in range(samples)])
-    length_B = rollout.sequences.mask_BT.sum(axis=1)
+    length_B, truncated_B = drawn_by(rollout)
     metrics = {
         f"{prefix}/accuracy": _mean(first),
         f"{prefix}/problems": float(len(problems)),
         f"{prefix}/unscorable": float((~np.isfinite(first)).sum()),
         f"{prefix}/length_mean": float(length_B.mean()),
-        f"{prefix}/truncated_fraction": float(np.mean(rollout.truncated_B)),
+        f"{prefix}/truncated_fraction": float(np.mean(truncated_B)),
     }
     score_PG = first.reshape(len(problems), samples)
     for source in sorted({problem.source for problem in problems} - {prefix.removeprefix("eval/"), ""}):
