@@ -96,7 +96,9 @@ def in_fork(function: Callable[[], Any], what: str) -> Any:
 def _describe(reference: str, factory: Any) -> About:
     """An environment's description, from its class, or that of an instance that the factory makes."""
     kind = factory
-    if not isinstance(factory, type):
+    if isinstance(factory, type):
+        _check(reference, "environment", factory)
+    else:
         try:
             kind = type(factory())
         except BaseException as error:
