@@ -235,7 +235,7 @@ class Observation:
         compared with each other by GiGPO. None is no anchor.
       metrics: Numbers to average over the step's episodes, by name.
       max_tokens: Most tokens of the next reply; None is the setting's.
-      calls: Tool calls that were made.
+      calls: Tool calls that were made, for metrics; of tools the run fills them in.
     """
 
     messages: Sequence[Message] = ()

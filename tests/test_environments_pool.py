@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxrlhf.config import Agent, Environment, Tools
+from jaxrlhf.environments import answers
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import EnvironmentFailure, MalformedCall, Reply, ToolCall
+from jaxrlhf.episode import CallRecord, EnvironmentFailure, MalformedCall, Observation, Reply, ToolCall
 from jaxrlhf.processes.channel import Channel
 
 FORMS = Path(__file__).with_name("environment_forms.py")
@@ -191,6 +192,14 @@ def test_public_methods_are_tools(pool, begin):
 def test_an_environment_may_offer_tools_by_the_record(pool, begin):
     _, opening = begin(TOOLED, {"tool": "look"})
     assert opening.tools[0]["function"]["name"] == "look"
+
+
+def test_calls_that_an_environment_made_itself_are_kept():
+    made = CallRecord("look", 0.5, "timeout")
+    assert answers.observation(Observation(done=True, calls=(made,)), 100).calls == [made]
+    for wrong in (CallRecord("look", 0.5, "late"), CallRecord("look", float("nan")), "look"):
+        with pytest.raises(EnvironmentFailure):
+            answers.observation(Observation(done=True, calls=[wrong]), 100)
 
 
 def test_members_of_a_group_see_the_same_chance(pool, begin):

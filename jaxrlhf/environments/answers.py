@@ -8,9 +8,18 @@ import numbers
 import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from jaxrlhf.episode import Content, EnvironmentFailure, Message, Observation, Opening, ToolSchema
+from jaxrlhf.episode import (
+    CallRecord,
+    Content,
+    EnvironmentFailure,
+    FailureCause,
+    Message,
+    Observation,
+    Opening,
+    ToolSchema,
+)
 
 LARGEST_REWARD = 3.4028234663852886e38  # of float32
 SPEAKERS = ("user", "tool", "system")
@@ -84,9 +93,9 @@ def observation(value: Any, limit: int) -> Observation:
     if not isinstance(value.metrics, Mapping):
         raise wrong("Observation.metrics is", value.metrics, "a mapping of numbers")
     metrics = {size.text(str(name)): number(one, f"metric {name}") for name, one in value.metrics.items()}
-    most = _budget(value, "Observation")
+    most, calls = _budget(value, "Observation"), [_call(call, size) for call in _list(value.calls, "Observation.calls")]
     return Observation(
-        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, most
+        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, most, calls
     )
 
 
@@ -237,6 +246,14 @@ def _budget(value: Opening | Observation, what: str) -> int | None:
     if most is not None and not (isinstance(most, int) and most > 0):
         raise wrong(f"{what}.max_tokens is", most, "a whole number above 0, or None")
     return most
+
+
+def _call(value: Any, size: Size) -> CallRecord:
+    """A tool call that an environment made itself."""
+    known = isinstance(value, CallRecord) and isinstance(value.name, str)
+    if not known or value.failure not in (None, *get_args(FailureCause)):
+        raise wrong("Observation.calls holds", value, "CallRecords, each with a name and a FailureCause or None")
+    return CallRecord(size.text(value.name), number(value.seconds, "the seconds of a call"), value.failure)
 
 
 def _schema(value: Any, size: Size) -> ToolSchema:
