@@ -10,7 +10,6 @@ from typing import Any
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.prebuilt import create_react_agent
-from openai import BadRequestError
 
 from jaxrlhf.environments.calculator import calculator
 from jaxrlhf.episode import Session
@@ -25,6 +24,6 @@ async def run(session: Session, record: dict[str, Any]) -> float:
     graph = create_react_agent(model, [calculator])
     try:
         ended = await graph.ainvoke({"messages": [("user", record["prompt"])]}, {"recursion_limit": STEPS})
-    except (GraphRecursionError, BadRequestError):  # the latter of a conversation that outgrows the context
+    except GraphRecursionError:
         return 0.0
     return float(ended["messages"][-1].text.strip() == f"#### {record['answer']}")

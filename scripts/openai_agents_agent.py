@@ -6,7 +6,7 @@ Needs `jaxrlhf[agents]`. All that it is told of training is an address and a key
 from typing import Any
 
 from agents import Agent, MaxTurnsExceeded, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from jaxrlhf.environments.calculator import calculator
 from jaxrlhf.episode import Session
@@ -23,6 +23,6 @@ async def run(session: Session, record: dict[str, Any]) -> float:
         quiet = RunConfig(tracing_disabled=True)
         try:
             ended = await Runner.run(agent, record["prompt"], max_turns=MOST_TURNS, run_config=quiet)
-        except (MaxTurnsExceeded, BadRequestError):  # the latter of a conversation that outgrows the context
+        except MaxTurnsExceeded:
             return 0.0
     return float(str(ended.final_output).strip() == f"#### {record['answer']}")

@@ -43,3 +43,15 @@ async def pauses(session, record):
             while said == "1" and record.get("waits_for") and not Path(record["waits_for"]).exists():
                 await asyncio.sleep(0.02)
     return 1.0
+
+
+async def fills(session, record):
+    """A conversation that goes on until there is no room for it."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "1"}]
+        while True:
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            messages.append({"role": "user", "content": "2" * 200})

@@ -13,6 +13,7 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.batching.partial_rollouts import Arrivals
 from jaxrlhf.config import Agent
 from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.dataflows.batches.episodes import episode_metrics
 from jaxrlhf.environments.pool import EnvironmentPool
 
 pytestmark = pytest.mark.slow
@@ -96,8 +97,13 @@ def test_arrivals_of_programs_are_repeated_whichever_policy_answers_them(engine,
     assert {record.stop for batch in found for record in batch.record_E} == {"done"}
 
 
-def test_limits_of_calls_are_told_to_the_program(engine):  # noqa: F811
-    batch = played(engine, "asks_twice", max_turns=1)
-    assert {record.stop for record in batch.record_E} == {"environment_error"}
-    assert all(record.metrics == {"refused_calls": 1.0} for record in batch.record_E)
-    assert replace(batch.record_E[0]).failure
+@pytest.mark.parametrize(
+    ("program", "stop", "limit"), [("asks_twice", "turns", "calls"), ("fills", "tokens_of_episode", "context")]
+)
+def test_a_program_that_fails_at_a_limit_has_ended_by_it(engine, program, stop, limit):  # noqa: F811
+    batch = played(engine, program, **({"max_turns": 1} if limit == "calls" else {}))
+    assert {(record.stop, record.environment_reward) for record in batch.record_E} == {(stop, 0.0)}
+    assert all(record.metrics == {f"refused_{limit}": 1.0} and record.failure for record in batch.record_E)
+    assert batch.rollout.truncated_B.all() and batch.rollout.sequences.mask_BT.any(axis=1).all()
+    metrics = episode_metrics(list(batch.record_E), np.ones(len(batch.record_E), bool))
+    assert metrics[f"episode/ended_{stop}"] == 1 and "time/environment_share" not in metrics

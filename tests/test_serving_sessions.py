@@ -121,6 +121,23 @@ def test_branches_share_what_was_drawn_and_train_it_once(book, model):
     assert drawn <= 6 * 12
 
 
+@pytest.mark.parametrize(("together", "order"), [(False, "915"), (True, "159")])
+def test_sequences_are_in_the_order_of_their_calls_unless_some_were_asked_for_at_once(book, model, together, order):
+    async def asks(url, key):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            calls = [
+                client.chat.completions.create(
+                    messages=[{"role": "user", "content": f"of {word}"}], **ASK, extra_body={"min_tokens": 12}
+                )
+                for word in "915"
+            ]
+            await asyncio.gather(*calls) if together else [await call for call in calls]
+
+    asyncio.run(asks(*book.open("ordered", 3)))
+    texts = [model.tokenizer.decode(sequence.tokens) for sequence in book.close("ordered").sequences]
+    assert [text.partition("of ")[2][0] for text in texts] == list(order)
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 

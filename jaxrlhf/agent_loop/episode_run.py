@@ -87,6 +87,12 @@ class EpisodeRun:
         return len(self._turns)
 
     @property
+    def turn_settings(self) -> Tools | Environment:
+        """Settings of an environment that answers turn by turn."""
+        assert not isinstance(self.settings, Agent), "a program makes its turns itself"
+        return self.settings
+
+    @property
     def group_seed(self) -> int:
         """Seed of the environment, which all episodes of the problem share: they begin in one state."""
         return _seed(self.seed, self.problem.prompt_id, 0)
@@ -153,6 +159,8 @@ class EpisodeRun:
             self._clock = None
             self.pool.drop(self.place)
             recorded = self.sessions.close(self.episode)
+        if stop == "environment_error" and recorded.calls and recorded.refused:  # the limit is what it failed by
+            stop = "turns" if "calls" in recorded.refused else "tokens_of_episode"
         return recorded_episode(
             self.problem, self.episode, self.environment, self.format, recorded, score, stop, detail
         )
@@ -211,7 +219,7 @@ class EpisodeRun:
             self._opening,
             opening.tools,
             history=self.settings.history,
-            cut_turns=self.settings.cut_turns,
+            cut_turns=self.turn_settings.cut_turns,
             prompt_tokens=own,
             images=self.problem.images if own is not None else (),
         )
@@ -251,11 +259,11 @@ class EpisodeRun:
         if not reply.ended:
             if self._room(self._conversation) <= 0:
                 raise EpisodeEnd("tokens_of_episode")
-            if self.settings.cut_turns == "end":
+            if self.turn_settings.cut_turns == "end":
                 raise EpisodeEnd("tokens_of_turn")
-        if reply.malformed and self.settings.malformed_calls == "end":
+        if reply.malformed and self.turn_settings.malformed_calls == "end":
             raise EpisodeEnd("malformed_call", reply.malformed[0].detail)
-        if sum(len(turn.reply.calls) for turn in self._turns) > self.settings.max_calls:
+        if sum(len(turn.reply.calls) for turn in self._turns) > self.turn_settings.max_calls:
             raise EpisodeEnd("tool_calls")
 
     def _note(self, observation: Observation, environment_s: float) -> None:
@@ -279,7 +287,7 @@ class EpisodeRun:
         """Tell the policy what the environment said, as far as there is room."""
         if not observation.messages:
             raise EnvironmentFailure("wrong-type", "it said nothing, and did not say that the episode is done")
-        left, most = self._room(conversation) - 1, self.settings.observation_tokens
+        left, most = self._room(conversation) - 1, self.turn_settings.observation_tokens
         room = min(left, most)
         inserted = conversation.observe(observation.messages, most_tokens=room) if room > 0 else 0
         if not inserted and most < left and any(not isinstance(one["content"], str) for one in observation.messages):

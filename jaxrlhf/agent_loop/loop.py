@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 _NO_BOUND = 1 << 30
 """Episodes that come one after another, without an end."""
 
-_NO_LIMIT_S = 7 * 24 * 3600.0
-"""Seconds of a call that waits for updates; the episode's own limit, which stands still meanwhile, ends it before."""
+_FOR_EPISODES = ServingLimits(requests=_NO_BOUND, request_s=7 * 24 * 3600.0)
+"""Limits of a run's own server: all of a step's episodes may ask at once, and wait for the engine and for updates.
+
+The episode's own limit, which stands still between two rounds, ends a call before.
+"""
 
 
 @dataclass
@@ -108,8 +111,7 @@ class AgentLoop:
           The groups that are complete now and were not before, in the order of `problems`.
         """
         if self._open is None:
-            patient = ServingLimits(request_s=_NO_LIMIT_S)  # an update is none of the policy's seconds
-            serve = partial(self._server, sampling=sampling, limits=patient)
+            serve = partial(self._server, sampling=sampling)
             self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine, serve)
         assert self._open.engine is engine, "episodes go on with the engine that they began with"
         try:
@@ -126,16 +128,13 @@ class AgentLoop:
         self.pool.close()
 
     @contextmanager
-    def _server(
-        self, service: EngineService, sampling: Sampling, *, limits: ServingLimits | None = None
-    ) -> Iterator[SessionBook | None]:
+    def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
         """Sessions of agent programs, whose calls a server answers; None where no environment is one."""
         if not self._has_agents:
             yield None
             return
         form, stops = self.format, self.stop_tokens
-        bounds = limits or ServingLimits()
-        model = ServedModel("policy", service, form.tokenizer, stops, limits=bounds, images=form.reader)
+        model = ServedModel("policy", service, form.tokenizer, stops, limits=_FOR_EPISODES, images=form.reader)
         with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
             yield server.sessions
 

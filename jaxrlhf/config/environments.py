@@ -1,7 +1,7 @@
 """Environments that a policy acts in: tools, environments and agent programs of a user's own."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrlhf.config.refusal import require
@@ -12,24 +12,14 @@ from jaxrlhf.config.settings import Finite, Positive, Settings
 class Episodes(Settings):
     """Base class of environments: the limits of their episodes, and the processes that they run in.
 
-    `Rollout.max_response_tokens` bounds all that follows an episode's first prompt, replies and observations together.
-
     Attributes:
       name: Name in metrics, and in the record's field that chooses among several environments.
       max_turns: Replies of an episode, at most.
       turn_tokens: Tokens of a reply, at most; None is what is left of the episode.
-      max_calls: Tool calls of an episode, at most.
-      observation_tokens: Tokens of what is said after a reply, at most; longer text is cut, and the policy is told so.
-      call_s: Wall-clock limit of one call of a tool, or of one method of an environment; its process is ended then.
       episode_s: Wall-clock limit of an episode; None is none.
-      malformed_calls: A tool call that cannot be made is answered with an error message, or ends the episode.
-      cut_turns: A reply that was cut at `turn_tokens` ends the episode, or is closed by an end-of-turn token that the
-        policy is not trained on.
       truncated: An episode that a limit ended keeps its score, has a score of 0, or is left out of training.
       history: Beginning of the next turn: all tokens as they were sampled, or what the chat template makes of the
         messages, which may drop reasoning; each change of what was said begins a further sequence.
-      workers: Calls of tools or environments that run at once, each in a process of its own; programs of agents, which
-        wait for the policy most of the time, are not counted.
       memory_bytes: Address space that a process may add to what it has once the user's code is loaded.
       output_bytes: Text that a call may answer with or print, at most.
       in_flight: Episodes under way at once; None is all of a step's.
@@ -38,22 +28,40 @@ class Episodes(Settings):
     name: str = ""
     max_turns: Positive[int] = 8
     turn_tokens: Positive[int] | None = None
-    max_calls: Positive[int] = 64
-    observation_tokens: Positive[int] = 512
-    call_s: Finite[Positive[float]] = 10.0
     episode_s: Positive[float] | None = None
-    malformed_calls: Literal["answer", "end"] = "answer"
-    cut_turns: Literal["end", "close"] = "end"
     truncated: Literal["score", "zero", "leave_out"] = "score"
     history: Literal["as_sampled", "as_templated"] = "as_sampled"
-    workers: Positive[int] = 64
     memory_bytes: Positive[int] = 1 << 31
     output_bytes: Positive[int] = 1 << 20
     in_flight: Positive[int] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turns(Episodes):
+    """Base class of environments that answer the policy turn by turn.
+
+    `Rollout.max_response_tokens` bounds all that follows an episode's first prompt, replies and observations together.
+
+    Attributes:
+      max_calls: Tool calls of an episode, at most.
+      observation_tokens: Tokens of what is said after a reply, at most; longer text is cut, and the policy is told so.
+      call_s: Wall-clock limit of one call of a tool, or of one method of an environment; its process is ended then.
+      malformed_calls: A tool call that cannot be made is answered with an error message, or ends the episode.
+      cut_turns: A reply that was cut at `turn_tokens` ends the episode, or is closed by an end-of-turn token that the
+        policy is not trained on.
+      workers: Calls of tools or environments that run at once, each in a process of its own.
+    """
+
+    max_calls: Positive[int] = 64
+    observation_tokens: Positive[int] = 512
+    call_s: Finite[Positive[float]] = 10.0
+    malformed_calls: Literal["answer", "end"] = "answer"
+    cut_turns: Literal["end", "close"] = "end"
+    workers: Positive[int] = 64
+
+
 @dataclass(frozen=True)
-class Tools(Episodes):
+class Tools(Turns):
     """Functions that the policy may call: an episode ends with a reply that calls none.
 
     Attributes:
@@ -71,7 +79,7 @@ class Tools(Episodes):
 
 
 @dataclass(frozen=True)
-class Environment(Episodes):
+class Environment(Turns):
     """A class of the user's, one instance an episode.
 
     Either `reset(record, seed)` and `step(reply)`, or public methods that are tools beside `reset` and `get_reward`;
@@ -95,12 +103,16 @@ class Environment(Episodes):
 class Agent(Episodes):
     """A program of the user's that talks to the policy as to OpenAI's API.
 
+    What it does between its calls, tools among it, is its own. `Rollout.max_response_tokens` bounds the tokens that are
+    drawn for it. Programs that are under way have a process each, however many they are.
+
     Attributes:
       program: Function `run(session, record)`, plain or `async def`, that returns a score or None, as `module:function`
         or `path/to/file.py:function`; `session.base_url` and `session.api_key` are what a client is given.
     """
 
     program: str = ""
+    episode_s: Positive[float] | None = field(default=3600.0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

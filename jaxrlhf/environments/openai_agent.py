@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from jaxrlhf.environments.calculator import calculator
 from jaxrlhf.episode import Session
@@ -29,10 +29,7 @@ async def run(session: Session, record: dict[str, Any]) -> float:
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
         for _ in range(MOST_CALLS):
-            try:
-                answer = await client.chat.completions.create(model="policy", messages=messages, tools=[SCHEMA])  # type: ignore[list-item]
-            except BadRequestError:  # the conversation has outgrown the context
-                return 0.0
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[SCHEMA])  # type: ignore[list-item]
             said = answer.choices[0].message
             if not said.tool_calls:
                 return float((said.content or "").strip() == f"#### {record['answer']}")

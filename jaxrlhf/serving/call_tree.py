@@ -88,6 +88,7 @@ class CallTree:
     Attributes:
       calls: All of them, in the order in which they ended.
       forks: Sequences that go on from none though they look alike, by cause.
+      at_once: A call was asked for before another was answered.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class CallTree:
         self._form, self._history = form, history
         self.calls: list[RecordedCall] = []
         self.forks: Counter[Fork] = Counter()
+        self.at_once = False
 
     def chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema], images: Sequence[Image] = ()) -> Prompt:
         """Tokens of a chat.
@@ -187,13 +189,15 @@ class CallTree:
         return made
 
     def sequences(self) -> tuple[tuple[TokenSequence, ...], tuple[tuple[RecordedCall, ...], ...]]:
-        """A sequence for each call that none goes on from, in an order that no delay changes, and the calls in each.
+        """A sequence for each call that none goes on from, and the calls in each.
 
-        What several sequences have in common is trained in the first.
+        They are in the order of these calls, or where some were asked for at once in one that no delay changes. What
+        several sequences have in common is trained in the first.
         """
         trained: set[RecordedCall] = set()
         made, paths = [], []
-        for last in sorted((call for call in self.calls if not call.after), key=_place):
+        ends = [call for call in self.calls if not call.after]
+        for last in sorted(ends, key=_place) if self.at_once else ends:
             length = len(last.stream)
             mask, logps, turns, versions = [0] * length, [0.0] * length, [-1] * length, [-1] * length
             path = last.path()

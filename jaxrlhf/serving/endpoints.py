@@ -15,7 +15,7 @@ from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import ApiError, invalid, refusals, server_error
+from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error
 from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
@@ -164,9 +164,14 @@ def _answer(
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
     most = None if session is None else session.most_tokens(count)
     wanted_tokens = wanted.max_tokens if most is None else min(most, wanted.max_tokens or most)
-    rooms = [
-        model.room(prompt.tokens, wanted_tokens if most is None else None, most=wanted_tokens) for prompt in prompts
-    ]
+    try:
+        rooms = [
+            model.room(prompt.tokens, wanted_tokens if most is None else None, most=wanted_tokens) for prompt in prompts
+        ]
+    except ApiError as error:
+        if session is not None and error.code == TOO_LONG:
+            session.refuse("context")
+        raise
     seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
     if session is not None and session.sampling is not None:
         wanted = replace(wanted, sampling=session.sampling)

@@ -64,6 +64,9 @@ def refusals(param: str) -> Iterator[None]:
         raise invalid("values lie too deep in each other; send flatter ones", param) from error
 
 
+TOO_LONG = "context_length_exceeded"
+
+
 def too_long(message: str) -> ApiError:
     """Prompt and response do not fit the model's context."""
-    return ApiError(message, code="context_length_exceeded", param="messages")
+    return ApiError(message, code=TOO_LONG, param="messages")

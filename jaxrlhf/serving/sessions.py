@@ -84,6 +84,11 @@ class ServedSession:
         if self._closed:
             raise _ended()
 
+    def refuse(self, limit: str) -> None:
+        """Count a request that a limit refuses."""
+        with self.lock:
+            self.refused[limit] += 1
+
     def begin(self, prompt: tuple[int, ...], choices: int) -> list[int]:
         """Numbers that choices are drawn by: a function of seed, episode, prompt, and how often it was asked before.
 
@@ -113,6 +118,7 @@ class ServedSession:
         futures: list[Future[Completion]] = []
         with self.lock:  # or an end just before would leave them to be drawn
             self.check_open()
+            self.tree.at_once |= any(not future.done() for others in self._futures for future in others)
             self._futures.append(futures)
         try:
             yield futures

@@ -46,14 +46,15 @@ def episode_metrics(records: Sequence[EpisodeRecord], scorable_E: np.ndarray) ->
     stops = Counter(record.stop for record in records)
     every = [turn for record in records for turn in record.turns]
     malformed = sum(bool(turn.reply.malformed) for turn in every)
-    policy_s, environment_s = (sum(getattr(turn, name) for turn in every) for name in ("policy_s", "environment_s"))
+    environment_s = sum(turn.environment_s for turn in every)
+    known_s = environment_s + sum(turn.policy_s for turn in every)  # of agent programs none are
     metrics = {
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),
         "episode/unscorable": float((~scorable_E).sum()),
         "episode/sequences_mean": 1.0 + sum(sum(record.forks.values()) for record in records) / len(records),
         "episode/malformed_turns": malformed / max(len(every), 1),
-        "time/environment_share": environment_s / max(policy_s + environment_s, 1e-9),
+        **({"time/environment_share": environment_s / known_s} if known_s else {}),
         **{f"episode/ended_{cause}": stops[cause] / len(records) for cause in STOP_CAUSES if stops[cause]},
         **_call_metrics(records),
     }
@@ -71,10 +72,11 @@ def _call_metrics(records: Sequence[EpisodeRecord]) -> Metrics:
             for call in turn.calls:
                 by_name[call.name].append(call)
     calls = [call for some in by_name.values() for call in some]
-    metrics = {"tool/calls_mean": len(calls) / len(records)}
-    if calls:
-        called = [any(turn.calls for turn in record.turns) for record in records]
-        metrics["tool/episodes_share"] = float(np.mean(called))
+    asked = [sum(len(turn.calls or turn.reply.calls) for turn in record.turns) for record in records]
+    metrics = {"tool/calls_mean": float(np.mean(asked))}
+    if any(asked):
+        metrics["tool/episodes_share"] = float(np.mean([count > 0 for count in asked]))
+    if calls:  # an agent program makes its own
         metrics["tool/failed_share"] = float(np.mean([call.failure is not None for call in calls]))
     for name, some in by_name.items():
         metrics[f"tool/{name}/calls"] = float(len(some))
