@@ -239,6 +239,7 @@ def test_contradiction_is_refused(refused):
             for one in (GSPO(), GRPO(policy=GSPOLoss()))
         ],
         {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
+        {"algorithm": GiGPO(), "rollout": Rollout(64, 4), "environment": TOOLS},
         {"algorithm": PPO(actions="turns")},
         {"algorithm": GDPO(), "data": MIXED, "rewards": COSTS, "rollout": Rollout(64, 4)},
         {"algorithm": SafeRLHF(), "data": MIXED, "rewards": COSTS},

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, EpisodeRows
-from jaxrlhf.config import RAE, GiGPO, TurnGRPO
+from jaxrlhf.config import RAE, GiGPO, Refusal, TurnGRPO
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import Returns, learn
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
@@ -35,6 +35,12 @@ def gigpo(roles: Roles, work: StepInput[GiGPO], batch: ScoredRollout) -> StepRes
 
     def advantage(returns: Returns) -> Array:
         episodes, normalize_std = _turns(returns), settings.normalize_std
+        named_N = np.asarray(episodes.anchor_BT)[np.asarray(returns.mask_BT)]
+        if named_N.max(initial=-1) < 0 < named_N.size:
+            raise Refusal(
+                "GiGPO compares turns that were made in one state, and the environment named none in this step; set "
+                "Opening.state and Observation.state, or choose GRPO or TurnGRPO"
+            )
         whole_B = algos.group_relative(*returns.groups, normalize_std=normalize_std)
         turn_BT = algos.state_relative(
             returns.reward_BT,

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.environments import AnyEnvironment, Environment, choices
 from jaxrlhf.config.losses import CISPOLoss, GMPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
@@ -58,7 +59,7 @@ class TurnGRPO(GRPO):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        _check_turns(self, config)
+        _environment_of_turns(self, config)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,12 @@ class GiGPO(GRPO):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        _check_turns(self, config)
+        environments = choices(_environment_of_turns(self, config))
+        require(
+            any(isinstance(one, Environment) for one in environments),
+            "GiGPO compares turns that were made in one state, and tools and agent programs name no states; give an "
+            "Environment that sets Observation.state, or choose GRPO or TurnGRPO",
+        )
 
 
 @dataclass(frozen=True)
@@ -344,9 +350,11 @@ class DAPO(GroupCompared):
     mask_truncated: bool = False
 
 
-def _check_turns(settings: PolicyGradient, config: Config) -> None:
-    require(
-        config.environment is not None,
-        f"{type(settings).__name__} gives credit to the turns of episodes, and the run has no environment; give one, "
-        "or choose GRPO",
-    )
+def _environment_of_turns(settings: PolicyGradient, config: Config) -> AnyEnvironment:
+    """The environment whose turns an algorithm gives credit to; refused without one."""
+    if config.environment is None:
+        raise Refusal(
+            f"{type(settings).__name__} gives credit to the turns of episodes, and the run has no environment; give "
+            "one, or choose GRPO"
+        )
+    return config.environment
