@@ -13,13 +13,13 @@ import tiny_checkpoints
 import torch
 from compiled import to_read
 from tiny_checkpoints import tokens
-from tiny_models import logits
+from tiny_models import decoded, logits, merged
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch, Lora
 from jaxrlhf.models.huggingface.peft import load_adapters, save_adapters
 from jaxrlhf.models.linear import Adapted, Adapter, project
-from jaxrlhf.models.lora.lora import adapted, declare_adapters, merged
+from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.models.parameters import draw
 
 pytestmark = pytest.mark.filterwarnings(
@@ -163,24 +163,10 @@ def test_merged_is_the_same_function(case):
 def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(two_of_three):
     config, token_PS = two_of_three.config, tokens((2, 12))
     params = adapted(two_of_three.params, two_of_three.adapters)
-
-    @jax.jit
-    def start(params):
-        hidden_PD, prefix, _ = models.prefill(params, config, token_PS[:, :6], np.full(2, 6, np.int32))
-        cache = models.empty_cache(config, slots=2, capacity=16)
-        return hidden_PD, models.insert_prefix(cache, prefix, jnp.arange(2), jnp.arange(2))
-
-    @jax.jit
-    def step(params, token_B, position_B, cache):
-        layers = models.unstack_layers(params, config)
-        assert isinstance(layers[0]["attention"]["qkv"], Adapted) and "query" not in layers[0]["attention"]
-        return models.decode(layers, params, config, token_B, position_B, cache)
-
+    layers = jax.eval_shape(lambda params: models.unstack_layers(params, config), params)
+    assert isinstance(layers[0]["attention"]["qkv"], Adapted) and "query" not in layers[0]["attention"]
     whole_PSV = logits(params, config, token_PS)
-    hidden_PD, cache = start(params)
-    for position in range(6, 12):
-        np.testing.assert_allclose(models.logits(params, config, hidden_PD), whole_PSV[:, position - 1], atol=5e-5)
-        hidden_PD, cache, _ = step(params, token_PS[:, position], np.full(2, position, np.int32), cache)
+    np.testing.assert_allclose(decoded(params, config, token_PS, first=6), whole_PSV[:, 5:], atol=5e-5)
 
 
 def test_a_gradient_by_adapters_computes_none_by_the_weights():

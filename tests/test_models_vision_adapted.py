@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from test_models_vision import Loaded
 from tiny_checkpoints import tiered
-from tiny_models import DECODER, close
+from tiny_models import DECODER, close, merged
 
 from jaxrlhf import models
 from jaxrlhf.config import Lora, Optimizer, Refusal, Training
 from jaxrlhf.models.huggingface.peft import load_adapters, save_adapters
-from jaxrlhf.models.lora.lora import adapted, declare_adapters, merged
+from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.models.parameters import path_name
 from jaxrlhf.sharding.mesh import BATCH_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings

@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxrlhf import models
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.linear import Adapted
+from jaxrlhf.models.lora.lora import change_of
 
 DECODER = ModelConfig(
     family="qwen2",
@@ -73,6 +75,40 @@ def logits(params, config, token_RW):
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
     hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW)).hidden_RWD
     return models.logits(params, config, hidden_RWD)
+
+
+def decoded(params, config, token_PS, *, first):
+    """Logits of each row after its `first` tokens, which are prefilled, and after each that is decoded behind them."""
+    prompts, width = token_PS.shape
+
+    @jax.jit
+    def start(params):
+        hidden_PD, prefix, _ = models.prefill(params, config, token_PS[:, :first], np.full(prompts, first, np.int32))
+        cache = models.empty_cache(config, slots=prompts, capacity=width)
+        cache = models.insert_prefix(cache, prefix, jnp.arange(prompts), jnp.arange(prompts))
+        return models.logits(params, config, hidden_PD), cache
+
+    @jax.jit
+    def step(params, token_B, position_B, cache):
+        layers = models.unstack_layers(params, config)
+        hidden_BD, cache, _ = models.decode(layers, params, config, token_B, position_B, cache)
+        return models.logits(params, config, hidden_BD), cache
+
+    logit_PV, cache = start(params)
+    found = [logit_PV]
+    for position in range(first, width):
+        logit_PV, cache = step(params, token_PS[:, position], np.full(prompts, position, np.int32), cache)
+        found.append(logit_PV)
+    return np.stack(found, axis=1)
+
+
+def merged(params):
+    """Parameters with adapters added to their weights."""
+
+    def one(node):
+        return node.weight + change_of(node.adapter) if isinstance(node, Adapted) else node
+
+    return jax.tree.map(one, params, is_leaf=lambda node: isinstance(node, Adapted))
 
 
 def close(ours, theirs, tolerance=1e-5):

@@ -29,10 +29,7 @@ class CausalLM(ABC):
       max_positions: Longest sequence that it computes, in tokens.
       num_layers: Number of layers of its cache.
       num_kv_heads: Number of heads of its cache.
-      experts: Always None: no mixture of experts.
-      linear: Always None: no layer with a state in place of keys and values.
-      full_heads: Always None: all layers of its cache have the same heads.
-      vision: Always None: no images.
+      experts, linear, full_heads, vision: Always None: what only the decoder has.
       final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
       logits_scaling: Number that logits are divided by.
     """

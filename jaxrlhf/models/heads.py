@@ -73,9 +73,9 @@ def token_logp(
       chunk_tokens: Tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
-    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
-    tokens = hidden_RWD, token_RW, wanted_RW
-    outputs = _token_outputs(params, config, *tokens, temperature, entropy=entropy, named_RWK=named_RWK, **how)
+    how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "execution": execution}
+    how |= {"kept_RWK": kept_RWK, "named_RWK": named_RWK, "entropy": entropy}
+    outputs = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, **how)
     return TokenOutput(outputs[0], outputs[1] if entropy else None, None if named_RWK is None else outputs[-1])
 
 
@@ -88,20 +88,17 @@ def likeliest_tokens(
     *,
     among_V: Bool[Array, "V"],
     most: int,
-    kept_RWK: Int[Array, "R W K"] | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
-    chunk_tokens: int = CHUNK_TOKENS,
-    execution: Execution = ONE_DEVICE,
+    **how: Any,
 ) -> TokenOutput:
     """log softmax of each wanted token as of `token_logp`, and of the likeliest of some tokens in its place.
 
     Args:
       among_V: True for ids that may be named.
       most: Ids that are named, the likeliest first; -1 once there are no more.
+      how: Further arguments of `token_logp`, entropies and named ids aside.
     """
-    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
-    how["likeliest"] = among_V, min(most, len(among_V))
-    logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how)
+    likeliest = among_V, min(most, len(among_V))
+    logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, likeliest=likeliest, **how)
     return TokenOutput(logp, None, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
 
 
@@ -111,35 +108,33 @@ def gradient_energy(
     hidden_RWD: Float[Array, "R W D"],
     token_RW: Int[Array, "R W"],
     wanted_RW: Bool[Array, "R W"] | None = None,
-    *,
-    kept_RWK: Int[Array, "R W K"] | None = None,
-    temperature: float | Float[Array, ""] = 1.0,
-    chunk_tokens: int = CHUNK_TOKENS,
-    execution: Execution = ONE_DEVICE,
+    **how: Any,
 ) -> Float[Array, "R W"]:
     """Squared norm of the gradient of each wanted token's log-probability by the logits over the temperature.
 
     It is `1 - 2 p + sum of p^2 over the vocabulary`, read as `token_logp` reads, without a gradient of its own.
+
+    Args:
+      how: Further arguments of `token_logp`, entropies and named ids aside.
     """
-    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
-    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, energy=True, **how)[-1]
+    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, energy=True, **how)[-1]
 
 
 def _token_outputs(
     params: Params,
     config: AnyModel,
-    hidden_RWD: Array,
-    token_RW: Array,
-    wanted_RW: Array | None,
-    temperature: float | Array,
+    hidden_RWD: Float[Array, "R W D"],
+    token_RW: Int[Array, "R W"],
+    wanted_RW: Bool[Array, "R W"] | None,
     *,
-    kept_RWK: Array | None,
-    named_RWK: Array | None = None,
+    kept_RWK: Int[Array, "R W K"] | None = None,
+    named_RWK: Int[Array, "R W C"] | None = None,
     likeliest: tuple[Array, int] | None = None,
+    temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
     energy: bool = False,
-    chunk_tokens: int,
-    execution: Execution,
+    chunk_tokens: int = CHUNK_TOKENS,
+    execution: Execution = ONE_DEVICE,
 ) -> list[Array]:
     """Log-probabilities, then entropies, squared norms and those of further tokens if asked for; see `token_logp`."""
     if wanted_RW is None:
@@ -202,12 +197,9 @@ class _Reading(NamedTuple):
 
     Attributes:
       chunk: Tokens of a chunk.
-      entropy: True to compute entropies.
       energy: True to compute squared norms of gradients by the logits.
       most: Likeliest tokens to read.
-      soft_cap: Cap of logits; None leaves them.
       vocab: Rows of the table that are tokens.
-      execution: Execution of the hidden states.
     """
 
     chunk: int
@@ -368,7 +360,7 @@ def _put(array_RM: Array, part_RC: Array, index: Array, chunk: int) -> Array:
 
 def values(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:
     """Values by the value head: `value[r, t]` is that of the prefix before token t; column 0 is 0."""
-    return _shift(_scalar(params, hidden_RWD))
+    return _shift(token_scores(params, hidden_RWD))
 
 
 def score(
@@ -383,15 +375,11 @@ def score(
       row_B: Row that holds the sequence.
       last_B: Index in that row of the sequence's last token.
     """
-    return _scalar(params, hidden_RWD[row_B, last_B])
+    return token_scores(params, hidden_RWD[row_B, last_B])
 
 
-def token_scores(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:
-    """Scores by the score head at every token."""
-    return _scalar(params, hidden_RWD)
-
-
-def _scalar(params: Params, hidden_D: Array) -> Array:
+def token_scores(params: Params, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch"]:
+    """Scores by the score head, or values by the value head, at every token."""
     return jnp.einsum("...D,D->...", hidden_D.astype(jnp.float32), params["head"].astype(jnp.float32))
 
 

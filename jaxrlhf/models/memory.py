@@ -1,9 +1,8 @@
 """Bytes that weights, activations and logits of a model take on a device, estimated."""
 
-from typing import Protocol, runtime_checkable
-
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.attention.attention_xla import LONG_ROW, TILE
+from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
 
@@ -69,11 +68,6 @@ def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: i
     return (tile + 2 * _heads(model)) / tensor
 
 
-def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
-    """Bytes of the logits that exist at a time; always float32."""
-    return min(tokens, CHUNK_TOKENS) * model.vocab_size * 4
-
-
 def _heads(model: ModelConfig) -> float:
     """Numbers in a token's queries, keys, values and mixed heads."""
     return 2 * model.num_heads * model.mean_head_dim + 2 * model.mean_kv_width
@@ -84,15 +78,7 @@ def _inner(model: ModelConfig) -> float:
     return model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
 
 
-@runtime_checkable
-class Counted(Protocol):
-    """A model whose weights can be counted, the decoder's or another."""
-
-    def num_parameters(self, head: Head = "lm") -> int:
-        """Number of weights, the given head included."""
-
-
-def weights_held(model: Counted, head: Head, layout: Layout) -> float:
+def weights_held(model: AnyModel, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
     replicated = replicated_weights(model, *_tensor_ways(layout)) if isinstance(model, ModelConfig) else 0
     return (model.num_parameters(head) + replicated) / layout.copy_devices
@@ -193,8 +179,10 @@ def _between_stages(model: ModelConfig, layout: Layout, *, itemsize: int) -> flo
 
 
 def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
-    """Logits of one device that exist at a time; those of a head of one number are not counted."""
-    return logit_bytes(model, tokens=int(tokens)) / (layout.stage * layout.tensor) if head == "lm" else 0.0
+    """Logits of one device that exist at a time, always float32; those of a head of one number are not counted."""
+    if head != "lm":
+        return 0.0
+    return min(int(tokens), CHUNK_TOKENS) * model.vocab_size * 4 / (layout.stage * layout.tensor)
 
 
 def inference_activation_bytes(

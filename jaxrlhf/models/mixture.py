@@ -78,24 +78,13 @@ class GeometricMixture(CausalLM):
     def table(self, params: Params) -> Array:
         return params["table"]
 
-    def hidden_states(
-        self,
-        params: Params,
-        token_RW: Array,
-        position_RW: Array,
-        segment_RW: Array,
-        *,
-        shared_prefix: Any = None,
-        execution: Execution = ONE_DEVICE,
-    ) -> HiddenStates:
+    def hidden_states(self, params: Params, *rows: Any, **how: Any) -> HiddenStates:
         """Run both over packed rows."""
-        rows, how = (token_RW, position_RW, segment_RW), {"shared_prefix": shared_prefix, "execution": execution}
         each = [hidden_states(params[name], self.base, *rows, **how) for name in ("policy", "reference")]
         return HiddenStates(self._side_by_side(*(one.hidden_RWD for one in each)))
 
-    def empty_cache(self, *, slots: int, capacity: int, execution: Execution = ONE_DEVICE) -> list[Any]:
-        own = {"slots": slots, "capacity": capacity, "execution": execution}
-        return [*empty_cache(self.base, **own), *empty_cache(self.base, **own)]
+    def empty_cache(self, **sizes: Any) -> list[Any]:
+        return [*empty_cache(self.base, **sizes), *empty_cache(self.base, **sizes)]
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""A causal language model that a user wrote as a `flax.nnx` module, as an `CausalLM`."""
+"""A causal language model that a user wrote as a `flax.nnx` module, as a `CausalLM`."""
 
 import functools
 import math

@@ -91,10 +91,6 @@ def pipeline_over(
 ) -> Pipeline | None:
     """The pipeline whose stages are the devices along `axes`; None where that is one stage.
 
-    Args:
-      row_axes: Mesh axes that split rows (or slots).
-      weight_axes: The last of `row_axes`, those that split each layer's weights as well.
-
     Raises:
       ValueError: The mesh has no such axis, or `row_axes` do not end with `weight_axes`.
     """

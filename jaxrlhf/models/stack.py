@@ -228,11 +228,9 @@ def _run_list(
     config: ModelConfig, step: Step, flow: Flow, layers: list[Params], extras: dict[str, Any]
 ) -> tuple[Flow, dict[str, Any]]:
     """A list of layers, one after another."""
-    found, begun = [], dict.fromkeys(STACKS, 0)
-    for layer, name in zip(layers, config.pattern.stack_of(), strict=False):
-        extra = jax.tree.map(lambda leaf: leaf[begun[name]], extras.get(name))  # noqa: B023
-        flow, outputs = step(name, flow, (layer, extra))
-        begun[name] += 1
+    found = []
+    for layer, (name, place) in zip(layers, _places(config.pattern.stack_of()), strict=False):
+        flow, outputs = step(name, flow, (layer, _entry(extras.get(name), place)))
         found.append(outputs)
     return flow, _joined(found, jnp.stack)
 
@@ -255,21 +253,25 @@ def unstack_layers(params: Params, config: ModelConfig, *, execution: Execution 
       params: Parameters, or one of their `layer_parts`, of whose results `joined_parts` makes layers.
     """
     pipeline = execution.pipeline
-    names = config.pattern.stack_of()[: config.num_layers // execution.stages]
+    places = _places(config.pattern.stack_of()[: config.num_layers // execution.stages])
 
     def unstack(layers: Stacks) -> list[Params]:
-        begun, trees = dict.fromkeys(STACKS, 0), []
-        for name in names:
-            tree = jax.tree.map(lambda leaf: leaf[begun[name]], layers[name])  # noqa: B023
-            trees.append(decode_layout(tree, execution))
-            begun[name] += 1
-        return trees
+        return [decode_layout(_entry(layers[name], place), execution) for name, place in places]
 
-    found = stacks(params, config, pipeline)
-    if pipeline is None:
-        return unstack(found)
-    stage = PartitionSpec(pipeline.axes)
-    return pipeline.on_stages(unstack, stage, stage)(found)
+    if pipeline is not None:
+        stage = PartitionSpec(pipeline.axes)
+        unstack = pipeline.on_stages(unstack, stage, stage)
+    return unstack(stacks(params, config, pipeline))
+
+
+def _places(names: Sequence[str]) -> list[tuple[str, int]]:
+    """The stack of each layer, and its place there."""
+    return [(name, names[:index].count(name)) for index, name in enumerate(names)]
+
+
+def _entry(leaves: Any, place: int) -> Any:
+    """A tree of arrays of one layer, out of those of its stack."""
+    return jax.tree.map(lambda leaf: leaf[place], leaves)
 
 
 def layer_parts(params: Params) -> Iterator[Params]:

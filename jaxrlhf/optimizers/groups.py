@@ -50,7 +50,7 @@ class ParameterGroups:
           Refusal: A group names no parameter or no layer, or all are frozen.
         """
         tower = ParameterGroup(rf"^{VISION}\.", learning_rate=settings.vision_learning_rate)
-        leaves = jax.tree.leaves_with_path(declared, is_leaf=lambda node: isinstance(node, Param))
+        leaves = jax.tree.leaves_with_path(declared)
         names = [path_name(path) for path, _ in leaves]
         shares = [np.full(_places(param), 0 if param.fixed else np.nan, np.float32) for _, param in leaves]
         for group in (*settings.groups, tower):
@@ -70,7 +70,7 @@ class ParameterGroups:
         shares = [np.where(np.isnan(share), np.float32(1), share) for share in shares]
         if not any(share.any() for share in shares):
             raise Refusal("Optimizer.groups freezes every parameter, and nothing is left to train; leave some out")
-        return cls(jax.tree.unflatten(jax.tree.structure(declared, is_leaf=lambda x: isinstance(x, Param)), shares))
+        return cls(jax.tree.unflatten(jax.tree.structure(declared), shares))
 
     @property
     def frozen(self) -> Any:

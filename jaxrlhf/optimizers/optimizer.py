@@ -11,7 +11,6 @@ import optax
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Optimizer, Refusal
 from jaxrlhf.config.named_functions import imported
-from jaxrlhf.models.parameters import Param
 from jaxrlhf.optimizers.average import averaging
 from jaxrlhf.optimizers.groups import ParameterGroups
 from jaxrlhf.optimizers.rounded import rounded
@@ -68,7 +67,7 @@ def _matrices(declared: Params, tree: Any) -> Any:
 
     Layers and experts lie stacked before them, and heads apart.
     """
-    params = dict(jax.tree.leaves_with_path(declared, is_leaf=lambda node: isinstance(node, Param)))
+    params = dict(jax.tree.leaves_with_path(declared))
 
     def one(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
         shape, dims = params[path].shape, params[path].dims

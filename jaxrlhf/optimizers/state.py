@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Optimizer
-from jaxrlhf.models.parameters import Param
 from jaxrlhf.optimizers.groups import Layers, ParameterGroups
 from jaxrlhf.optimizers.optimizer import optimizer_of
 
@@ -30,8 +29,7 @@ def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
 def state_bytes_per_weight(settings: Optimizer, declared: Params, layers: Layers) -> float:
     """Bytes that the optimizer keeps for a weight, on average over all that are trained; counts are none."""
     groups = ParameterGroups.of(settings, declared, layers)
-    is_param = {"is_leaf": lambda node: isinstance(node, Param)}
-    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared, **is_param)
+    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared)
     state = jax.eval_shape(optimizer_of(settings, declared, groups, total_updates=1).init, shapes)
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.shape)
     return kept / sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -141,8 +141,8 @@ def attend_chunk(
         return _added(so_far, block(*before(at), at + place_C, at + place_C < start))
 
     chunk = block(key_PCKH, value_PCKU, start + place_C, jnp.ones(tokens, bool))
-    blocks = _first_seen(start, score_mod) // tokens, -(-start // tokens)
-    mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(*blocks, add, chunk)
+    first = score_mod.first_seen(start, jnp.int32(0))
+    mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(first // tokens, -(-start // tokens), add, chunk)
     sink_KG = score_mod.sinks(kv_heads)
     if sink_KG is not None:
         # Beyond what float32 holds the sink takes all, and what is left is 0 either way.
@@ -185,8 +185,8 @@ def attend_shared_chunk(
 
         chunk = block(key_PCKH, value_PCKU, start + jnp.arange(tokens), jnp.ones(tokens, bool))
         nothing = *[jnp.zeros_like(sums) for sums in chunk[:2]], jnp.full_like(chunk[2], LOWEST)
-        blocks = _first_seen(start, score_mod) // (ways * size), -(-entries_before(start, device, ways) // size)
-        before = lax.fori_loop(*blocks, add, nothing)
+        first, end = score_mod.first_seen(start, jnp.int32(0)), entries_before(start, device, ways)
+        before = lax.fori_loop(first // (ways * size), -(-end // size), add, nothing)
         parts = [of_devices(_part(before), axes), _part(chunk), *sinks_part(score_mod, kv_heads, queries=tokens)]
         return _by_token(joined(parts, like=chunk[0].astype(value_PCKU.dtype)), tokens)
 
@@ -242,14 +242,6 @@ def _added(so_far: _Sums, block: _Sums) -> _Sums:
 def _part(sums: _Sums) -> Parts:
     mixed_PKMU, total_PKM1, most_PKM1 = sums
     return Parts(mixed_PKMU[:, :, None], total_PKM1[:, :, None, :, 0], most_PKM1[:, :, None, :, 0])
-
-
-def _first_seen(start: Array, score_mod: ScoreMod) -> Array:
-    """The first position that a chunk's first token sees."""
-    if score_mod.window is None:
-        return jnp.int32(0)
-    near = jnp.maximum(start - score_mod.window + 1, 0)
-    return near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
 
 
 def _by_token(mixed_PKMU: Array, tokens: int) -> Array:

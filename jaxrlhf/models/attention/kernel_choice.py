@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.attention.attention import (
-    DECODE,
-    LANES,
-    PAGES,
-    ROWS,
-    WIDEST,
-    WITHOUT_SINKS,
-)
+from jaxrlhf.models.attention.attention import DECODE, LANES, PAGES, ROWS, WIDEST, WITHOUT_SINKS
 from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -81,14 +74,9 @@ def choose_execution(
 
     Args:
       dtype: Dtype of activations and of the cache.
-      row_axes: Mesh axes that split rows (or slots).
-      head_axes: Mesh axes that split heads.
-      expert_axes: Mesh axes that divide experts.
+      row_axes, head_axes, expert_axes, token_axes, cache_axes, remat: See `Execution`; axes may be of one device.
       stage_axes: Mesh axes that divide the layers.
       weight_axes: The last of `row_axes`, those that split each layer's weights as well.
-      token_axes: Mesh axes that split the tokens of a row.
-      cache_axes: Mesh axes that split the positions of a cache, which then lies in slots.
-      remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
       cache: Layout of the cache where a decode kernel is needed; `auto` is pages where a kernel for them is used.
@@ -121,10 +109,11 @@ def choose_execution(
         if kernel == "xla":
             return True
         here = are_here(list(mesh.devices.flat))
-        usable_here = all(_usable(use, kernel, platform, *scores, name, obstacle, here) for scores in problems)
+        trials = [_Trial(use, kernel, platform, *scores, name) for scores in problems]
+        usable_here = all(_usable(trial, obstacle, here) for trial in trials)
         everywhere = _in_all_processes(usable_here, mesh)
         if usable_here and not everywhere:
-            _warn(use, kernel, platform, problems[0][0], name, "another process of the mesh cannot use it")
+            trials[0].warn("another process of the mesh cannot use it")
         return everywhere
 
     no_sinks = _no_sinks(config, rows)
@@ -189,31 +178,33 @@ def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["
     return cache == "pages" or (platform in BEST and _no_pages(config, BEST[platform][2]) is None)
 
 
+class _Trial(NamedTuple):
+    """A kernel, and what it is tried with: query heads, key-value heads and their width on a device, and scores."""
+
+    use: _Use
+    kernel: str
+    platform: str
+    heads: tuple[int, int, int]
+    score_mod: ScoreMod
+    dtype: str
+
+    def warn(self, objection: str) -> None:
+        """Warn that the kernel is not used."""
+        warnings.warn(
+            f"attention kernel {self.kernel!r} ({self.use}) is not used on {self.platform} for heads "
+            f"{' x '.join(map(str, self.heads))} in {self.dtype}, which costs speed: {objection}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 @functools.cache
-def _usable(
-    use: _Use,
-    kernel: str,
-    platform: str,
-    heads: tuple[int, int, int],
-    score_mod: ScoreMod,
-    dtype: str,
-    obstacle: str | None,
-    devices_here: bool,
-) -> bool:
+def _usable(trial: _Trial, obstacle: str | None, devices_here: bool) -> bool:
     """Return whether a kernel can be used; warn, the first time it is asked, where it cannot."""
-    objection = obstacle or _objection(use, kernel, platform, heads, score_mod, dtype, devices_here)
+    objection = obstacle or _objection(trial, devices_here)
     if objection is not None:
-        _warn(use, kernel, platform, heads, dtype, objection)
+        trial.warn(objection)
     return objection is None
-
-
-def _warn(use: _Use, kernel: str, platform: str, heads: tuple[int, int, int], dtype: str, objection: str) -> None:
-    warnings.warn(
-        f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
-        f"{' x '.join(map(str, heads))} in {dtype}, which costs speed: {objection}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
@@ -225,40 +216,29 @@ def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
     return bool(jax.jit(jnp.all, out_shardings=NamedSharding(mesh, PartitionSpec()))(held))
 
 
-def _objection(
-    use: _Use,
-    kernel: str,
-    platform: str,
-    heads: tuple[int, int, int],
-    score_mod: ScoreMod,
-    dtype: str,
-    devices_here: bool,
-) -> str | None:
+def _objection(trial: _Trial, devices_here: bool) -> str | None:
     """Reason not to use a kernel: it raises, or is too far from `xla` in float32; None if it is good."""
-    table, problem = _TRIED[use]
-    arrays, rest = problem(*heads)
-    if use == "pages":
-        arrays = [_wide(array, LANES.get(kernel, 1)) for array in arrays]
+    table, problem = _TRIED[trial.use]
+    arrays, rest = problem(*trial.heads)
+    if trial.use == "pages":
+        arrays = [_wide(array, LANES.get(trial.kernel, 1)) for array in arrays]
     # Rounded before either kernel sees them, so that the difference is the kernel's own.
-    arrays = [np.asarray(array, dtype) for array in arrays]
+    arrays = [np.asarray(array, trial.dtype) for array in arrays]
     # Half precision rounds weights, products and results in turn; what is wrong is far beyond it.
-    tolerance = max(1e-4, 2 * float(jnp.finfo(dtype).eps))
-    gradients = use == "rows"
-    if not devices_here:
-        try:
-            jax.eval_shape(partial(_results, kernel=table[kernel], gradients=gradients), arrays, rest, score_mod)
-        except Exception as error:  # as below
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return None
-    device = jax.local_devices(backend=platform)[0]
-    with jax.default_device(device), jax.default_matmul_precision("highest"):
-        wide = [array.astype(np.float32) for array in arrays]
-        exact = jax.device_get(_results(wide, rest, score_mod, kernel=table["xla"], gradients=gradients))
+    tolerance = max(1e-4, 2 * float(jnp.finfo(trial.dtype).eps))
+    results = partial(_results, gradients=trial.use == "rows")
+    device = jax.local_devices(backend=trial.platform)[0] if devices_here else None
     try:
+        if device is None:
+            jax.eval_shape(partial(results, kernel=table[trial.kernel]), arrays, rest, trial.score_mod)
+            return None
         with jax.default_device(device):
-            ours = jax.device_get(_results(arrays, rest, score_mod, kernel=table[kernel], gradients=gradients))
+            ours = jax.device_get(results(arrays, rest, trial.score_mod, kernel=table[trial.kernel]))
     except Exception as error:  # whatever a backend, a driver or another JAX raises is a reason
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
+        wide = [array.astype(np.float32) for array in arrays]
+        exact = jax.device_get(results(wide, rest, trial.score_mod, kernel=table["xla"]))
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     for name, got, true in zip(names, ours, exact, strict=False):
         off = float(np.abs(np.float32(got) - true).max() / np.abs(true).max())

@@ -16,9 +16,6 @@ from jaxrlhf.models.attention.delta_rule import Steps, convolve, convolve_one, i
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.norm import rms_norm
 
-_ROUND_TOKENS = 4096
-"""Tokens of a row that one round of a loop over sequences that share prompts mixes."""
-
 
 class LayerState(NamedTuple):
     """The state of B slots in one layer.
@@ -143,11 +140,7 @@ class StateMixer:
     """Convolution and states as `shared_prefix.over_sequences` takes them; `weights` are `MixerWeights`."""
 
     config: LinearAttention
-
-    @property
-    def round_tokens(self) -> int:
-        """Tokens of a row that it is given at a time."""
-        return _ROUND_TOKENS
+    round_tokens: int = 4096
 
     def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_RW: Array, /) -> Array:
         del flags

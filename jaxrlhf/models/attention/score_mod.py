@@ -74,6 +74,13 @@ class ScoreMod:
         """float32 scores of sinks by key-value head and query head of it."""
         return None if self.sink_N is None else self.sink_N.astype(jnp.float32).reshape(kv_heads, -1)
 
+    def first_seen(self, place: Int[Array, "*any"], start: Int[Array, "*more"]) -> Int[Array, "*more"]:
+        """First position that the token at a place sees, of those from `start` on."""
+        if self.window is None:
+            return start
+        near = jnp.maximum(place - self.window + 1, start)
+        return near if self.slides is None else jnp.where(self.slides, near, start)
+
     def in_window(self, ago: Int[Array, "*any"], together: Bool[Array, "*more"] | None = None) -> Bool[Array, "*more"]:
         """True where a token sees the one that many positions before it.
 

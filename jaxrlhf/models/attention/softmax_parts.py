@@ -67,12 +67,7 @@ def sinks_part(score_mod: ScoreMod, kv_heads: int, *, queries: int = 1) -> list[
 
 def seen(newest_B: Array, score_mod: ScoreMod) -> tuple[Array, Array]:
     """Positions that each slot sees: the first, and the one behind the last."""
-    end_B = newest_B + 1
-    first_B = jnp.zeros_like(end_B)
-    if score_mod.window is not None:
-        near_B = jnp.maximum(end_B - score_mod.window, 0)
-        first_B = near_B if score_mod.slides is None else jnp.where(score_mod.slides, near_B, 0)
-    return first_B, end_B
+    return score_mod.first_seen(newest_B, jnp.zeros_like(newest_B)), newest_B + 1
 
 
 def seen_of_device(position_B: Array, capacity: int, score_mod: ScoreMod, execution: Execution) -> tuple[Array, Array]:

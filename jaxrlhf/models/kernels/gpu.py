@@ -1,7 +1,4 @@
-"""Kernel of GPUs for decoding, in the signature of `attend_cache`, and what it has in common with that for pages.
-
-It computes on the arrays of one device. `kernel_choice` decides whether it is used.
-"""
+"""Kernel of GPUs for decoding, in the signature of `attend_cache`, and what it has in common with that for pages."""
 
 from collections.abc import Callable
 from functools import partial

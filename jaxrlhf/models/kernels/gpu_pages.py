@@ -1,7 +1,4 @@
-"""Kernels of GPUs for decoding from pages, in the signature of `attend_pages`.
-
-Each computes on the arrays of one device. `kernel_choice` decides whether they are used.
-"""
+"""Kernels of GPUs for decoding from pages, in the signature of `attend_pages`."""
 
 from functools import partial
 from typing import Any

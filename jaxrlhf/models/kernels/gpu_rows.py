@@ -4,8 +4,6 @@ A causal row of segments is told by one number for each position: the first one 
 those of single layers of a program. Tiles before the first and after the last position that any of a tile's sees are
 not read, so that a row costs what its sequences cost.
 
-Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
-
 Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), algorithms 1 and 4.
 """
 
@@ -39,10 +37,7 @@ def flash_rows(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R W N H"]:
-    """Flash attention whose tiles are masked by position alone; heads are padded to powers of two.
-
-    Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), algorithms 1 and 4.
-    """
+    """Flash attention whose tiles are masked by position alone; heads are padded to powers of two."""
     _, width, _, head_dim = query_RWNH.shape
     wide = max(_NARROWEST_HEAD, pl.next_power_of_2(head_dim))
     query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_TILE)
@@ -58,10 +53,7 @@ def first_seen(segment_RW: Int[Array, "R W"], score_mod: ScoreMod) -> Int[Array,
     position_1W = jnp.arange(segment_RW.shape[1], dtype=jnp.int32)[None]
     changes_RW = jnp.diff(segment_RW, axis=1, prepend=segment_RW[:, :1]) != 0
     start_RW = lax.cummax(jnp.where(changes_RW, position_1W, 0), axis=1)
-    if score_mod.window is None:
-        return start_RW
-    near_RW = jnp.maximum(start_RW, position_1W - score_mod.window + 1)
-    return near_RW if score_mod.slides is None else jnp.where(score_mod.slides, near_RW, start_RW)
+    return score_mod.first_seen(position_1W, start_RW)
 
 
 class _Scores(NamedTuple):

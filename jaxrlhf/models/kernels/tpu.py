@@ -1,7 +1,4 @@
-"""Attention kernels of TPUs, in the signatures of `attend` and `attend_pages`.
-
-Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
-"""
+"""Attention kernels of TPUs, in the signatures of `attend` and `attend_pages`."""
 
 import math
 from collections.abc import Callable
@@ -54,8 +51,9 @@ def splash_rows(
         more = -head_dim % _LANES
         return jnp.pad(jnp.swapaxes(array, 1, 2), ((0, 0), (0, 0), (0, 0), (0, more)))
 
-    def kernel(start: int, end: int, before: int | None) -> Callable[..., Array]:
-        """Attention of the queries from start to end, each to the keys that are at most some positions before it."""
+    def kernel(start: int, end: int, window: int | None) -> Callable[..., Array]:
+        """Attention of the queries from start to end."""
+        before = None if window is None else window - 1
         call = splash.make_splash_mha(
             splash.MultiHeadMask([_Near((end - start, end), (before, 0), start)] * heads),
             block_sizes=_tiles(block),
@@ -66,29 +64,20 @@ def splash_rows(
         )
         return jax.vmap(lambda *row: call(*row[:3], segment_ids=splash.SegmentIds(*row[3:])))
 
-    def run(before: int | None) -> Callable[..., Array]:
+    def run(window: int | None) -> Callable[..., Array]:
         def attend(query: Array, key: Array, value: Array, segment: Array) -> Array:
             outputs = []
             for start in range(0, padded, part):
                 end = min(start + part, padded)
+                keys = key[:, :, :end], value[:, :, :end]
                 segments = segment[:, start:end], segment[:, :end]
-                output = kernel(start, end, before)(
-                    query[:, :, start:end], key[:, :, :end], value[:, :, :end], *segments
-                )
-                outputs.append(output)
+                outputs.append(kernel(start, end, window)(query[:, :, start:end], *keys, *segments))
             return jnp.concatenate(outputs, axis=2)
 
         return attend
 
     arrays = head_major(score_mod.divided(query)), head_major(key), head_major(value), segment
-    if score_mod.window is None:
-        out_RNWH = run(None)(*arrays)
-    elif score_mod.slides is None:
-        out_RNWH = run(score_mod.window - 1)(*arrays)
-    else:
-        # Masks are compiled in, so that a layer chooses between two kernels.
-        out_RNWH = jax.lax.cond(score_mod.slides, run(score_mod.window - 1), run(None), *arrays)
-    return jnp.swapaxes(out_RNWH, 1, 2)[:, :width, :, :head_dim]
+    return jnp.swapaxes(_by_window(run, score_mod, *arrays), 1, 2)[:, :width, :, :head_dim]
 
 
 def _tiles(size: int) -> splash.BlockSizes:
@@ -144,6 +133,11 @@ def ragged_pages(
             num_queries_per_block=_QUERIES_BLOCK,
         )
 
+    return _by_window(run, score_mod, *arrays)
+
+
+def _by_window(run: Callable[[int | None], Callable[..., Array]], score_mod: ScoreMod, *arrays: Array) -> Array:
+    """Result of `run(window)`. Windows are compiled in, so that a layer which may have none chooses of two kernels."""
     if score_mod.window is None or score_mod.slides is None:
         return run(score_mod.window)(*arrays)
     return jax.lax.cond(score_mod.slides, run(score_mod.window), run(None), *arrays)

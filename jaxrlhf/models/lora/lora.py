@@ -60,13 +60,12 @@ def _absent(config: ModelConfig, stack: str) -> set[str]:
 
 
 def _in_rooms(layer: dict[str, Any], lora: Lora) -> dict[str, Any]:
-    """Adapters of stacked layers."""
-    return {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
-
-
-def _adapters(params: dict[str, Any], lora: Lora) -> dict[str, Adapter]:
-    """Adapters of a layer's attention or MLP."""
-    return {name: _adapter(name, param, lora) for name, param in params.items() if name in lora.targets}
+    """Adapters of stacked layers, in their attention and MLP."""
+    return {
+        room: {name: _adapter(name, layer[room][name], lora) for name in layer[room] if name in lora.targets}
+        for room in ROOMS
+        if not set(lora.targets).isdisjoint(layer[room])
+    }
 
 
 def _matrices(layer: dict[str, Any]) -> set[str]:
@@ -132,15 +131,6 @@ def quantized(tree: Any, kind: Format, one: Callable[[Any], Quantized] | None = 
         return quantize(leaf, kind) if one is None else one(leaf)
 
     return jax.tree.map_with_path(each, tree, is_leaf=is_leaf)
-
-
-def merged(params: Any) -> Any:
-    """Parameters with adapters merged into their weights, in float32."""
-
-    def one(node: Any) -> Any:
-        return node.weight + change_of(node.adapter) if isinstance(node, Adapted) else node
-
-    return jax.tree.map(one, params, is_leaf=lambda node: isinstance(node, Adapted))
 
 
 def change_of(adapter: Adapter) -> jax.Array:

@@ -57,7 +57,7 @@ def grouped_mlp(
     """
     matrices = gate_EDF, up_EDF, down_EFD
     if platform() == "tpu":
-        return _ragged(input_AD, gate_EDF, up_EDF, down_EFD, weight_A, size_E, biases=biases, gate=gate)
+        return _ragged(gate, input_AD, matrices, biases, weight_A, size_E)
     block = _block_rows(len(input_AD), len(gate_EDF))
     return _in_blocks(block, gate, input_AD, matrices, biases, weight_A, size_E)
 
@@ -68,17 +68,13 @@ def _block_rows(rows: int, experts: int) -> int:
 
 
 def _ragged(
+    gate: Gate,
     input_AD: Array,
-    gate_EDF: Array,
-    up_EDF: Array,
-    down_EFD: Array,
+    matrices: tuple[Array, ...],
+    biases: tuple[Array, ...],
     weight_A: Array,
     size_E: Array,
-    *,
-    biases: tuple[Array, ...] = (),
-    gate: Gate = SILU,
 ) -> Array:
-    matrices = gate_EDF, up_EDF, down_EFD
     last_E = jnp.cumsum(size_E)
     expert_A = jnp.minimum(jnp.searchsorted(last_E, jnp.arange(len(input_AD)), side="right"), len(size_E) - 1)
 
