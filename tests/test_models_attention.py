@@ -2,13 +2,14 @@
 
 import itertools
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from tiny_models import close
 
 from jaxrlhf.models.attention.attention import DECODE, ROWS, attend, attend_cache
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
@@ -88,10 +89,6 @@ def drawn(*shapes):
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-def close(ours, theirs, tolerance=1e-5):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
-
-
 def run_rows(execution, query, key, value, segment, weight, scores=PLAIN):
     out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, scores, execution=execution), query, key, value)
     return out, *pull(weight)
@@ -104,21 +101,13 @@ SEGMENTS = {
 }
 
 
-@cache
-def packed_rows(width, heads, kv_heads):
-    """Arguments of `run_rows`, and what the naive reference makes of them."""
-    shapes = [(2, width, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
-    query, key, value, weight = drawn(*shapes)
-    segment = np.array(SEGMENTS[width], np.int32)
-    arrays = [np.asarray(array, np.float32) for array in (query, key, value, weight)]
-    return [*arrays[:3], segment, arrays[3]], naive_rows(query, key, value, segment, weight)
-
-
-@pytest.mark.parametrize("kernel", ["xla", "splash", "flash"])
-@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(150, 4, 2), (18, 3, 1)])
-def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel, width, heads, kv_heads):
-    arguments, expected = packed_rows(width, heads, kv_heads)
-    for got, true in zip(jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))(*arguments), expected, strict=True):
+@pytest.mark.parametrize("kernel", ["splash", "flash"])
+def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel):
+    query, key, value, weight = drawn(*[(2, 150, count, 16) for count in (6, 2, 2, 6)])
+    segment = np.array(SEGMENTS[150], np.int32)
+    *arrays, wide = (np.asarray(array, np.float32) for array in (query, key, value, weight))
+    ours = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))(*arrays, segment, wide)
+    for got, true in zip(ours, naive_rows(query, key, value, segment, weight), strict=True):
         close(got, true)
 
 
@@ -131,7 +120,7 @@ def other_scores(slides=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["xla", "splash", "flash"])
+@pytest.mark.parametrize("kernel", ["splash", "flash"])
 def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
     query, key, value, weight = drawn(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array(SEGMENTS[18], np.int32)
@@ -152,45 +141,29 @@ def run_rows_with_sinks(execution, query, key, value, segment, weight, sinks):
     return out, *pull(weight)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "flash"])
-def test_sinks_take_their_share_of_rows(kernel):
+def test_sinks_take_their_share_of_rows():
     query, key, value, weight = (np.float32(array) for array in drawn(*[(2, 18, count, 16) for count in (4, 2, 2, 4)]))
     segment = np.array(SEGMENTS[18], np.int32)
-    run = jax.jit(partial(run_rows_with_sinks, Execution(rows_kernel=kernel)))
+    run = jax.jit(partial(run_rows_with_sinks, Execution(rows_kernel="flash")))
     ours = run(query, key, value, segment, weight, np.float32(SINKS))
     expected = naive_rows(*(np.float64(x) for x in (query, key, value)), segment, weight, **OTHER, sinks=SINKS)
     for got, true in zip(ours, expected, strict=True):
         close(got, true)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "pallas"])
-def test_sinks_take_their_share_of_a_cache(kernel):
-    query, key, value = (np.float32(x) for x in drawn((3, 4, 16), (3, 2, 16, 600), (3, 2, 600, 16)))
-    position = np.array([0, 66, 599], np.int32)
-    scores = replace(other_scores(), sink_N=np.float32(SINKS))
-    ours = jax.jit(partial(attend_cache, execution=Execution(decode_kernel=kernel)))(
-        query, key, value, position, scores
-    )
-    close(ours, naive_cache(query, key, value, position, **OTHER, sinks=SINKS))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("slides", [None, True, False])
-def test_a_row_of_more_tiles_than_a_splash_kernel_can_have_takes_several(monkeypatch, slides):
+def test_a_row_of_more_tiles_than_a_splash_kernel_can_have_takes_several(monkeypatch):
     monkeypatch.setattr(tpu, "_BLOCK", 128)
     monkeypatch.setattr(tpu, "_LONG_BLOCK", 128)
     monkeypatch.setattr(tpu, "_TILES", 6)  # two of the three parts of the queries, and the third
     query, key, value, weight = drawn(*[(1, 300, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array([[1] * 120 + [2] * 170 + [0] * 10], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    scores, there = PLAIN, {}
-    if slides is not None:
-        scores = ScoreMod(OTHER["divisor"], OTHER["cap"], 140, jnp.array(slides))
-        there = OTHER | {"window": 140 if slides else np.inf}
+    scores = ScoreMod(OTHER["divisor"], OTHER["cap"], 140)
     ours = jax.jit(partial(run_rows, Execution(rows_kernel="splash")))(
         *arrays, segment, np.asarray(weight, np.float32), scores
     )
-    for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **there), strict=True):
+    for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **OTHER | {"window": 140}), strict=True):
         close(got, true)
 
 
@@ -219,22 +192,21 @@ def test_blocks_leave_out_keys_before_the_window_of_all_layers():
 
 
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
-def test_a_token_sees_its_cache_under_a_soft_cap_and_inside_its_window(kernel):
+def test_a_token_sees_its_cache_under_a_soft_cap_inside_its_window_and_beside_sinks(kernel):
     capacity = 600
-    query, key, value = drawn((6, 2, 16), (6, 1, 16, capacity), (6, 1, capacity, 16))
+    query, key, value = drawn((6, 4, 16), (6, 2, 16, capacity), (6, 2, capacity, 16))
     # In the first window, across a tile's edge, across a part's, all of it, and one that has run past it.
     position = np.array([0, 3, 66, 514, capacity - 1, capacity + 9], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
     run = jax.jit(partial(attend_cache, execution=Execution(decode_kernel=kernel)))
-    for slides in (None, jnp.array(True), jnp.array(False)):
-        there = OTHER | {"window": np.inf} if slides is not None and not slides else OTHER
-        close(run(*arrays, position, other_scores(slides)), naive_cache(query, key, value, position, **there))
+    for slides in (True, False):
+        there = OTHER if slides else OTHER | {"window": np.inf}
+        scores = replace(other_scores(jnp.array(slides)), sink_N=np.float32(SINKS))
+        close(run(*arrays, position, scores), naive_cache(query, key, value, position, **there, sinks=SINKS))
 
 
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "capacity"), [(4, 2, 16, 40), (7, 1, 16, 700), (20, 1, 24, 65)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "capacity"), [(7, 1, 16, 700), (20, 1, 24, 65)])
 def test_a_token_attends_to_what_is_filled_of_its_cache(kernel, heads, kv_heads, head_dim, capacity):
     shapes = [(5, heads, head_dim), (5, kv_heads, head_dim, capacity), (5, kv_heads, capacity, head_dim)]
     query, key, value = drawn(*shapes)
@@ -255,34 +227,29 @@ def test_the_decode_kernel_reads_nothing_past_what_is_filled():
     np.testing.assert_array_equal(run(query, key, value, position), clean)
 
 
-@pytest.mark.parametrize(("head_dim", "scores"), [(64, PLAIN), (128, other_scores())], ids=["plain", "other"])
-def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim, scores):
+def test_splash_attention_is_accepted_by_the_compiler_for_tpu():
     def loss(query, key, value):
-        return splash_rows(query, key, value, jnp.ones((2, 200), jnp.int32), scores).astype(jnp.float32).sum()
+        return splash_rows(query, key, value, jnp.ones((2, 200), jnp.int32), other_scores()).astype(jnp.float32).sum()
 
-    arrays = [jax.ShapeDtypeStruct((2, 200, count, head_dim), jnp.bfloat16) for count in (14, 2, 2)]
+    arrays = [jax.ShapeDtypeStruct((2, 200, count, 64), jnp.bfloat16) for count in (14, 2, 2)]
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, gradient of queries, of keys and values
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scores", [PLAIN, other_scores()], ids=["plain", "other"])
-def test_the_kernel_of_rows_has_no_square_mask_on_gpu(scores):
-    device = topology(hardware("h100"))[0]
+def test_the_kernel_of_rows_has_no_square_mask_on_gpu():
+    width, place = 32_768, SingleDeviceSharding(topology(hardware("h100"))[0])
 
-    def temporary(width: int) -> int:
-        def loss(*arrays):
-            return flash_rows(*arrays, scores).astype(jnp.float32).sum()
+    def loss(*arrays):
+        return flash_rows(*arrays, other_scores()).astype(jnp.float32).sum()
 
-        shapes = [(1, width, count, 128) for count in (14, 2, 2)]
-        place = SingleDeviceSharding(device)
-        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
-        segment = jax.ShapeDtypeStruct((1, width), jnp.int32, sharding=place)
-        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, segment)
-        return program.compile().memory_analysis().temp_size_in_bytes
-
+    shapes = [(1, width, count, 128) for count in (14, 2, 2)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    segment = jax.ShapeDtypeStruct((1, width), jnp.int32, sharding=place)
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, segment).compile()
     # The output, and by head the norm of its softmax and the product with its gradient; no [W, W] anywhere.
-    assert temporary(16_384) < temporary(32_768) < 2**20 + 32_768 * (14 * 128 * 2 + (2 * 14 + 4) * 4)
+    output, others = width * 14 * 128 * 2, width * (2 * 14 + 4) * 4
+    assert output <= program.memory_analysis().temp_size_in_bytes < output + others + 2**20
 
 
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
@@ -304,7 +271,7 @@ def test_a_token_sees_its_window_in_a_ring(kernel, monkeypatch):
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "scores"),
-    [(64, "bfloat16", PLAIN), (96, "bfloat16", PLAIN), (128, "float32", PLAIN), (256, "bfloat16", other_scores())],
+    [(96, "bfloat16", PLAIN), (128, "float32", PLAIN), (256, "bfloat16", other_scores())],
 )
 def test_the_decode_kernel_is_accepted_by_the_compiler_for_gpu(head_dim, dtype, scores):
     shapes = [(4, 14, head_dim), (4, 2, head_dim, 700), (4, 2, 700, head_dim)]
@@ -320,26 +287,15 @@ def on_mesh(spec_of):
         np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "idle", "tensor"), axis_types=(AxisType.Auto,) * 3
     )
     execution = Execution(
-        rows_kernel="splash", decode_kernel="pallas", mesh=mesh, row_axes=("data",), head_axes=("tensor",)
+        rows_kernel="flash", decode_kernel="pallas", mesh=mesh, row_axes=("data",), head_axes=("tensor",)
     )
     return execution, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in spec_of]
 
 
-def test_rows_and_heads_stay_where_they_are_on_a_mesh():
-    head, row = ("data", None, "tensor"), ("data",)
-    execution, layout = on_mesh([head, head, head, row, head])
-    query, key, value, weight = (np.asarray(x, np.float32) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
-    arrays = query, key, value, np.ones((4, 20), np.int32), weight
-    program = jax.jit(partial(run_rows, execution), in_shardings=layout).lower(*arrays).compile()
-    for ours, theirs in zip(program(*jax.device_put(arrays, tuple(layout))), naive_rows(*arrays), strict=True):
-        close(ours, theirs)
-    assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
-
-
-def test_rows_and_sinks_of_heads_stay_where_they_are_on_a_mesh():
+def test_rows_heads_and_their_sinks_stay_where_they_are_on_a_mesh():
     head, row = ("data", None, "tensor"), ("data",)
     execution, layout = on_mesh([head, head, head, row, head, ("tensor",)])
-    run = partial(run_rows_with_sinks, replace(execution, rows_kernel="flash"))
+    run = partial(run_rows_with_sinks, execution)
     query, key, value, weight = (np.float32(x) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
     arrays = query, key, value, np.ones((4, 20), np.int32), weight, np.float32(SINKS)
     program = jax.jit(run, in_shardings=layout).lower(*arrays).compile()

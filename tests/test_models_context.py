@@ -62,7 +62,6 @@ def whole():
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("plain", {"context": 8}),
         ("seven heads to a key, and sinks", {"fsdp": 2, "context": 2, "tensor": 2}),
         *[
             pytest.param(kind, sizes, marks=pytest.mark.slow)
@@ -71,7 +70,6 @@ def whole():
                 ("fewer heads than devices", {"context": 8}),
                 ("windows and soft caps", {"data": 2, "context": 2, "tensor": 2}),
                 ("latents", {"context": 4, "tensor": 2}),
-                ("state space", {"context": 2, "tensor": 2}),
                 ("linear attention", {"fsdp": 2, "context": 2, "tensor": 2}),
             ]
         ],
@@ -87,6 +85,7 @@ def whole():
                 ("latents", {"context": 8}),
                 ("experts", {"context": 4, "tensor": 2}),
                 ("linear attention", {"context": 4}),
+                ("state space", {"context": 2, "tensor": 2}),
             ]
         ],
     ],

@@ -78,10 +78,7 @@ def execution_of(mesh, *, dtype=jnp.float32, pipeline=None):
     [
         pytest.param(Layout(1, 8), False, id="fsdp, float32"),
         pytest.param(Layout(2, expert=4), True, id="expert, nf4"),
-        pytest.param(None, False, marks=pytest.mark.slow, id="alone, float32"),
-        pytest.param(Layout(2, expert=4), False, marks=pytest.mark.slow, id="expert, float32"),
         pytest.param(None, True, marks=pytest.mark.slow, id="alone, nf4"),
-        pytest.param(Layout(1, 8), True, marks=pytest.mark.slow, id="fsdp, nf4"),
     ],
 )
 def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -> None:

@@ -17,7 +17,7 @@ from made_plans import machines
 from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, Training
+from jaxrlhf.config import GRPO, PPO, Checkpointing, Layout, Lora, Nnx, Training
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.planner.problem import question_of
@@ -204,7 +204,7 @@ def test_it_is_not_planned(own):
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, capsys):
-    config = replace(learning(GRPO, old_logp="trainer"), model=own)
+    config = replace(learning(GRPO, old_logp="trainer"), model=own, checkpoint=Checkpointing(every_steps=22))
     logged = run(config, tmp_path / "whole")
     assert logged[0]["score/format"] <= 0.3
     assert logged[-1]["eval/accuracy"] >= 0.9

@@ -17,6 +17,8 @@ from jax.sharding import (
     PartitionSpec,
     use_abstract_mesh,
 )
+from test_models_attention import softmax
+from tiny_models import close
 
 from jaxrlhf.models.attention.attention import PAGES, attend_pages
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, LayerPages, empty_pages, insert_pages
@@ -33,12 +35,6 @@ OTHER = {"divisor": 1.3, "cap": 0.8, "window": 18}
 def interpreted(monkeypatch):
     """Kernels of accelerators run on the CPU."""
     monkeypatch.setitem(PAGES, "pallas", partial(pallas_pages, interpret=True))
-
-
-def softmax(score, sink=-np.inf):
-    """Weights of scores, of which a sink takes its share."""
-    weight = np.exp(score - score.max())
-    return weight / (weight.sum() + np.exp(sink - score.max()))
 
 
 def naive_pages(query, pages, table, position, *, divisor=None, cap=np.inf, window=np.inf, sinks=None):
@@ -72,10 +68,6 @@ def drawn(*, heads, kv_heads, head_dim, page_tokens=16, width=None):
     return np.float32(query), np.float32(pages), table.astype(np.int32), position
 
 
-def close(ours, theirs, tolerance=1e-5):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
-
-
 @pytest.mark.parametrize(
     ("kernel", "heads", "kv_heads", "head_dim", "width"),
     [("xla", 4, 2, 8, 8), ("xla", 7, 1, 12, 16), ("pallas", 4, 2, 16, 16), ("pallas", 20, 1, 24, 24)],
@@ -101,13 +93,13 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
         close(run(*arrays, scores), naive_pages(*arrays, **there))
 
 
-@pytest.mark.parametrize("slides", [True, False])
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
-def test_a_layer_may_have_no_window_where_others_have(kernel, slides):
+def test_a_layer_may_have_no_window_where_others_have(kernel):
     arrays = drawn(heads=2, kv_heads=1, head_dim=16)
-    scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
-    ours = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))(*arrays, scores)
-    close(ours, naive_pages(*arrays, **OTHER if slides else OTHER | {"window": np.inf}))
+    run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))
+    for slides in (True, False):
+        scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
+        close(run(*arrays, scores), naive_pages(*arrays, **OTHER if slides else OTHER | {"window": np.inf}))
 
 
 def test_the_gpu_kernel_reads_nothing_past_what_is_filled():
@@ -238,7 +230,7 @@ def test_the_tpu_kernel_is_accepted_by_its_compiler(dtype):
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (96, "bfloat16"), (128, "float32")])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(96, "bfloat16"), (128, "float32")])
 def test_the_gpu_kernel_is_accepted_by_its_compiler(head_dim, dtype):
     program = traced(pallas_pages, head_dim, dtype)
     assert "xla.gpu.triton" in program.lower(lowering_platforms=("cuda",)).as_text()

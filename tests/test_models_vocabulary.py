@@ -108,8 +108,10 @@ def test_log_probabilities_and_gradients_are_those_of_the_vocabulary(given, prog
     assert all(not table[VOCAB:].any() for table in tables(found[0]))
 
 
-def sampled(config, params, sizes):
-    mesh = mesh_of(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+@pytest.mark.parametrize("given", [False], indirect=True, ids=["head"])
+def test_samples_are_of_the_vocabulary(given):
+    _, config, params, _ = given
+    mesh = mesh_of({"tensor": 4}, jax.devices()[:4])
     engine = Engine(
         config,
         mesh,
@@ -124,18 +126,10 @@ def sampled(config, params, sizes):
     engine.load(jax.device_put(params, layout_of(config, mesh, GENERATE)), version=0)
     requests = [Request(index, (index, 96, 5)) for index in range(8)]
     # So hot that a padded row would be drawn at once, and noise of 50 would be all that is drawn.
-    return engine.generate(requests, Sampling(temperature=5.0), seed=7)
-
-
-@pytest.mark.parametrize("given", [False], indirect=True, ids=["head"])
-def test_samples_are_of_the_vocabulary_and_the_same_on_any_number_of_devices(given):
-    _, config, params, _ = given
-    one, four = sampled(config, params, {"data": 1}), sampled(config, params, {"tensor": 4})
-    drawn = [token for response in one for token in response.tokens]
+    drawn = [
+        token for response in engine.generate(requests, Sampling(temperature=5.0), seed=7) for token in response.tokens
+    ]
     assert len(drawn) == 8 * 16 and max(drawn) < VOCAB and len(set(drawn)) > 40
-    for mine, theirs in zip(four, one, strict=True):
-        assert mine.tokens == theirs.tokens
-        np.testing.assert_allclose(mine.logps, theirs.logps, atol=1e-4)
 
 
 def test_logits_have_no_padding(given):
@@ -145,6 +139,7 @@ def test_logits_have_no_padding(given):
     assert (models.padded_logits(params, config, hidden_D)[:, VOCAB:] == -np.inf).all()
 
 
+@pytest.mark.parametrize("given", [False], indirect=True, ids=["head"])
 def test_exports_leave_the_padding_out(given, tmp_path):
     source, config, _, _ = given
     layout = layout_of(config, factored_mesh(Layout(fsdp=2, tensor=4), jax.devices()), TRAIN)
@@ -159,7 +154,7 @@ def test_tables_are_padded_the_same_whatever_they_are_split_over(tokens, rows):
 
 
 def test_random_tables_end_in_zeros():
-    drawn = models.init_params(small(97), "lm", jax.random.key(0))["embed"]
+    drawn = jax.jit(lambda key: models.init_params(small(97), "lm", key)["embed"])(jax.random.key(0))
     assert drawn[:97].all() and not drawn[97:].any()
 
 
