@@ -40,8 +40,9 @@ from jaxrlhf.config import Layout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
-from jaxrlhf.sharding.rules import laid_out, shardings
+from jaxrlhf.sharding.rules import shardings
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)
@@ -112,7 +113,7 @@ def vanilla(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
     dims, shapes = param_dims(MODEL, "lm"), param_shapes(MODEL, "lm")
     split = ("heads", "kv_heads", "mlp", "vocab")
     train, generate = (shardings(mesh, dims, dict.fromkeys(split, axes)) for axes in (("micro", "tensor"), ("tensor",)))
-    return HybridEngine(laid_out(shapes, train), laid_out(shapes, generate))
+    return HybridEngine(described(shapes, train), described(shapes, generate))
 
 
 def formula(sizes: Sizes) -> int:

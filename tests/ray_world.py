@@ -137,10 +137,6 @@ class World:
             getattr(self, what)()
         return self.total()
 
-    def be_killed(self) -> None:
-        time.sleep(0.5)  # until the others wait
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
         """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
         if self.rank == 0:

@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.models.moe.experts import RouterInputs
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES, mesh_of
-from jaxrlhf.sharding.rules import TRAIN, laid_out, shardings
+from jaxrlhf.sharding.rules import TRAIN, shardings
 
 
 def packed(rows=8, width=64):
@@ -69,7 +70,7 @@ def compiled(config, sizes, *, rows, width):
     """The program over a mesh, for rows of shapes alone."""
     mesh = mesh_with(dict(sizes))
     layout = shardings(mesh, models.param_dims(config, "lm"), TRAIN)
-    params = laid_out(models.param_shapes(config, "lm"), layout)
+    params = described(models.param_shapes(config, "lm"), layout)
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     ints = jax.ShapeDtypeStruct((rows, width), np.int32, sharding=by_row)
     return program(config, execution_on(mesh, config), layout).lower(params, (ints, ints, ints)).compile()

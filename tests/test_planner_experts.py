@@ -22,8 +22,9 @@ from jaxrlhf.planner.cost.memory import weights_generating
 from jaxrlhf.planner.search.layouts import generation_layouts, switches, training_layouts
 from jaxrlhf.planner.workload import Role
 from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, factored_mesh, generation_mesh
-from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, laid_out, shard_bytes, shardings
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
 from jaxrlhf.sharding.submesh import submesh_of
 
 MODEL = ModelConfig("qwen3_moe", 64, 32, 48, 2, 4, 4, 8, experts=Experts(4, 2, 16))
@@ -61,7 +62,7 @@ def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, back
         return models.token_logp(params, model, hidden_RWD, ints[0]).logp.sum()
 
     program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)
-    params = laid_out(models.param_shapes(model, "lm"), how)
+    params = described(models.param_shapes(model, "lm"), how)
     return program.lower(params, token_RW, token_RW, token_RW).compile()
 
 

@@ -25,8 +25,9 @@ from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search import layouts
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import SHAPES
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import AXES, BATCH_AXES
-from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, shardings
 
 GIB = 2**30
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
@@ -216,7 +217,7 @@ def test_a_step_of_training_has_the_shapes_of_its_state(planned):
     mesh = mesh_of(layout, devices)
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     token_RW = jax.ShapeDtypeStruct((128, 1024), jnp.int32, sharding=rows)
-    masters = laid_out(masters, train)
+    masters = described(masters, train)
 
     def step(params, state, token_RW):
         def loss(params):

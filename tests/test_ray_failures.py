@@ -63,7 +63,10 @@ def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, d
     world = pool()
     error, seconds = caught(HostDied, world, "lose_peer", error_s, answer_s, death_s)
     assert seconds < 15
-    assert error.host == world.hosts[1]
+    assert (error.host, error.label) == (world.hosts[1], "actor.update_actor")
+    assert f"host 1 of pool 'models' ({world.hosts[1].node_ip}, pid {world.hosts[1].pid}) died" in str(error)
+    later, seconds = caught(HostDied, world, "total")
+    assert seconds < 0.5 and "(in actor.update_actor, which ended the pool)" in str(later)
 
 
 @pytest.mark.slow

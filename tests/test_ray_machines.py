@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -57,7 +58,7 @@ def results(pool, method):
 @pytest.mark.slow
 def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
     start = partial(HostProcesses, factory=Placed, cluster=cluster, log_directory=tmp_path)
-    with start("one", hosts=1) as one, start("two", hosts=2) as two:
+    with closing(start("one", hosts=1)) as one, closing(start("two", hosts=2)) as two:
         assert len({*results(one, "node"), *results(two, "node")}) == NODES
         assert results(two, "total") == [3.0, 3.0]
         # A TPU slice has its own idea of who is first, and JAX follows it.
@@ -67,7 +68,7 @@ def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
 
 @pytest.mark.seeds
 def test_more_hosts_than_machines_share_them(cluster, tmp_path):
-    with HostProcesses("many", Placed, hosts=NODES + 1, cluster=cluster, log_directory=tmp_path) as pool:
+    with closing(HostProcesses("many", Placed, hosts=NODES + 1, cluster=cluster, log_directory=tmp_path)) as pool:
         assert len(set(results(pool, "node"))) == NODES
 
 
@@ -75,11 +76,11 @@ def test_more_hosts_than_machines_share_them(cluster, tmp_path):
 def test_accelerators_are_asked_of_ray(cluster, tmp_path):
     gpus = RayCluster(address=cluster.address, devices_per_host=2)
     assert platform(gpus) == "cuda"
-    with HostProcesses("gpus", Placed, hosts=1, cluster=gpus, log_directory=tmp_path) as pool:
+    with closing(HostProcesses("gpus", Placed, hosts=1, cluster=gpus, log_directory=tmp_path)) as pool:
         [variables] = results(pool, "variables")
     assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == 2
     assert variables["JAX_PLATFORMS"] == "cuda,cpu"
-    with HostProcesses("cpus", Placed, hosts=1, cluster=cluster, log_directory=tmp_path) as pool:
+    with closing(HostProcesses("cpus", Placed, hosts=1, cluster=cluster, log_directory=tmp_path)) as pool:
         [variables] = results(pool, "variables")
     assert variables["JAX_PLATFORMS"] == "cpu"
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -51,8 +52,8 @@ def world(connection, logs):
         patch.setenv("JAX_NUMPY_RANK_PROMOTION", "raise")  # JAX reads it when it is imported
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for the controller only
         world = HostProcesses("models", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=logs)
-    with world:
-        yield world
+    yield world
+    world.close()
 
 
 def results(world, method, *args, **kwargs):
@@ -90,7 +91,7 @@ def test_hosts_are_one_jax_world(world):
 
 def test_hosts_are_ranked_as_jax_says(connection, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "HostProcess", ray_world.Reversed)
-    with HostProcesses("slice", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path) as slice_:
+    with closing(HostProcesses("slice", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path)) as slice_:
         facts = results(slice_, "facts")
         assert [fact["rank"] for fact in facts] == [(0, 0), (1, 1)]
         for rank, (host, fact) in enumerate(zip(slice_.hosts, facts, strict=True)):
@@ -139,7 +140,6 @@ def test_results_go_from_host_to_host(world, passing):
     count = 16 << 20
     memory = ray_world.resident_bytes()
     ramps = world.call("ramp", count, label="world.ramp")
-    assert all(0 < stored.end_s - stored.start_s < 30 for stored in ramps)
     sums = world.call("sums", ramps[0], ramps, label="world.sums")
     # Both arrays have reached both hosts, and neither has reached this process.
     assert passing == {"get": 0, "put": 0}
@@ -164,33 +164,15 @@ def test_calls_of_several_threads_overlap_and_are_seen(world):
     thread = threading.Thread(target=lambda: stored.extend(world.call("sleep", 1.5, label="reward.compute")))
     thread.start()
     time.sleep(0.5)
-    beside = world.call("echo", 1, label="world.echo")
-    statuses = world.status()
+    world.call("echo", 1, label="world.echo")
+    statuses = world._activities()
+    assert thread.is_alive(), "the calls came one after the other"
     thread.join()
-    for rank, status in enumerate(statuses):
-        [activity] = status
+    for [activity] in statuses:
         assert activity.label == "reward.compute"
         assert activity.running_s > 0.2
         assert "time.sleep(seconds)" in activity.stack
         assert not activity.in_jax
-        assert stored[rank].start_s < beside[rank].start_s < beside[rank].end_s < stored[rank].end_s
-
-
-def test_a_killed_host_ends_the_pool(connection, tmp_path):
-    world = HostProcesses("doomed", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path)
-    start = time.monotonic()
-    with pytest.raises(HostDied) as caught:
-        world.call("strike", 1, "be_killed", label="actor.update_actor")
-    assert time.monotonic() - start < 15
-    assert caught.value.host == world.hosts[1]
-    assert caught.value.label == "actor.update_actor"
-    assert f"host 1 of pool 'doomed' ({world.hosts[1].node_ip}, pid {world.hosts[1].pid}) died" in str(caught.value)
-    assert not any(ray_world.exists(host.pid) for host in world.hosts)  # the one that waited for it neither
-    start = time.monotonic()
-    with pytest.raises(HostDied, match=r"critic\.update_critic: .* \(in actor\.update_actor, which ended the pool\)"):
-        world.call("total", label="critic.update_critic")
-    assert time.monotonic() - start < 0.5
-    world.close()
 
 
 def test_close_ends_calls_of_other_threads(connection, tmp_path):
@@ -217,9 +199,8 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
     assert [ended_s - start < 1.5 for _, ended_s in heard] == [True, True]
     start = time.monotonic()
     world.close()
-    for ask in (world.status, lambda: world.call("total", label="reward.total")):
-        with pytest.raises(HostClosed, match="was closed by its owner"):
-            ask()
+    with pytest.raises(HostClosed, match="was closed by its owner"):
+        world.call("total", label="reward.total")
     assert time.monotonic() - start < 0.1
 
 
@@ -278,9 +259,3 @@ def test_settings_that_cannot_work_are_refused(settings, message):
 @pytest.mark.parametrize("address", [None, "auto", "10.0.0.1:6379", "[fd00::1]:6379", "head.example.org:6379"])
 def test_addresses_that_can_work_are_taken(address):
     assert RayCluster(address=address).address == address
-
-
-def test_ray_is_asked_for_when_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxrlhf\[ray\]'"):
-        connect(CLUSTER)

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Layout
 from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.overlap import missing_bytes, refines
-from jaxrlhf.sharding.rules import laid_out
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -172,7 +172,7 @@ def vanilla_engine() -> HybridEngine:
     train, generate = (
         {name: vanilla(dims, *axes) for name, dims in DIMS.items()} for axes in (("micro", "tensor"), ("tensor",))
     )
-    return HybridEngine(laid_out(SHAPES, train), laid_out(SHAPES, generate))
+    return HybridEngine(described(SHAPES, train), described(SHAPES, generate))
 
 
 def test_figure_8() -> None:

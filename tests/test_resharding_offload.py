@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrlhf.resharding.offload import HostArray, copied_to, device_bytes, to_device, to_host
+from jaxrlhf.resharding.offload import to_device, to_host
+from jaxrlhf.resharding.parcels import copied_to
 from jaxrlhf.tracking.device_memory import bytes_in_use
 from jaxrlhf.tracking.timing import CompileCounter
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-WAYS = pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "numpy"])
 
 
 def placed(spec: PartitionSpec) -> NamedSharding:
@@ -49,11 +49,10 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-@WAYS
-def test_there_and_back_keeps_bits_and_shardings(pinned: bool) -> None:
+def test_there_and_back_keeps_bits_and_shardings() -> None:
     tree = a_tree()
     expected, shardings = bits(tree), [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    host, _ = to_host(tree, pinned=pinned)
+    host, _ = to_host(tree)
     back, _ = to_device(host)
     assert str(jax.tree.structure(back)) == str(jax.tree.structure(tree))
     assert bits(back) == expected
@@ -63,18 +62,16 @@ def test_there_and_back_keeps_bits_and_shardings(pinned: bool) -> None:
     assert back["key"] is tree["key"]
 
 
-@WAYS
-def test_tied_leaves_stay_tied_and_move_once(pinned: bool) -> None:
+def test_tied_leaves_stay_tied_and_move_once() -> None:
     leaf = jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))
-    host, there = to_host({"embedding": leaf, "head": leaf}, pinned=pinned)
+    host, there = to_host({"embedding": leaf, "head": leaf})
     assert host["embedding"] is host["head"]
     back, here = to_device(host)
     assert back["embedding"] is back["head"]
     assert there.bytes_per_device == here.bytes_per_device == 8 * 8 * 4 // 8
 
 
-@WAYS
-def test_device_memory_is_free_in_between(pinned: bool) -> None:
+def test_device_memory_is_free_in_between() -> None:
     empty = bytes_in_use(jax.local_devices())
     tree = {
         "split": jax.device_put(np.zeros((1024, 256), np.float32), placed(PartitionSpec("fsdp", "tensor"))),
@@ -83,7 +80,7 @@ def test_device_memory_is_free_in_between(pinned: bool) -> None:
     full = bytes_in_use(jax.local_devices())
     size = 1024 * 256 * 4 // 8 + 1024 * 4
     assert [after - before for before, after in zip(empty, full, strict=True)] == [size] * 8
-    host, there = to_host(tree, pinned=pinned)
+    host, there = to_host(tree)
     assert bytes_in_use(jax.local_devices()) == empty
     assert all(leaf.is_deleted() for leaf in tree.values())
     back, here = to_device(host)
@@ -101,25 +98,6 @@ def test_pinned_leaves_are_arrays_and_their_copies_are_freed_on_the_way_back() -
     assert host["w"].is_deleted()
 
 
-def test_numpy_leaves_keep_replicated_shards_once() -> None:
-    array = jax.device_put(jnp.arange(8.0), placed(PartitionSpec("fsdp")))  # 2 ways over 8 devices
-    host, _ = to_host([array], pinned=False)
-    assert isinstance(host[0], HostArray)
-    assert sorted(block.tolist() for block in host[0].blocks.values()) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert (host[0].shape, host[0].dtype) == ((8,), jnp.float32)
-
-
-def test_numpy_leaves_are_copies_both_ways() -> None:
-    array = jax.device_put(np.zeros((512, 512), np.float32), placed(PartitionSpec("fsdp")))
-    buffers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
-    host, _ = to_host([array], pinned=False)
-    blocks = {block.ctypes.data for block in host[0].blocks.values()}
-    assert not blocks & buffers  # a view would keep the device's buffer
-    back, _ = to_device(host)
-    returned = {shard.data.unsafe_buffer_pointer() for shard in back[0].addressable_shards}
-    assert not blocks & returned and len(returned) == 8  # nor do devices share the host's
-
-
 def test_blocks_of_the_host_are_copied_even_where_jax_would_take_them_as_they_are() -> None:
     memory = np.zeros(1024 + 16, np.float32)
     aligned = memory[(-memory.ctypes.data % 64) // 4 :][:1024]
@@ -131,12 +109,11 @@ def test_blocks_of_the_host_are_copied_even_where_jax_would_take_them_as_they_ar
         assert [array.device for array in arrays] == devices
 
 
-@WAYS
-def test_a_value_that_was_away_neither_recompiles_a_program_nor_stains_its_results(pinned: bool) -> None:
+def test_a_value_that_was_away_neither_recompiles_a_program_nor_stains_its_results() -> None:
     program = jax.jit(lambda w: (w * 2, w.sum()))
     tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))}
     program(tree["w"])
-    host, _ = to_host(tree, pinned=pinned)
+    host, _ = to_host(tree)
     back, _ = to_device(host)
     with CompileCounter() as compiled:
         results = program(back["w"])
@@ -154,28 +131,17 @@ def test_moving_what_is_there_already_moves_nothing() -> None:
     assert to_host({})[1].bytes_per_device == 0
 
 
-def test_device_bytes_are_those_on_the_device_and_not_the_hosts() -> None:
-    split = jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))
-    single = jax.device_put(jnp.ones(4, jnp.bfloat16), SingleDeviceSharding(jax.devices()[3]))
-    away, _ = to_host([jax.device_put(jnp.ones(64), placed(PartitionSpec()))])
-    counts = device_bytes({"split": split, "tied": split, "single": single, "away": away, "none": None})
-    assert counts == {device: 32 + (8 if device.id == 3 else 0) for device in jax.devices()}
-    split.delete()
-    assert set(device_bytes([split]).values()) == {0}
-
-
 def test_an_array_on_no_particular_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(3,\) is committed to no device"):
         to_host([jnp.ones(3)])
 
 
-def test_pinned_memory_that_the_devices_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_pinned_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxrlhf.resharding.offload.PINNED", "memory of another backend")
     tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
-    with pytest.raises(ValueError, match="the devices have no 'memory of another backend' memory"):
-        to_host(tree, pinned=True)
-    host, _ = to_host(tree)  # not asked for: the other way
-    assert isinstance(host["w"], HostArray)
+    with pytest.raises(ValueError, match="cpu has no 'memory of another backend' memory"):
+        to_host(tree)
+    assert not tree["w"].is_deleted()
 
 
 TWO_PROCESSES = """
@@ -183,7 +149,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxrlhf.resharding.offload import device_bytes, to_device, to_host
+from jaxrlhf.resharding.offload import to_device, to_host
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
@@ -191,17 +157,16 @@ mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tensor"), axis_ty
 values = np.arange(32, dtype=np.float32).reshape(8, 4)
 specs = [PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor"), PartitionSpec()]
 total = jax.jit(lambda arrays: sum((array * array).sum() for array in arrays))
-for pinned in (True, False):
-    arrays = [jax.make_array_from_callback((8, 4), NamedSharding(mesh, s), lambda i: values[i]) for s in specs]
-    before, full = total(arrays), device_bytes(arrays)
-    host, there = to_host(arrays, pinned=pinned)
-    assert all(array.is_deleted() for array in arrays) and not device_bytes(host)
-    back, here = to_device(host)
-    assert device_bytes(back) == full and len(full) == 2
-    assert there.bytes_per_device == here.bytes_per_device == 128 // 4 + 128 // 2 + 128
-    assert [b.sharding for b in back] == [NamedSharding(mesh, s) for s in specs]
-    assert all((np.asarray(s.data) == values[s.index]).all() for b in back for s in b.addressable_shards)
-    assert total(back) == before
+arrays = [jax.make_array_from_callback((8, 4), NamedSharding(mesh, s), lambda i: values[i]) for s in specs]
+before = total(arrays)
+host, there = to_host(arrays)
+assert all(array.is_deleted() for array in arrays)
+assert {array.sharding.memory_kind for array in host} == {"pinned_host"}
+back, here = to_device(host)
+assert there.bytes_per_device == here.bytes_per_device == 128 // 4 + 128 // 2 + 128
+assert [b.sharding for b in back] == [NamedSharding(mesh, s) for s in specs]
+assert all((np.asarray(s.data) == values[s.index]).all() for b in back for s in b.addressable_shards)
+assert total(back) == before
 print("kept")
 """
 

@@ -35,7 +35,7 @@ def sampled(before: dict[int, int]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_in_one_dtype_no_weight_is_held_twice(layout: Layout, dtype: Any) -> None:
+def test_no_weight_is_held_twice_but_masters_beside_casts(layout: Layout, dtype: Any) -> None:
     engine = model_engine(layout, dtype=dtype)
     empty = live_bytes()
     params = model_params(engine)
@@ -44,6 +44,9 @@ def test_in_one_dtype_no_weight_is_held_twice(layout: Layout, dtype: Any) -> Non
     beside = {size - engine.generation_bytes_per_device for size in grown(empty).values()}
     assert beside == {engine.redundancy_bytes_per_device}
     assert (engine.redundancy_bytes_per_device > 0) == (engine.copy_bytes_per_device > 0) == (dtype == jnp.bfloat16)
+    waiting = jax.tree.map(lambda old, new: not old.is_deleted() and new is not old, params, weights)
+    assert engine.masters == waiting
+    assert any(jax.tree.leaves(waiting)) == (dtype == jnp.bfloat16) and not all(jax.tree.leaves(waiting))
     params, _ = engine.to_training(weights, params)
     assert set(grown(empty).values()) == {engine.train_bytes_per_device}
 
@@ -66,18 +69,6 @@ def test_a_cast_leaves_its_master_and_frees_the_copy() -> None:
     params, _ = engine.to_training(weights, params)
     assert set(grown(empty).values()) == {engine.train_bytes_per_device}
     assert all(new is old for new, old in zip(jax.tree.leaves(params), masters, strict=True) if not old.is_deleted())
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("layout", [REFINING, STAGES], ids=["refining", "stages"])
-def test_masters_are_the_leaves_that_live_on_beside_the_weights(layout: Layout, dtype: Any) -> None:
-    engine = model_engine(layout, dtype=dtype)
-    params = model_params(engine)
-    weights, _ = engine.to_generation(params)
-    waiting = jax.tree.map(lambda old, new: not old.is_deleted() and new is not old, params, weights)
-    assert engine.masters == waiting
-    assert any(jax.tree.leaves(engine.masters)) == (dtype == jnp.bfloat16)
-    assert not all(jax.tree.leaves(engine.masters))
 
 
 @pytest.mark.parametrize("leaves_per_bucket", [1, 2, 6])

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.config import Layout
 from jaxrlhf.sharding.mesh import AXES, factored_mesh, generation_mesh, mesh_of, replica_mesh
-from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, shard_bytes, shardings
 
 
 def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
@@ -146,10 +146,3 @@ def test_scales_of_norms_are_not_cast() -> None:
     )
     dtypes = jax.tree.map(lambda x: x.dtype, cast_shapes(dims, shapes, dtype=jnp.bfloat16))
     assert dtypes == {"table": jnp.bfloat16, "stacked": jnp.float32, "last": jnp.float32, "bias": jnp.bfloat16}
-
-
-def test_laid_out_pairs_shapes_and_shardings() -> None:
-    mesh = mesh_of({"data": 8}, jax.devices())
-    layout = shardings(mesh, {"w": ("mlp",), "absent": None}, TRAIN)
-    tree = laid_out({"w": jnp.ones(3), "absent": None}, layout)
-    assert tree == {"w": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=layout["w"]), "absent": None}

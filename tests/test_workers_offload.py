@@ -12,11 +12,12 @@ from jaxrlhf.algos import policy_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import Config
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.resharding.offload import device_bytes
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.offloadable import Offloadable
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 def build(config: Config, *roles: str):
@@ -41,8 +42,9 @@ def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int)
 
 
 def on_devices(worker, part: str) -> int:
-    """Bytes of a part of a model on the fullest device."""
-    return max(device_bytes(worker.trees[part].tree).values(), default=0)
+    """Bytes of a part of a model in the memory of one device, each of which holds as much."""
+    leaves = jax.tree.leaves(worker.trees[part].tree)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves if leaf.sharding.memory_kind == "device")
 
 
 def experience(rows: int = 8, width: int = 80) -> Experience:

@@ -118,3 +118,10 @@ def close(ours, theirs, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
     jax.tree.map(one, ours, theirs)
+
+
+def same_responses(ours, theirs, *, atol=1e-5):
+    """Completions of the same requests, drawn alike."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.request_id, one.tokens, one.truncated) == (other.request_id, other.tokens, other.truncated)
+        np.testing.assert_allclose(one.logps, other.logps, atol=atol)

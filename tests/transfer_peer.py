@@ -96,9 +96,9 @@ class Peer:
     def bucket(self, size: int) -> None:
         transfer.BUCKET_BYTES = size
 
-    def take(self, offers: list[Offer], step: int) -> tuple[bool, int, str]:
+    def take(self, offers: list[Offer], step: int) -> tuple[bool, int]:
         tree, delivery = self.exchanges["direct"].take(offers, self.target)
-        return in_place(tree, values(step)), delivery.bytes_per_device, delivery.carrier
+        return in_place(tree, values(step)), delivery.bytes_per_device
 
     def resident_bytes(self) -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -26,7 +26,6 @@ class LeafGrid(NamedTuple):
     """A leaf's target: the grid of blocks that it is cut into.
 
     Attributes:
-      path: Its name in the tree.
       ways: Number of equal parts of each dimension.
     """
 

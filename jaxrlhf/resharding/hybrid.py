@@ -24,8 +24,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.relayout import Convert, Leaf, Plan, Step, cast_to, paired, plan, same_structure, ties_of
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.overlap import refines
-from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, shardings
 
 
 class SwitchError(RuntimeError):
@@ -66,7 +67,6 @@ class HybridEngine:
       convert: Makes of a weight what generation takes, where it lies, if more than its dtype is to change.
 
     Attributes:
-      generation_shapes: Tree of shapes and dtypes of the generation weights.
       masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
       spent: Tree like the weights made, of bools: which of them nobody else reads.
       refines: Whether every device's training shard is a part of its generation shard.
@@ -117,22 +117,20 @@ class HybridEngine:
         *,
         dtype: Any,
         bucket_bytes: int = 2**30,
-        role: str = "actor",
     ) -> "HybridEngine":
-        """The engine of parameters that the two rule tables lay out.
+        """The engine of the actor's parameters that the two rule tables lay out.
 
         Args:
-          dims: Tree of dimension names of the parameters.
           shapes: Tree of shaped arrays of the parameters, as trained.
           dtype: Dtype of the generation weights; norm scales keep their own.
 
         Raises:
           Refusal: A dimension does not split evenly over its axes.
         """
-        check_divisible(train_mesh, dims, shapes, TRAIN, role=role)
-        check_divisible(generation_mesh, dims, shapes, GENERATE, role=f"{role} in generation")
-        trained = laid_out(shapes, shardings(train_mesh, dims, TRAIN))
-        generated = laid_out(cast_shapes(dims, shapes, dtype=dtype), shardings(generation_mesh, dims, GENERATE))
+        check_divisible(train_mesh, dims, shapes, TRAIN, role="actor")
+        check_divisible(generation_mesh, dims, shapes, GENERATE, role="actor in generation")
+        trained = described(shapes, shardings(train_mesh, dims, TRAIN))
+        generated = described(cast_shapes(dims, shapes, dtype=dtype), shardings(generation_mesh, dims, GENERATE))
         return cls(trained, generated, bucket_bytes=bucket_bytes)
 
     def to_generation(self, params: Any) -> tuple[Any, Moved]:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxrlhf.resharding.blocks import BlockId, Blocks, LeafGrid
-from jaxrlhf.resharding.offload import copied_to
 from jaxrlhf.resharding.wire import Ticket, Wire
 
 Wanted = Mapping[BlockId, Sequence[jax.Device]]
@@ -112,6 +111,13 @@ class Packed:
         # Copied: the numpy arrays may be pages of a store that wants them back.
         landed = copied_to([self.arrays[block] for block in here], [device for _, device in places])
         return dict(zip(places, landed, strict=True))
+
+
+def copied_to(blocks: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """Each block in its device's memory, sharing none with the host's or with another device."""
+    # On CPU, JAX takes a numpy array that is well aligned for the device's buffer, whatever `may_alias` says.
+    own = [np.array(x) if device.platform == "cpu" else x for x, device in zip(blocks, devices, strict=True)]
+    return jax.block_until_ready(jax.device_put(own, list(devices)))
 
 
 Parcel = Held | Posted | Packed

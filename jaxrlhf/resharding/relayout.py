@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Sharding
 
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.overlap import missing_bytes
 from jaxrlhf.sharding.rules import shard_bytes
 
@@ -106,7 +107,7 @@ def paired(trained: Any, generated: Any) -> list[Leaf]:
         here: Any = jax.tree.structure(trained)
         raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
     pairs = zip(jax.tree.leaves_with_path(trained), news, strict=True)
-    leaves = [Leaf(jax.tree_util.keystr(path), _struct(old), jax.tree.map(_struct, new)) for (path, old), new in pairs]
+    leaves = [Leaf(jax.tree_util.keystr(path), described(old), described(new)) for (path, old), new in pairs]
     for leaf in leaves:
         if leaf.trained.shape != leaf.generated.shape:
             raise ValueError(
@@ -122,11 +123,6 @@ def same_structure(structure: Any, tree: Any) -> list[Any] | None:
     except ValueError:
         return None
     return None if any(isinstance(node, dict | list | tuple | type(None)) for node in nodes) else nodes
-
-
-def _struct(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding alone, which keep no array alive."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def ties_of(leaves: Sequence[Any]) -> tuple[int, ...]:

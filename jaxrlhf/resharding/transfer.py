@@ -8,9 +8,9 @@
 The source casts, gathers and cuts, in one compiled program, until it holds the very blocks that
 the target's devices need. Those travel as they are, by one of three carriers:
 
-- `device`: source and target share a process. From device to device, never through the host.
-- `wire`: they do not. Each process of the target pulls every block that it needs once.
-- `host`: numpy arrays inside the offer, which travel with the message that carries it. Only
+- `Held`: source and target share a process. From device to device, never through the host.
+- `Posted`: they do not. Each process of the target pulls every block that it needs once.
+- `Packed`: numpy arrays inside the offer, which travel with the message that carries it. Only
   where that is asked for.
 
 They come in buckets of leaves, one after another. `fetch` moves each bucket on into the target's host memory, from
@@ -38,7 +38,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxrlhf.resharding.blocks import BlockId, Blocks, LeafGrid, as_blocks, block_numbers, grid_of
-from jaxrlhf.resharding.offload import to_host
+from jaxrlhf.resharding.offload import Moved, to_host
 from jaxrlhf.resharding.parcels import Held, Landed, Packed, Parcel, Posted, Wanted
 from jaxrlhf.resharding.wire import Wire
 
@@ -87,29 +87,11 @@ class Offer:
     """Shards that one process of the source has for a target.
 
     Attributes:
-      splits: What was asked for.
-      carrier: How it travels: `device`, `wire` or `host`.
       parcels: For each process of the target, by its index there.
     """
 
     splits: Splits
-    carrier: str
     parcels: Mapping[int, Parcel]
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """Cost of one transfer.
-
-    Attributes:
-      bytes_per_device: Most bytes that any device of this process received.
-      seconds: Wall-clock time of taking.
-      carrier: How they came: `device`, `wire` or `host`.
-    """
-
-    bytes_per_device: int
-    seconds: float
-    carrier: str
 
 
 class Exchange:
@@ -145,14 +127,14 @@ class Exchange:
           ValueError: The tree is not the one that the target described.
           TransferError: This backend has no transfer server.
         """
-        self._withdraw(splits, but=waiting - 1)
+        self.withdraw(splits, but=waiting - 1)
         packs = self._carrier == "host"  # which takes copies, and now
         offer = self._offer(as_blocks(_leaves_like(tree, splits), splits.grids, share=keep or packs), splits)
         if not packs:
             self._offers.setdefault(splits, []).append(offer)
         return offer
 
-    def take(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Delivery]:
+    def take(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Moved]:
         """The tree in the target's layout. Every process of the target calls this.
 
         Args:
@@ -166,25 +148,34 @@ class Exchange:
         """
         return self._taken(offers, shardings, lambda leaves: leaves)
 
-    def fetch(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Delivery]:
+    def fetch(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Moved]:
         """The tree in the host memory of the target, for `offload.to_device`; errors as of `take`.
 
         A thread may call this while others have the target's devices compute.
         """
         return self._taken(offers, shardings, lambda leaves: to_host(leaves)[0])
 
-    def withdraw(self, splits: Splits) -> None:
-        """Take back what was offered for these splits, whose target is gone."""
-        self._withdraw(splits)
+    def withdraw(self, splits: Splits, *, but: int = 0) -> None:
+        """Take back what was offered for these splits, but for so many offers that are the newest."""
+        offers = self._offers.pop(splits, [])
+        gone, kept = (offers[:-but], offers[-but:]) if but else (offers, [])
+        for parcel in (parcel for offer in gone for parcel in offer.parcels.values()):
+            if isinstance(parcel, Held):
+                parcel.release()
+            elif isinstance(parcel, Posted):
+                for ticket in parcel.tickets:
+                    self._wire.withdraw(ticket)
+        if kept:
+            self._offers[splits] = kept
 
     def close(self) -> None:
         """Withdraw what was offered and never taken."""
         for splits in list(self._offers):
-            self._withdraw(splits)
+            self.withdraw(splits)
 
     def _taken(
         self, offers: Sequence[Offer], shardings: Any, kept: Callable[[list[jax.Array]], list[Any]]
-    ) -> tuple[Any, Delivery]:
+    ) -> tuple[Any, Moved]:
         """The tree as it is kept, bucket after bucket."""
         start, deadline = time.perf_counter(), time.monotonic() + self._limit_s
         layout = _layout(offers, shardings)
@@ -205,19 +196,19 @@ class Exchange:
             if isinstance(parcel, Held):
                 parcel.release()
         tree = jax.tree.unflatten(jax.tree.structure(shardings), leaves)
-        return tree, Delivery(max(received.values(), default=0), time.perf_counter() - start, offers[0].carrier)
+        return tree, Moved(max(received.values(), default=0), time.perf_counter() - start)
 
     def _offer(self, blocks: Blocks, splits: Splits) -> Offer:
         if self._carrier == "direct" and splits.process == _this_process():
-            return Offer(splits, "device", {process: Held(blocks) for process, _ in splits.needs})
+            return Offer(splits, {process: Held(blocks) for process, _ in splits.needs})
         served = _served(blocks, splits)
         if self._carrier == "direct":
             # The server alone keeps the blocks alive from here on: what is pulled is free.
-            posts = {to: self._posted(parts, splits.grids) for to, parts in served}
-            return Offer(splits, "wire", posts)
-        packed = {to: _packed(parts) for to, parts in served}
+            return Offer(splits, {to: self._posted(parts, splits.grids) for to, parts in served})
+        # Copies: on CPU, numpy's view of a block would keep its buffer.
+        packed = {to: Packed({block: np.array(part) for block, part in parts.items()}) for to, parts in served}
         blocks.free()
-        return Offer(splits, "host", packed)
+        return Offer(splits, packed)
 
     def _posted(self, parts: Mapping[BlockId, jax.Array], grids: Sequence[LeafGrid]) -> Posted:
         buckets = [[block for block in parts if block.leaf in bucket] for bucket in _buckets(grids)]
@@ -233,28 +224,10 @@ class Exchange:
                 self._wire.settle(parcel.address, list(landed.values()), deadline=deadline)
         return {place: array for landed in each for place, array in landed.items()}
 
-    def _withdraw(self, splits: Splits, *, but: int = 0) -> None:
-        """Take back the offers for these splits, but for some that are the newest."""
-        offers = self._offers.pop(splits, [])
-        gone = len(offers) - but if but < len(offers) else 0
-        for parcel in (parcel for offer in offers[:gone] for parcel in offer.parcels.values()):
-            if isinstance(parcel, Held):
-                parcel.release()
-            elif isinstance(parcel, Posted):
-                for ticket in parcel.tickets:
-                    self._wire.withdraw(ticket)
-        if offers[gone:]:
-            self._offers[splits] = offers[gone:]
-
 
 def _this_process() -> str:
     """This process, unlike any other on any host."""
     return f"{_PROCESS}/{os.getpid()}"  # a fork has the same modules
-
-
-def _packed(parts: Mapping[BlockId, jax.Array]) -> Packed:
-    # Copies: on CPU, numpy's view of a block would keep its buffer.
-    return Packed({block: np.array(part) for block, part in parts.items()})
 
 
 def _leaves_like(tree: Any, splits: Splits) -> list[jax.Array]:

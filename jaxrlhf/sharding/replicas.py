@@ -21,7 +21,6 @@ class Replicas:
     """Axes of a mesh that tell replicas apart; build it by `replicas_of`.
 
     Attributes:
-      mesh: The whole mesh.
       axes: Names of the axes; empty if the compiler splits programs over the whole mesh, as if there was one replica.
     """
 

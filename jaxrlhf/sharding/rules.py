@@ -69,11 +69,6 @@ def _ways(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
-def laid_out(shapes: Any, layout: Any) -> Any:
-    """A tree of shaped arrays, with the shardings of another tree, as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout)
-
-
 def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
     """Shapes of a copy of the parameters in `dtype`.
 

@@ -51,13 +51,13 @@ def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     return mesh_of(_sizes(mesh, count), devices)
 
 
-def local_submesh(mesh: Mesh, *, process_index: int | None = None) -> Mesh:
-    """The submesh of one process, this one by default; with one process it is `mesh` itself.
+def local_submesh(mesh: Mesh) -> Mesh:
+    """The submesh of this process; with one process it is `mesh` itself.
 
     Raises:
       ValueError: A generation replica would span hosts, or the process has no device in the mesh.
     """
-    process = jax.process_index() if process_index is None else process_index
+    process = jax.process_index()
     devices = [device for device in mesh.devices.flat if device.process_index == process]
     if not devices:
         raise ValueError(f"process {process} has no device in a mesh of {mesh.size}; it cannot generate there")

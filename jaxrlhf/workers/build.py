@@ -32,10 +32,9 @@ from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.endpoint import check_health
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.sharding.described import are_here
+from jaxrlhf.sharding.described import are_here, described
 from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.generation.mixture import MixtureSampler
@@ -63,7 +62,6 @@ class Phase:
     """One phase of a run, such as a cold start or RLHF, as the processes that compute it are told.
 
     Attributes:
-      roles: Names of the roles that the phase calls.
       policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
       adapters: Folder of a checkpoint's adapters to start from; None starts them as the configuration says.
     """
@@ -79,10 +77,8 @@ class Builder(PoolRoles):
     """Builds workers on one pool; the engine is built once and serves every phase of a run.
 
     Args:
-      roles: Names of the roles that are placed on the pool in any phase.
       rank: Index of this process among those that share the pool, and their number.
       reward_output: File that takes what reward functions print; None is the standard error stream.
-      address: Address under which other hosts reach this one.
       feed: Shared by the builders of this process.
 
     Attributes:
@@ -324,7 +320,7 @@ class Builder(PoolRoles):
         if weights.lora is None:
             return None
         mesh = self.mesh(weights.role)
-        target = laid_out(weights.adapter_shapes(), weights.adapter_layout(mesh))
+        target = described(weights.adapter_shapes(), weights.adapter_layout(mesh))
         if not self.here:
             return target
         if saved is not None:

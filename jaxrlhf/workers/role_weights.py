@@ -21,9 +21,10 @@ from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, declare_adapt
 from jaxrlhf.models.lora.quantized import TILE, Format, Quantized, is_quantized, quantize_layers
 from jaxrlhf.models.parameters import draw, init_params, param_dims, param_shapes, path_name
 from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import STAGE_AXES, TENSOR_AXES, TOKEN_AXES
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.sharding.rules import GENERATE, TRAIN, Rules, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, Rules, cast_shapes, check_divisible, shardings
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class RoleWeights:
     """Shapes, dtypes and shardings of one role's weights, on any mesh.
 
     Attributes:
-      head: Head that the last hidden state is read with.
       dtype: Dtype of weights that are not trained.
       lora: Adapters beside frozen parameters, or of the policy that the parameters are a copy of; None has none.
       quantize: Format of the matrices of layers that generate; None is `dtype`.
@@ -48,15 +48,13 @@ class RoleWeights:
         """Shapes with shardings of a trained role's parameters: float32 masters, or frozen ones beside adapters."""
         if self.lora is not None:
             return self.frozen_params(mesh)
-        return laid_out(param_shapes(self.model, self.head, jnp.float32), self.layout(mesh))
+        return described(param_shapes(self.model, self.head, jnp.float32), self.layout(mesh))
 
     def frozen_params(self, mesh: Mesh) -> Params:
         """Shapes with shardings of parameters that are not trained."""
-        layout = self.layout(mesh)
-        if self.lora is not None and self.lora.quantize is not None:
-            self._check_tiles(mesh, TRAIN)
-            layout = shardings(mesh, self._frozen_dims(), TRAIN)
-        return laid_out(self._frozen_shapes(self.dtype), layout)
+        self.layout(mesh)  # or it is refused here
+        self._check_tiles(mesh, TRAIN, role=self.role)
+        return described(self._frozen_shapes(self.dtype), shardings(mesh, self._frozen_dims(), TRAIN))
 
     def layout(self, mesh: Mesh) -> Any:
         """Training shardings of the parameters, checked to split evenly."""
@@ -116,17 +114,12 @@ class RoleWeights:
     def generation_shapes(self) -> dict[str, Any]:
         """Shapes of the weights that generate, by the names of `dims`."""
         shapes = cast_shapes(self.dims(), self.shapes(), dtype=self.dtype)
-        if self.quantize is not None:
-            few = jax.eval_shape(partial(quantized, kind=self.quantize), shapes["parameters"])
-            shapes["parameters"] = few
-        return shapes
+        return shapes | {"parameters": _quantized_shapes(shapes["parameters"], self.quantize)}
 
     def generation_dims(self) -> dict[str, Any]:
         """Dimension names of the weights that generate, by the names of `dims`."""
         dims = self.dims()
-        if self.quantize is not None:
-            dims["parameters"] = quantized_dims(dims["parameters"], self.quantize)
-        return dims
+        return dims | {"parameters": quantized_dims(dims["parameters"], self.quantize)}
 
     def generation_layout(self, mesh: Mesh) -> Any:
         """Shardings of the weights that generate, by the names of `dims`."""
@@ -143,9 +136,9 @@ class RoleWeights:
         dims, shapes = self.generation_dims(), self.generation_shapes()
         for axes, rules, where in ((mesh, TRAIN, self.role), (generation, GENERATE, f"{self.role} in generation")):
             _check_scales(axes, dims, shapes, rules, role=where, name="rollout.quantize")
-        trained = laid_out(self.shapes(), shardings(mesh, self.dims(), TRAIN))
+        trained = described(self.shapes(), shardings(mesh, self.dims(), TRAIN))
         stages = int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))
-        generated = laid_out(shapes, self.generation_layout(generation))
+        generated = described(shapes, self.generation_layout(generation))
         return HybridEngine(trained, generated, convert=partial(_generating, stages=stages))
 
     def check_generation(self, mesh: Mesh) -> None:
@@ -159,25 +152,23 @@ class RoleWeights:
         assert self.lora is not None, f"the {self.role} has no adapters"
         return self.lora
 
+    @property
+    def _frozen_format(self) -> Format | None:
+        """Format of the matrices of parameters that are not trained; None is `dtype`."""
+        return None if self.lora is None else self.lora.quantize
+
     def _frozen_shapes(self, dtype: Any) -> Any:
-        shapes = cast_shapes(
-            param_dims(self.model, self.head), param_shapes(self.model, self.head, jnp.float32), dtype=dtype
-        )
-        if self.lora is None or self.lora.quantize is None:
-            return shapes
-        return jax.eval_shape(partial(quantized, kind=self.lora.quantize), shapes)
+        dims, shapes = param_dims(self.model, self.head), param_shapes(self.model, self.head, jnp.float32)
+        return _quantized_shapes(cast_shapes(dims, shapes, dtype=dtype), self._frozen_format)
 
     def _frozen_dims(self) -> dict[str, Any]:
         """Dimension names of parameters that are not trained; the last of a scale counts tiles."""
-        dims = param_dims(self.model, self.head)
-        if self.lora is None or self.lora.quantize is None:
-            return dims
-        return quantized_dims(dims, self.lora.quantize)
+        return quantized_dims(param_dims(self.model, self.head), self._frozen_format)
 
-    def _check_tiles(self, mesh: Mesh, rules: Rules, *, role: str | None = None) -> None:
+    def _check_tiles(self, mesh: Mesh, rules: Rules, *, role: str) -> None:
         """Raise `Refusal` if quantised weights that share a scale would be parted."""
         shapes = self._frozen_shapes(jnp.float32)
-        _check_scales(mesh, self._frozen_dims(), shapes, rules, role=role or self.role, name="lora.quantize")
+        _check_scales(mesh, self._frozen_dims(), shapes, rules, role=role, name="lora.quantize")
 
 
 def rollout_format(config: Config, model: AnyModel, pool: ResourcePool) -> Format | None:
@@ -204,9 +195,15 @@ def _has_fp8(device: jax.Device) -> bool:
     return device.platform == "cpu" or "7" in device.device_kind
 
 
-def quantized_dims(dims: dict[str, Any], kind: Format) -> dict[str, Any]:
+def quantized_dims(dims: dict[str, Any], kind: Format | None) -> dict[str, Any]:
     """Dimension names of parameters whose matrices are quantised; the last of a scale counts tiles."""
+    if kind is None:
+        return dims
     return quantized(dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _quantized_shapes(shapes: Any, kind: Format | None) -> Any:
+    return shapes if kind is None else jax.eval_shape(partial(quantized, kind=kind), shapes)
 
 
 def _check_scales(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str, name: str) -> None:

@@ -162,8 +162,7 @@ class HostProcess:
         import ray
 
         thread = threading.get_ident()
-        start_s = time.time()
-        self._calls[thread] = (label, start_s)
+        self._calls[thread] = (label, time.time())
         try:
             value = function()
             reference = ray.put(value)
@@ -171,7 +170,7 @@ class HostProcess:
             return _raised(error)
         finally:
             del self._calls[thread]
-        return Stored(reference, start_s, time.time(), self._host, label, rows_of(value))
+        return Stored(reference, self._host, label, rows_of(value))
 
 
 def log_path(directory: Path, host: HostId) -> Path:

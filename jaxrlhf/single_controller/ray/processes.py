@@ -110,11 +110,6 @@ class HostProcesses:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         return self._ask("call", [(method, [ray.put(args)], label)] * len(self._actors), label, deadline)
 
-    def status(self) -> list[tuple[Activity, ...] | None]:
-        """Calls in progress on each host; None for a host that does not say, held up in C code or stopped."""
-        self._check_open(f"{self.name}.status")
-        return self._activities()
-
     def peek(self, name: str) -> Any:
         """Attribute of the first host's object, while calls run; None if that host does not say in time."""
         import ray
@@ -128,12 +123,6 @@ class HostProcesses:
     def close(self) -> None:
         """End the processes, whatever they are doing. Calls in progress in other threads raise `HostClosed`."""
         self._end(HostClosed(HostId(self.name), f"{self.name}.close", "was closed by its owner"))
-
-    def __enter__(self) -> "HostProcesses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self, factory: Callable[[int, int], Any], cluster: RayCluster) -> None:
         from ray import cloudpickle
@@ -245,6 +234,7 @@ class HostProcesses:
         return kind(self._hosts[ranks[0]], label, "\n".join(lines))
 
     def _activities(self) -> list[tuple[Activity, ...] | None]:
+        """Calls in progress on each host; None for a host that does not say, held up in C code or stopped."""
         import ray
 
         references = [actor.status.options(concurrency_group="watch").remote() for actor in self._actors]

@@ -15,15 +15,10 @@ class Stored:
     where it is. It lives as long as its host process and a handle do.
 
     Attributes:
-      reference: Ray's object reference.
-      start_s: Wall clock on the host when the call began, as `time.time()`.
-      end_s: Wall clock when it ended.
       rows: First dimension of all arrays of the value; None if they differ.
     """
 
     reference: Any
-    start_s: float
-    end_s: float
     host: HostId
     label: str
     rows: int | None = None
