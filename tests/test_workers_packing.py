@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import MinibatchRows, Sequences
-from jaxrlhf.batching.attention_rows import AttentionPlaces
-from jaxrlhf.batching.packing import Packing, first_fit_decreasing
+from jaxrlhf.batching.attention_rows import AttentionPlaces, place
+from jaxrlhf.batching.packing import Packing
 from jaxrlhf.batching.shared_prompts import shared_prefixes
 
 
@@ -23,8 +23,8 @@ def random_lengths(seed: int, *, count: int, width: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_hold_every_sequence_once_and_never_overflow(seed: int) -> None:
     length_B = random_lengths(seed, count=50, width=20)
-    row_B, offset_B, rows = first_fit_decreasing(length_B, row_tokens=32)
-    taken = np.zeros((rows, 32), int)
+    _, row_B, offset_B = place(length_B, [32])
+    taken = np.zeros((row_B.max() + 1, 32), int)
     for row, offset, length in zip(row_B, offset_B, length_B, strict=True):
         taken[row, offset : offset + length] += 1
         assert offset + length <= 32
@@ -231,7 +231,7 @@ def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows:
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens does not fit a row of 8"):
-        first_fit_decreasing(np.array([9]), row_tokens=8)
+        place(np.array([9]), [4, 8])
 
 
 def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to_them() -> None:

@@ -16,7 +16,6 @@ from jaxrlhf.models.parameters import Param
 from jaxrlhf.models.vision.rows import Room
 from jaxrlhf.optimizers.groups import ParameterGroups
 from jaxrlhf.optimizers.optimizer import optimizer_of
-from jaxrlhf.optimizers.state import state_layout
 from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 from jaxrlhf.workers.trained_model import TrainedWorker
 
@@ -70,12 +69,3 @@ def test_hosts_with_and_without_pictures_answer_one_batch():
     rollout = join(parts)
     assert rollout.sequences.images_B.tolist() == [(), (), (image,), (image,)]
     assert rollout.sequences.token_BT.tolist() == 2 * [[1, 2, 5, 0]] + 2 * [[3, 5, 0, 0]]
-
-
-def test_moments_lie_as_their_parameters():
-    _, state = updated(0.01)
-    layout = {"layers": {"up": "layout of layers"}, "vision": {"patch": "layout of the tower"}}
-    shapes = {"layers": {"up": jnp.ones(3)}, "vision": {"patch": jnp.ones((5, 2))}}
-    found = jax.tree.leaves(state_layout(state, shapes, layout, "whole"))
-    assert [found.count(name) for name in ("layout of layers", "layout of the tower")] == [2, 2]
-    assert set(found) == {"layout of layers", "layout of the tower", "whole"}

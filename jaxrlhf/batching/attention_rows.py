@@ -97,10 +97,18 @@ def attention_widths(longest: int) -> list[int]:
 
 
 def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Width and index of each sequence's attention row, and the offset in it.
+    """Width of each sequence's row, its number among those of that width, and the offset in it.
 
     Sequences go by decreasing length into the first row with room, which is as narrow as its longest allows.
+
+    Args:
+      widths: Ascending.
+
+    Raises:
+      ValueError: A sequence is longer than the widest row.
     """
+    if len(length_N) and length_N.max() > widths[-1]:
+        raise ValueError(f"a sequence of {length_N.max()} tokens does not fit a row of {widths[-1]}")
     width_N, row_N, offset_N = np.zeros((3, len(length_N)), np.int64)
     opened = dict.fromkeys(widths, 0)
     rows: list[list[int]] = []  # width, number, tokens taken

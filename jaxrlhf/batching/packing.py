@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
-from jaxrlhf.batching.attention_rows import AttentionPlaces
+from jaxrlhf.batching.attention_rows import AttentionPlaces, place
 from jaxrlhf.batching.image_places import ImagePlaces
 from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of
 from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
@@ -49,26 +49,6 @@ class PackedBatch:
     shared_prefix: SharedPrefix | SharedTokens | None = None
     images: ImageRows | None = None
     kept_RWK: Array | None = None
-
-
-def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row and offset of each sequence, and the number of rows.
-
-    Raises:
-      ValueError: A sequence is longer than a row.
-    """
-    if len(length_B) and length_B.max() > row_tokens:
-        raise ValueError(f"a sequence of {length_B.max()} tokens does not fit a row of {row_tokens}")
-    row_B, offset_B = np.zeros(len(length_B), np.int64), np.zeros(len(length_B), np.int64)
-    used: list[int] = []
-    for b in np.argsort(-length_B, kind="stable"):
-        length = int(length_B[b])
-        row = next((r for r, filled in enumerate(used) if filled + length <= row_tokens), len(used))
-        if row == len(used):
-            used.append(0)
-        row_B[b], offset_B[b] = row, used[row]
-        used[row] += length
-    return row_B, offset_B, len(used)
 
 
 def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
@@ -139,7 +119,8 @@ class Packing:
         self._units = units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=width)
         own_tokens_B = length_B - shared_B
         total_U = np.array([shared_B[unit[0]] + own_tokens_B[unit].sum() for unit in units], np.int64)
-        row_U, offset_U, filled = first_fit_decreasing(total_U, row_tokens=width)
+        _, row_U, offset_U = place(total_U, [width])
+        filled = int(row_U.max(initial=-1)) + 1
         self.microbatches = int(agree(np.array(max(1, -(-filled // rows)))))
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
@@ -153,9 +134,8 @@ class Packing:
             self._segment_B[unit] = taken[row] + 1 + np.arange(len(unit))
             taken[row] += len(unit)
         self._source = b, position = np.nonzero(np.arange(self._shape[1]) < length_B[:, None])
-        place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
-        self._target = self._row_B[b] * width + place
-        self._place = place
+        self._place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
+        self._target = self._row_B[b] * width + self._place
         self._length_B, self._pixels = length_B, pixels
         self._images: ImagePlaces | None = None
         if vision is not None:
@@ -215,15 +195,13 @@ class Packing:
             prefixes = self._shared_tokens(packed.position_RW)
         elif self._attention is not None:
             prefixes = self._shared_prefixes(self._attention)
-        images = repeat(None) if self._images is None else self._image_rows(self._images)
+        images: Iterable[Any] = repeat(None)
+        if self._images is not None:
+            each = self._packed_shape[1]
+            images = self._images.rows(self._length_B, self._shape[1], self.pack, self._pixels, each=each)
         for index, shared, seen in zip(range(self.microbatches), prefixes, images, strict=False):
             part = jax.tree.map(lambda array, i=index: array[i], packed)
             yield part.replace(shared_prefix=shared, images=seen)
-
-    def _image_rows(self, places: ImagePlaces) -> Iterator[ImageRows]:
-        """Images of each microbatch."""
-        width, each = self._shape[1], self._packed_shape[1]
-        return places.rows(self._length_B, width, self.pack, self._pixels, each=each)
 
     def _shared_tokens(self, position_MRW: Array) -> Iterator[SharedTokens]:
         """Prompt and sequence of the tokens of each microbatch."""

@@ -65,7 +65,8 @@ class RankCoordinates:
           Refusal: The devices hold neither whole parts nor lie together inside one.
         """
         sizes = [self.sizes.get(axis, 1) for axis in axes]
-        held = sorted({_flat([at.get(axis, 0) for axis in axes], sizes) for at in self.coordinates})
+        places = ([at.get(axis, 0) for axis in axes] for at in self.coordinates)
+        held = sorted({int(np.ravel_multi_index(place, sizes)) for place in places})
         first, count, total = held[0], len(held), math.prod(sizes)
         if held != list(range(first, first + count)) or total % count or first % count:
             raise Refusal(
@@ -82,10 +83,6 @@ class RankCoordinates:
             and all(at.get(axis, 0) == self.sizes.get(axis, 1) - 1 for axis in last)
             for at in self.coordinates
         )
-
-
-def _flat(index: Sequence[int], sizes: Sequence[int]) -> int:
-    return int(np.ravel_multi_index(index, sizes)) if sizes else 0
 
 
 class RemoteValue(ABC):
@@ -285,24 +282,21 @@ Part = Literal["relayout", "fetch", "generate", "reward", "prepare", "update"]
 """Part of a step that a call belongs to; a step's time and memory are reported by part."""
 
 
-def worker_method(protocol: TransferProtocol, *, part: Part = "prepare") -> "_WorkerMethod":
-    """Mark a worker's method as one that the controller calls on the worker's group.
+@dataclass(frozen=True)
+class worker_method:  # lower case, as a decorator
+    """Mark of a worker's method that the controller calls on the worker's group.
 
     To type checkers the method is what the controller calls: each of its first two positional
     arguments may be the future of another call, and it returns a future. In the worker's own
     process it is the function as it is written.
 
-    Args:
+    Attributes:
       protocol: Splits the arguments over the ranks and collects the results.
       part: Part of a step that its calls are reported under.
     """
-    return _WorkerMethod(protocol, part)
 
-
-@dataclass(frozen=True)
-class _WorkerMethod:
     protocol: TransferProtocol
-    part: Part
+    part: Part = "prepare"
 
     @overload
     def __call__(

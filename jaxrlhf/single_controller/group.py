@@ -18,8 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxrlhf.batching.transfer_protocol import RemoteValue
+from jaxrlhf.batching.transfer_protocol import RemoteValue, worker_methods
 from jaxrlhf.tracking import ON_HOST, Call
+from jaxrlhf.workers.generation.generates import Generates
 
 Value = TypeVar("Value")
 
@@ -140,8 +141,6 @@ class Group:
 
     Args:
       role: Name for messages and the timeline.
-      call: Runs a method on the ranks.
-      queue: The pool's.
     """
 
     def __init__(self, role: str, methods: Collection[str], call: RunOnRanks, queue: DeviceQueue) -> None:
@@ -153,7 +152,7 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
-_GENERATING = ("generate_sequences", "generate_part", "continue_sequences", "run_episodes", "continue_episodes")
+_GENERATING = worker_methods(Generates).keys()
 
 
 class GeneratesElsewhere(ABC):
@@ -202,9 +201,6 @@ class ActorApart(GeneratesElsewhere):
         with self._order:
             self._newest = None
             return update(*args, **kwargs)
-
-    def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
 
     def as_of_now(self, *, waiting: int) -> "ActorAsOf":
         """The actor that generates with the weights of this moment, whatever is updated before it does.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
-from jaxrlhf.config import Optimizer, Refusal, Sampling
+from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
 from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
@@ -116,25 +116,6 @@ class Actor(TrainedWorker, Generates):
         weights, switch = switched
         self._switches.append(switch)
         return weights
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_part(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        part: int,
-        parts: int,
-    ) -> RolloutBatch:
-        """Sample the next part of what `generate_sequences` does: groups that are complete before those of later parts.
-
-        Other devices than the actor's do, in calls for one part after another, from 0 on.
-        """
-        raise Refusal(
-            "rollout.stream_parts has generation wait between parts, which a pool of its own can; give it one"
-        )
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_opponents(self, problems: Sequence[Problem], sampling: Sampling, *, seed: int) -> RolloutBatch:

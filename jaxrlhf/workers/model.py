@@ -46,8 +46,6 @@ class ModelSetup:
     """Settings of one model on its mesh.
 
     Attributes:
-      head: Head that the last hidden state is read with.
-      training: Layout, token budget and losses of the role.
       width: T, columns of the `[B, T]` arrays that the model is given.
       longest_response: Tokens of the longest response; the rest of the width is the longest prompt's.
       progress: Told how many microbatches and minibatches were started.
@@ -76,15 +74,11 @@ class ModelSetup:
 class ModelWorker:
     """A model whose head is read at every token.
 
-    Args:
-      params: Parameters in the training layout of the mesh.
-
     Attributes:
       place: Coordinates of this process in the mesh. The arrays that it is given are its own part of a batch.
       parameters: Float32 masters, or frozen weights, in the training layout.
       here: False if the devices are only described: programs are lowered instead of run, and give zeros.
       lowered: Programs that were lowered instead of run, by name.
-      replicas: Replicas of the weights, each of which runs the role's programs over its own rows.
     """
 
     replays_routing: ClassVar[bool] = False

@@ -41,8 +41,6 @@ class PoolRoles:
 
     Attributes:
       reader: Reads images of prompts; None where the policy reads text alone.
-      pixels: Function of an image to its patches.
-      dtype: Dtype of activations and of the weights that generate.
       width: T, columns of a rollout's arrays.
     """
 

@@ -100,7 +100,7 @@ class Reward:
             finished=finished,
             environment_B=environment_B,
             environment_failure=environment_failure,
-            progress=lambda done, total: self._progress("reward", done, total),
+            progress=partial(self._progress, "reward"),
         )
 
 

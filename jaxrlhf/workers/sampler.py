@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +44,6 @@ class Sampler:
       mesh: The whole generation mesh.
       submesh: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.
-      feed: Told of each response as it ends, while others are still generated.
       agent_loop: Goes through episodes; None without an environment.
       most_kept: Tokens at most that draws of a training rollout are among, which the engine records; 0 is any.
       holds: Responses go on from the keys and values that they had.
@@ -90,17 +90,13 @@ class Sampler:
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> RolloutBatch:
-        """Sample responses, prompt-major.
-
-        Args:
-          seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
-        """
+        """Sample responses, prompt-major; see `Generates.generate_sequences`."""
         requests, prompts = requests_of(problems, responses_per_prompt)
         completions = self.engine.generate(
             requests,
             sampling,
             seed=seed,
-            progress=lambda done, total: self.progress("generate", done, total),
+            progress=partial(self.progress, "generate"),
             on_completion=self._listener(requests, prompts),
         )
         rollout = to_rollout(prompts, completions, width=self.width)
@@ -139,7 +135,7 @@ class Sampler:
             seed=seed,
             copies=responses_per_prompt,
             counts=np.diff(ends).tolist(),
-            progress=lambda done, total: self.progress("generate", done, total),
+            progress=partial(self.progress, "generate"),
             on_completion=self._listener(requests, prompts),
         ):
             yield to_rollout([asked[one.request_id] for one in completions], completions, width=self.width)
@@ -214,7 +210,7 @@ class Sampler:
             copies=responses_per_prompt,
             seed=seed,
             width=self.width,
-            progress=lambda done, total: self.progress("episodes", done, total),
+            progress=partial(self.progress, "episodes"),
         )
 
     def continue_episodes(
@@ -236,7 +232,7 @@ class Sampler:
             until.share(len(problems)),
             copies=responses_per_prompt,
             width=self.width,
-            progress=lambda done, total: self.progress("episodes", done, total),
+            progress=partial(self.progress, "episodes"),
         )
 
     def _listener(

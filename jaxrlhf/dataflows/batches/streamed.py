@@ -88,7 +88,7 @@ def begun(
     roles: Roles, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
 ) -> StreamedRollout:
     """Responses to problems, in so many parts that are scored as they are complete; see `Actor.generate_part`."""
-    how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
+    how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
     made = []
     for part in range(parts):
         rollout = roles.actor.generate_part(problems, sampling, part=part, **how)

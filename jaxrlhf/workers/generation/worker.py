@@ -6,9 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.batch import Problem, RolloutBatch
-from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
-from jaxrlhf.config import Sampling
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, RankCoordinates, worker_method
 from jaxrlhf.resharding.offload import to_device
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.workers.generation.generates import Generates
@@ -22,10 +20,10 @@ class RolloutWorker(Generates):
     Those of a later moment may be fetched into the host's memory while the engine draws with those that it has.
 
     Args:
-      layout: Shardings of the weights over the sampler's whole mesh.
-      shapes: Shapes of the weights, a tree as the layout.
-      exchange: Takes the weights from the actor's pool.
+      layout: Shardings of the weights over the sampler's whole mesh, as `shapes` in a tree by parts.
     """
+
+    waits_between_parts = True
 
     def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
         self.place = RankCoordinates.of(sampler.mesh)
@@ -35,7 +33,6 @@ class RolloutWorker(Generates):
         self._fetched: dict[int, tuple[int, Any]] = {}
         self._version = -1
         self._metrics: Metrics = {}
-        self._parts: Iterator[RolloutBatch] = iter(())
 
     def take_metrics(self) -> Metrics:
         """Cost of the weights that were received and loaded since the last call."""
@@ -97,25 +94,6 @@ class RolloutWorker(Generates):
         self._version = version
         self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
         return version
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_part(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        part: int,
-        parts: int,
-        versions: Sequence[int],
-    ) -> RolloutBatch:
-        """Sample the next part of the responses with the weights last sent; see `Actor.generate_part`."""
-        with self.generating(versions) as sampler:
-            if part == 0:
-                how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
-                self._parts = sampler.generate_parts(problems, sampling, **how)
-            return next(self._parts)
 
     @contextmanager
     def generating(self, versions: Sequence[int] = ()) -> Iterator[Sampler]:
