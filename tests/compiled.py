@@ -13,6 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf import models
+from jaxrlhf.engine import Engine
+from jaxrlhf.engine.cache.kv_cache import PageCache
+from jaxrlhf.models.config import ModelConfig
+
 _ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 _KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast|ragged-all-to-all"
 _INSTRUCTION = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\((?P<rest>.*)$")
@@ -167,3 +172,17 @@ def host_reads() -> Iterator[list[Any]]:
     counted_methods = {name: counting(getattr(array_type, name)) for name in methods}
     with mock.patch.multiple(array_type, _value=property(counting(array_type._value.fget)), **counted_methods):
         yield seen
+
+
+def most_compilations(engine: Engine) -> int:
+    """Bound on the programs that an engine compiles, whatever it generates from whole prompts."""
+    config, cache = engine._shape.config, engine.cache
+    prompts, counts = len(engine.prefill.buckets), engine._slot_counts
+    unstacked = len([*models.layer_parts(models.param_dims(config, "lm"))]) if isinstance(config, ModelConfig) else 1
+    states, sizes, widths = 1 + unstacked + prompts + 1 + len(counts) ** 2, len(cache.sizes), prompts + len(counts)
+    if isinstance(cache, PageCache):
+        return states + sizes * (1 + widths)
+    sizes_of_all = {"slots": engine.slots, "capacity": engine.context_tokens, "execution": engine.execution}
+    layers = jax.eval_shape(lambda: models.empty_cache(config, **sizes_of_all))
+    shrinking = len(counts) * (len(counts) - 1)
+    return states + 1 + len({*map(type, layers)}) * (sizes * (widths + shrinking) + (sizes - 1) * len(counts))

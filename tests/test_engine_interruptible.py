@@ -64,14 +64,11 @@ ENGINES = {
     "pages of replicas and heads": (lambda: build(pages=True, slots=8, window=2, data=2, tensor=2), MODEL),
     "stages": (lambda: build(slots=8, window=2, stage=2), MODEL),
 }
+FURTHER = {"few slots": pytest.mark.seeds, "pages": pytest.mark.seeds}
+"""Engines of the last tier."""
 
 
-FURTHER = {"few slots": pytest.mark.seeds, "pages": pytest.mark.seeds, "stages": pytest.mark.slow}
-"""Engines of later tiers."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in ENGINES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, pytest.mark.slow)) for n in ENGINES])
 def test_rounds_of_one_policy_draw_what_it_draws_at_once_and_run_no_token_twice(monkeypatch, name):
     build_engine, model = ENGINES[name]
     engine = build_engine()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import SMALL, sharp
+from tiny_models import SMALL, same_responses, sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -74,13 +74,13 @@ def expected():
 def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
     engine, completions = run(MODEL, **sizes)
     assert engine.slots % replicas == 0
-    same(completions, expected)
+    same_responses(completions, expected)
 
 
 @pytest.mark.slow
 def test_heads_are_split_where_the_cache_is_of_latents_that_serve_all_of_them():
     _, completions = run(LATENT, data=2, tensor=2)
-    same(completions, run(LATENT)[1])
+    same_responses(completions, run(LATENT)[1])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_heads_are_split_where_the_cache_is_of_latents_that_serve_all_of_them():
 def test_a_cache_that_lies_position_by_position_as_on_tpus_gives_the_same(model, order, expected, monkeypatch):
     monkeypatch.setattr(compiled, "BY_POSITION", ("cpu",))
     engine, completions = run(model)
-    same(completions, expected if model is MODEL else run_usual(model, monkeypatch))
+    same_responses(completions, expected if model is MODEL else run_usual(model, monkeypatch))
     cache, *_ = engine.compiled.named("decode")[0].output_formats
     assert [tuple(leaf.layout.major_to_minor for leaf in stored) for stored in cache] == [order] * model.num_layers
 
@@ -125,10 +125,3 @@ def test_decoding_on_a_tpu_holds_its_cache_once():
 def run_usual(model, monkeypatch):
     monkeypatch.setattr(compiled, "BY_POSITION", ())
     return run(model)[1]
-
-
-def same(completions, expected):
-    for one, other in zip(completions, expected, strict=True):
-        assert one.tokens == other.tokens
-        assert one.truncated == other.truncated
-        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)

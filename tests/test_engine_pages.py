@@ -1,13 +1,13 @@
 """A cache in pages: the same responses, memory that follows tokens, and no page that is lost."""
 
-import functools
 import math
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from tiny_models import SMALL
+from compiled import most_compilations
+from tiny_models import SMALL, gaussian, same_responses
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -44,15 +44,8 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
             kv_head_axis="tensor",
             execution=models.Execution(pages_kernel="xla", mesh=mesh, **axes) if pages else models.ONE_DEVICE,
         )
-    engine.load(jax.device_put(weights(), shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=0)
+    engine.load(jax.device_put(gaussian(MODEL), shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=0)
     return engine
-
-
-@functools.cache
-def weights():
-    rng = np.random.default_rng(3)
-    shapes = models.param_shapes(MODEL, "lm")
-    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
 
 
 def requests() -> list[Request]:
@@ -96,9 +89,7 @@ def paged():
 @pytest.mark.slow
 def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged, slots):
     (expected, slot_bytes), (completions, page_bytes) = slots, generate(paged)
-    for one, other in zip(completions, expected, strict=True):
-        assert (one.tokens, one.truncated) == (other.tokens, other.truncated)
-        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+    same_responses(completions, expected)
     lengths = sorted(len(completion.tokens) for completion in completions)
     assert lengths[7] <= PAGE_TOKENS and lengths[-1] > 2 * PAGE_TOKENS, "the example has no long tail"
     assert slot_bytes == 10 * (LONGEST_PROMPT + LONGEST_RESPONSE) * BYTES_PER_TOKEN
@@ -111,8 +102,7 @@ def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged
 @pytest.mark.slow
 def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots, monkeypatch):
     monkeypatch.setattr(paged, "_goes_ahead", True)
-    for one, other in zip(generate(paged)[0], slots[0], strict=True):
-        assert one.tokens == other.tokens
+    same_responses(generate(paged)[0], slots[0])
 
 
 def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(paged):
@@ -120,7 +110,7 @@ def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(page
     before = set(paged.compiled.programs)
     generate(paged)
     assert {sizes[:2] for sizes in set(paged.compiled.programs) - before} <= {("keep", 10), ("decode", 6)}
-    assert paged.compilations <= paged.most_compilations
+    assert paged.compilations <= most_compilations(paged)
 
 
 def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):

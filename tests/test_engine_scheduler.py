@@ -55,7 +55,7 @@ def drive(sequences, *, slots: int, rows: int, seed: int = 0, later=()):
                     one.tokens[-1] = STOP
                 scheduler.end(one)
                 del taken[slot]
-                done.append(one.completion(version=3))
+                done.append(one.complete(version=3))
     return done, prefills
 
 

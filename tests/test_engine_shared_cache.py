@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_models import DECODER, gaussian
+from tiny_models import DECODER, gaussian, same_responses
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -108,12 +108,6 @@ def expected(kind: str):
     return generated(build(kind))
 
 
-def same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.tokens, one.truncated) == (other.tokens, other.truncated)
-        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -127,7 +121,7 @@ def same(ours, theirs):
     ids=str,
 )
 def test_responses_are_those_of_one_device(kind, sizes):
-    same(generated(build(kind, **sizes)), expected(kind))
+    same_responses(generated(build(kind, **sizes)), expected(kind))
 
 
 def turns(engine: Engine):
@@ -142,7 +136,7 @@ def turns(engine: Engine):
 def test_a_session_goes_on_from_what_devices_share():
     split, whole = build("plain", context=4, tensor=2), build("plain")
     before = split.prefill.reused_tokens
-    same(turns(split), turns(whole))
+    same_responses(turns(split), turns(whole))
     assert split.prefill.reused_tokens >= before + 16
 
 

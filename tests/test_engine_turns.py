@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_models import SMALL, gaussian
+from tiny_models import SMALL, gaussian, same_responses
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
@@ -83,10 +83,7 @@ def turns(engine: Engine, *, keep: bool):
     return completions
 
 
-def equal(ours, others) -> None:
-    for one, other in zip(ours, others, strict=True):
-        assert (one.request_id, one.tokens) == (other.request_id, other.tokens)
-        np.testing.assert_allclose(one.logps, other.logps, atol=2e-5)
+equal = functools.partial(same_responses, atol=2e-5)
 
 
 @functools.cache
@@ -100,13 +97,12 @@ ENGINES = {
     "stages": {"stage": 2},
     "latents": {"model": LATENT},
 }
-FURTHER = {"stages": pytest.mark.seeds, "replicas and heads": pytest.mark.slow}
-"""Engines of later tiers."""
+FURTHER = {"stages": pytest.mark.seeds}
+"""Engines of the last tier."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=FURTHER.get(name, ()), id=name) for name, how in ENGINES.items()]
+    "how", [pytest.param(how, marks=FURTHER.get(name, pytest.mark.slow), id=name) for name, how in ENGINES.items()]
 )
 def test_a_turn_begins_where_the_last_one_ended(how):
     engine = build(**how)

@@ -141,7 +141,8 @@ def test_equal_tokens_with_other_images_share_nothing():
     kept.generate([first], Sampling(greedy=True), seed=0)
     (other,) = kept.generate([second], Sampling(greedy=True), seed=0)
     assert kept.prefill.reused_tokens == 3  # the text before the image
-    (alone,) = engine().generate([second], Sampling(greedy=True), seed=0)
+    kept.free()
+    (alone,) = kept.generate([second], Sampling(greedy=True), seed=0)
     assert other.tokens == alone.tokens
     np.testing.assert_allclose(other.logps, alone.logps, atol=1e-5)
 
@@ -151,23 +152,25 @@ def test_a_later_turn_runs_the_tower_over_new_images_alone():
     """And is drawn as where nothing was kept."""
     kept, greedy, before = engine(), Sampling(greedy=True), PROBLEMS[0]
     (first,) = kept.generate([Request(0, before.prompt_tokens, images=before.images, keep=True)], greedy, seed=0)
-    tokens, images = (*before.prompt_tokens, *first.tokens, 5, 6), before.images
+    tokens, images, later = (*before.prompt_tokens, *first.tokens, 5, 6), before.images, []
     for turn, more in enumerate(((), PROBLEMS[2].images[:1])):
         images += tuple(replace(image, start=len(tokens)) for image in more)
         tokens += (IMAGE,) * sum(image.tokens for image in more) + (7,)
         request = Request(0, tokens, images=images, keep=True, has_replies=True, max_tokens=4)
         ran = kept.prefill.images
-        (later,) = kept.generate([request], greedy, seed=0)
-        (alone,) = engine().generate([request], greedy, seed=0)
+        later.append((request, *kept.generate([request], greedy, seed=0)))
         assert kept.prefill.images - ran == len(more), turn
-        assert later.tokens == alone.tokens
-        np.testing.assert_allclose(later.logps, alone.logps, atol=1e-5)
     assert kept.prefill.reused_tokens > len(before.prompt_tokens)
+    for request, completion in later:
+        kept.free()
+        (alone,) = kept.generate([request], greedy, seed=0)
+        assert completion.tokens == alone.tokens
+        np.testing.assert_allclose(completion.logps, alone.logps, atol=1e-5)
 
 
 def test_damaged_prompts_are_refused():
     one = PROBLEMS[0]
-    made = engine()
+    made, _ = sampled()
     for tokens, images in ((one.prompt_tokens, ()), (one.prompt_tokens[:6], one.images), ((1, 2, 3), one.images)):
         with pytest.raises(Refusal):
             made.add(Request(0, tokens, images=images), Sampling(), seed=0)

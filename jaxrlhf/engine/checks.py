@@ -123,55 +123,46 @@ class RequestLimits:
         limit = self.most_tokens if request.max_tokens is None else request.max_tokens
         stops = self.stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
         texts = self.stop_texts if request.stop_texts is None else tuple(request.stop_texts)
-        sizes = {"capacity": self.capacity, "vocab": self.vocab, "most_stops": self.most_stops}
-        check_request(request, seed=seed, limit=limit, most_tokens=self.most_tokens, vision=self.vision, **sizes)
+        self._check(request, limit, seed=seed)
         check_stop_texts(texts, decodes=self.decodes)
-        check_counts(top_k=sampling.top_k, min_tokens=sampling.min_tokens)
+        for name, count in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens)):
+            if not 0 <= count < 2**31:
+                raise Refusal(f"{name}={count} does not fit an integer of 32 bits; expected 0 to 2**31 - 1")
         return SequenceState(request, sampling, seed, limit, stops, texts)
 
-
-def check_request(
-    request: Request,
-    *,
-    seed: int,
-    limit: int,
-    capacity: int,
-    vocab: int,
-    most_tokens: int,
-    most_stops: int,
-    vision: Vision | None = None,
-) -> None:
-    """Raise `Refusal` if an engine with these `RequestLimits` cannot answer a request."""
-    prompt = request.prompt_tokens
-    own = bool(request.has_replies or request.drawn)
-    check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}", drawn=own)
-    if request.drawn and not 0 < request.drawn < min(limit, len(prompt)):
-        raise Refusal(
-            f"drawn={request.drawn} of request {request.request_id}, with a prompt of {len(prompt)} tokens and a "
-            f"response of at most {limit}; expected 0 or more, and fewer than either"
-        )
-    limit -= request.drawn
-    if not 0 < len(prompt) <= capacity - limit:
-        raise Refusal(
-            f"a prompt of {len(prompt)} tokens; expected 1 to {capacity - limit} beside a response of {limit}: "
-            f"drop it, ask for fewer tokens by max_tokens, or build the engine for longer prompts"
-        )
-    if not (min(prompt) >= 0 and max(prompt) < vocab):
-        raise Refusal(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {vocab}")
-    for name, value in (("seed", seed), ("request_id", request.request_id)):
-        if not 0 <= value < 2**32:
-            raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
-    if request.max_tokens is not None and not 0 < request.max_tokens <= most_tokens:
-        raise Refusal(
-            f"max_tokens={request.max_tokens} of request {request.request_id}; expected 1 to "
-            f"max_response_tokens={most_tokens} of the engine"
-        )
-    stops = request.stop_tokens or ()
-    if len(stops) > most_stops or any(not 0 <= stop < vocab for stop in stops):
-        raise Refusal(
-            f"stop_tokens={stops} of request {request.request_id}; expected at most {most_stops} ids of the "
-            f"vocabulary of {vocab}"
-        )
+    def _check(self, request: Request, limit: int, *, seed: int) -> None:
+        """Raise `Refusal` if a request cannot be answered with at most `limit` tokens."""
+        prompt = request.prompt_tokens
+        own = bool(request.has_replies or request.drawn)
+        check_placeholders(prompt, request.images, self.vision, place=f"request {request.request_id}", drawn=own)
+        if request.drawn and not 0 < request.drawn < min(limit, len(prompt)):
+            raise Refusal(
+                f"drawn={request.drawn} of request {request.request_id}, with a prompt of {len(prompt)} tokens and a "
+                f"response of at most {limit}; expected 0 or more, and fewer than either"
+            )
+        limit -= request.drawn
+        longest = self.capacity - limit
+        if not 0 < len(prompt) <= longest:
+            raise Refusal(
+                f"a prompt of {len(prompt)} tokens; expected 1 to {longest} beside a response of {limit}: "
+                f"drop it, ask for fewer tokens by max_tokens, or build the engine for longer prompts"
+            )
+        if not (min(prompt) >= 0 and max(prompt) < self.vocab):
+            raise Refusal(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {self.vocab}")
+        for name, value in (("seed", seed), ("request_id", request.request_id)):
+            if not 0 <= value < 2**32:
+                raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
+        if request.max_tokens is not None and not 0 < request.max_tokens <= self.most_tokens:
+            raise Refusal(
+                f"max_tokens={request.max_tokens} of request {request.request_id}; expected 1 to "
+                f"max_response_tokens={self.most_tokens} of the engine"
+            )
+        stops = request.stop_tokens or ()
+        if len(stops) > self.most_stops or any(not 0 <= stop < self.vocab for stop in stops):
+            raise Refusal(
+                f"stop_tokens={stops} of request {request.request_id}; expected at most {self.most_stops} ids of the "
+                f"vocabulary of {self.vocab}"
+            )
 
 
 def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
@@ -183,13 +174,6 @@ def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
     for text in texts:
         if text != text.encode(errors="replace").decode():
             raise Refusal(f"the stop text {text!r} has half of a surrogate pair; give whole characters")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise `Refusal` if a number of tokens does not fit the 32 bits that slots have for it."""
-    for name, count in counts.items():
-        if not 0 <= count < 2**31:
-            raise Refusal(f"{name}={count} does not fit an integer of 32 bits; expected 0 to 2**31 - 1")
 
 
 def check_unique(requests: Sequence[Request]) -> None:

@@ -32,7 +32,7 @@ from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
-from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
+from jaxrlhf.engine.weights import Weights, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
@@ -130,13 +130,6 @@ class Engine:
     def compilations(self) -> int:
         """Programs compiled so far."""
         return len(self.compiled)
-
-    @property
-    def most_compilations(self) -> int:
-        """Bound on `compilations`, whatever is generated from whole prompts."""
-        prompts, counts = len(self.prefill.buckets), len(self._slot_counts)
-        states = 1 + most_unstacked(self._shape.config) + prompts + 1 + counts * counts
-        return states + self.cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
     def lowered(self) -> dict[str, jax.stages.Lowered]:

@@ -18,8 +18,9 @@ from jaxtyping import Bool, Int
 
 from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.config import Sampling
 from jaxrlhf.engine.buckets import Shape
-from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
+from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, settings_of, uniforms
 from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, is_ring, keeps_of
 from jaxrlhf.models.attention.linear_attention import LayerState
@@ -151,14 +152,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
         request_B=jnp.zeros(slots, jnp.uint32),
         limit_B=jnp.zeros(slots, jnp.int32),
         stop_BE=jnp.full((slots, shape.most_stop_tokens), -1, jnp.int32),
-        settings=SlotSampling(
-            temperature_B=jnp.ones(slots, jnp.float32),
-            top_p_B=jnp.ones(slots, jnp.float32),
-            top_k_B=jnp.zeros(slots, jnp.int32),
-            min_p_B=jnp.zeros(slots, jnp.float32),
-            min_tokens_B=jnp.zeros(slots, jnp.int32),
-            greedy_B=jnp.zeros(slots, bool),
-        ),
+        settings=jax.tree.map(jnp.asarray, settings_of([Sampling()] * slots)),
         offset_B=jnp.zeros(slots, jnp.int32) if shape.counts_apart else None,
         kept_BK=jnp.full((slots, shape.most_kept), -1, jnp.int32) if shape.most_kept else None,
     )

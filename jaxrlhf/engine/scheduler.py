@@ -100,20 +100,18 @@ class Scheduler:
         placements = []
         for _ in range(min(most, len(self._free), len(self._prefilled))):
             row, sequence = self._prefilled.popleft()
-            sequence.slot = slot = min(self._free, key=used)
-            self._free.remove(slot)
-            self._placed[slot] = sequence
-            sequence.placed_at = monotonic()
             self._unplaced -= 1
-            placements.append(Placement(row, slot, sequence))
+            placements.append(self._seated(sequence, row, min(self._free, key=used)))
         return placements
 
     def seat(self, sequence: SequenceState, row: int) -> Placement:
         """Put a sequence into a free slot that waited nowhere, given its row of what is placed with it."""
-        sequence.slot = slot = self._free.popleft()
         self._under_way.add(sequence)
-        self._placed[slot] = sequence
-        sequence.placed_at = monotonic()
+        return self._seated(sequence, row, self._free[0])
+
+    def _seated(self, sequence: SequenceState, row: int, slot: int) -> Placement:
+        self._free.remove(slot)
+        self._placed[slot], sequence.slot, sequence.placed_at = sequence, slot, monotonic()
         return Placement(row, slot, sequence)
 
     def placed(self, slot: int) -> SequenceState:

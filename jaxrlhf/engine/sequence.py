@@ -164,14 +164,7 @@ class SequenceState:
             del self.tokens[end - drawn :], self.logps[end - drawn :]
 
     def complete(self, version: int) -> Completion:
-        """The response, of which its listener is told."""
-        completion = self.completion(version)
-        if self.on_completion is not None:
-            self.on_completion(completion)
-        return completion
-
-    def completion(self, version: int) -> Completion:
-        """The response, once its last token was read; nothing was computed from that one."""
+        """The response, once its last token was read, from which nothing was computed; its listener is told."""
         tokens, choice_TLk = tuple(self.tokens), None
         if self.prompt_choice is not None:
             choice_PSLk, row = self.prompt_choice
@@ -181,4 +174,7 @@ class SequenceState:
         truncated = self.stop_text is None and tokens[-1] not in self.stop_tokens
         kept_TK = np.concatenate(self.kept)[: len(tokens)] if self.kept else None
         numbers = tokens, tuple(self.logps), truncated, version
-        return Completion(self.request.request_id, *numbers, choice_TLk, self.stop_text, kept_TK)
+        completion = Completion(self.request.request_id, *numbers, choice_TLk, self.stop_text, kept_TK)
+        if self.on_completion is not None:
+            self.on_completion(completion)
+        return completion

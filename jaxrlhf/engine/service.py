@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
-from types import TracebackType
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine.engine import Engine
@@ -77,9 +76,7 @@ class EngineService:
     def __enter__(self) -> "EngineService":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

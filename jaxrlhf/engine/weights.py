@@ -19,11 +19,6 @@ def spent_layers(config: AnyModel, spent: Any) -> Any:
     return spent if any(jax.tree.leaves([spent[name] for name in STACKS if name in spent])) else None
 
 
-def most_unstacked(config: AnyModel) -> int:
-    """Bound on the programs that take layers apart."""
-    return len([*models.layer_parts(models.param_dims(config, "lm"))]) if isinstance(config, ModelConfig) else 1
-
-
 class Weights:
     """One version of the weights.
 

@@ -11,8 +11,6 @@ from jaxrlhf.runtime.cache_folder import cache_folder
 MOST_BYTES = 2 * 2**30
 """Size of our own folder that a run leaves when it starts."""
 
-_SUFFIX = "-cache"  # of JAX's files
-
 
 def turn_on() -> None:
     """Let JAX keep every program that it compiles; safe to call again.
@@ -40,11 +38,11 @@ def prune(folder: Path, *, most_bytes: int) -> None:
 
     How long ago a program was read is known to a day on most file systems, and on some only when it was written.
     """
-    used = sorted(((_used_s(stat), stat.st_size, path) for path, stat in _programs(folder)), reverse=True)
+    newest = sorted(_programs(folder), key=lambda found: max(found[1].st_atime, found[1].st_mtime), reverse=True)
     total_bytes = 0
-    for _, size_bytes, path in used:
-        total_bytes += size_bytes
-        if size_bytes == 0 or total_bytes > most_bytes:
+    for path, stat in newest:
+        total_bytes += stat.st_size
+        if stat.st_size == 0 or total_bytes > most_bytes:
             path.unlink(missing_ok=True)  # another run may prune too
 
 
@@ -85,13 +83,9 @@ def _writable(folder: Path) -> bool:
 
 def _programs(folder: Path) -> list[tuple[Path, os.stat_result]]:
     found = []
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in folder.glob("*-cache"):
         try:
             found.append((path, path.stat()))
         except FileNotFoundError:  # another run has just pruned it
             continue
     return found
-
-
-def _used_s(stat: os.stat_result) -> float:
-    return max(stat.st_atime, stat.st_mtime)

@@ -36,7 +36,6 @@ class SlotCache:
         self._compiled, self._slots = compiled, slots
         self._shardings, self._prefix = layout, layout.prompts.prefix
         layers = jax.eval_shape(partial(programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape))
-        self._kinds = len(set(map(type, layers)))
         # Rings do not grow.
         sizes = cache_capacities(longest) if capacity_of(layers) is not None else (longest,)
         self.sizes = whole(sizes, multiple=compiled.shape.execution.cache_ways)
@@ -46,11 +45,6 @@ class SlotCache:
     def layout(self) -> Any:
         """Shardings of `arrays`."""
         return self._shardings.of_slots(self.arrays)
-
-    def most_compilations(self, *, prompts: int, counts: int) -> int:
-        """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
-        sizes, shrinking = len(self.sizes), counts * (counts - 1)
-        return 1 + self._kinds * (sizes * (prompts + counts + shrinking) + (sizes - 1) * counts)
 
     def free(self) -> None:
         """Drop everything."""
@@ -159,10 +153,6 @@ class PageCache:
         self.layout, self._prefix = layout.pages, layout.prompts.prefix
         self.free()
 
-    def most_compilations(self, *, prompts: int, counts: int) -> int:
-        """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
-        return len(self.sizes) * (1 + prompts + counts)
-
     def free(self) -> None:
         """Drop everything."""
         self.arrays = PagedCache([], np.zeros((0, self._columns), np.int32))
@@ -190,12 +180,7 @@ class PageCache:
             self.size = larger
 
     def hold(self, tokens_B: np.ndarray, slot_B: np.ndarray) -> None:
-        """Have room for so many tokens in each slot; a slot of none gives its pages back.
-
-        Args:
-          tokens_B: By slot.
-          slot_B: The slots that are computed, in the order of their rows.
-        """
+        """Have room for so many tokens in each slot, as `SlotCache.hold`; a slot of none gives its pages back."""
         for slot, tokens in enumerate(tokens_B.tolist()):
             replica, own = self._place_of(slot)
             self.books[replica].hold(own, tokens)

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxrlhf.config import Sampling
 
-NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Settings that vLLM would take from the model's `generation_config.json`, as Qwen2.5's 1.05."""
-
 
 class ServerResponse(NamedTuple):
     """One response of a server.
@@ -87,21 +84,13 @@ class Vllm:
             "prompt": list(prompt_tokens),
             "max_tokens": ends.max_tokens,
             "min_tokens": min(sampling.min_tokens, ends.max_tokens),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": sampling.top_p,
             "top_k": sampling.top_k or 0,
-            "min_p": sampling.min_p,
             "seed": seed,
-            "stop_token_ids": list(ends.stop_tokens),
-            "stop": list(ends.stop_texts),
-            "ignore_eos": sampling.ignore_eos,
             "logprobs": 0,  # of the drawn token alone
             "return_token_ids": True,
             "add_special_tokens": False,
-            "skip_special_tokens": False,
-            **NO_PENALTIES,
         }
-        return "/v1/completions", body
+        return "/v1/completions", body | _settings_of_both(sampling, ends)
 
     def answer(self, reply: Any) -> ServerResponse:
         [choice] = reply["choices"]
@@ -129,16 +118,9 @@ class Sglang:
         settings = {
             "max_new_tokens": ends.max_tokens,
             "min_new_tokens": min(sampling.min_tokens, ends.max_tokens),
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
             "sampling_seed": seed,
-            "stop_token_ids": list(ends.stop_tokens),
-            "stop": list(ends.stop_texts),
-            "ignore_eos": sampling.ignore_eos,
-            "skip_special_tokens": False,
-            **NO_PENALTIES,
+            **_settings_of_both(sampling, ends),
         }
         body = {"input_ids": list(prompt_tokens), "sampling_params": settings, "return_logprob": True}
         return "/generate", body
@@ -155,6 +137,22 @@ class Sglang:
     def check_reloaded(self, reply: Any) -> None:
         if not reply["success"]:
             raise ValueError(str(reply.get("message")))
+
+
+def _settings_of_both(sampling: Sampling, ends: ResponseEnds) -> dict[str, Any]:
+    """Settings of the same names; vLLM would take penalties from `generation_config.json`, as Qwen2.5's 1.05."""
+    return {
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(ends.stop_tokens),
+        "stop": list(ends.stop_texts),
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
 
 
 def _is_cut(reason: str) -> bool:
