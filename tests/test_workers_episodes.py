@@ -13,10 +13,12 @@ from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.step import StepInput
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 
 @pytest.fixture(scope="module")
 def actor():
-    return build(config())[1]["actor"]
+    return build(config(), roles=("actor",))[1]["actor"]
 
 
 def episodes(*, split: bool) -> tuple[RolloutBatch, dict[str, np.ndarray]]:

@@ -16,6 +16,8 @@ from jaxrlhf.single_controller import host as module
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.workers.build import Builder, Phase
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 
 def made() -> Host:
     """With the reference alone."""

@@ -176,7 +176,7 @@ def test_settings_that_the_factory_or_adamw_would_not_read_are_refused(refused):
 
 def actor_of(settings: Optimizer, *, devices: int):
     plain = config(layout=Layout(fsdp=2, tensor=2) if devices > 1 else None, devices=devices)
-    return build(replace(plain, actor=replace(plain.actor, optimizer=settings)))[1]["actor"]
+    return build(replace(plain, actor=replace(plain.actor, optimizer=settings)), roles=("actor",))[1]["actor"]
 
 
 def updated(actor, updates: int = 2):

@@ -31,14 +31,14 @@ def updated(builder_and_workers, parts: int) -> tuple[list[np.ndarray], dict[str
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.seeds), 2])
 def test_an_update_in_parts_is_that_of_the_whole(devices: int) -> None:
     settings = config(devices=devices)
-    whole, metrics = updated(build(settings), 1)
-    parts, told = updated(build(settings), 2)
+    whole, metrics = updated(build(settings, roles=("actor",)), 1)
+    parts, told = updated(build(settings, roles=("actor",)), 2)
     agree(parts, whole)
     assert told == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
 
 def test_a_gradient_is_gone_when_that_of_the_next_minibatch_is_begun(monkeypatch) -> None:
-    actor = build(config())[1]["actor"]
+    actor = build(config(), roles=("actor",))[1]["actor"]
     batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
     made: list[weakref.ref] = []
     alive: list[int] = []

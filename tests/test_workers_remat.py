@@ -25,6 +25,7 @@ from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers import remat
 from jaxrlhf.workers.build import Builder, Phase
+from jaxrlhf.workers.pool_roles import PoolRoles
 from jaxrlhf.workers.summary import pool_rows
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -32,34 +33,38 @@ pytestmark = pytest.mark.usefixtures("programs")
 ROLES = ("actor", "critic", "reference", "reward")
 
 
-def built(setting: str = "auto", *, roles=ROLES, offload=(), lora: Lora | None = None, **changes) -> Builder:
+def on_pool(setting: str = "auto", *, roles=ROLES, offload=(), lora: Lora | None = None, **changes) -> PoolRoles:
     config = get_config()
     optimizer = replace(config.actor.optimizer, **changes)
     training = replace(config.actor, remat=setting, lora=lora, optimizer=optimizer)
     algorithm = replace(config.algorithm, critic=training)
     config = replace(config, actor=training, algorithm=algorithm, offload=offload)
-    pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    return Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    return PoolRoles(config, embedded_tokenizer(), ResourcePool("all", tuple(jax.devices()[:1])), roles)
 
 
-def on_accelerator(builder: Builder, memory: int | None) -> Builder:
+def built(setting: str = "auto", **how) -> Builder:
+    roles = on_pool(setting, **how)
+    return Builder(roles.config, roles.tokenizer, roles.pool, roles.roles, progress=lambda *_: None)
+
+
+def on_accelerator(roles: PoolRoles, memory: int | None) -> PoolRoles:
     """The same, as a device sees it that says how much memory it has, or does not."""
     stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
     device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
     names = ("config", "roles", "training", "mesh", "model_of", "weights", "width", "execution", "dtype")
-    return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(builder, name) for name in names})
+    return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(roles, name) for name in names})
 
 
-def chosen(builder: Builder, memory: int | None) -> bool:
-    return remat.choose_remat(on_accelerator(builder, memory), "actor").on
+def chosen(roles: PoolRoles, memory: int | None) -> bool:
+    return remat.choose_remat(on_accelerator(roles, memory), "actor").on
 
 
-def most(builder: Builder) -> int:
+def most(roles: PoolRoles) -> int:
     """MiB of memory from which on activations are kept."""
     low, high = 0, 1 << 14
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if chosen(builder, middle << 20) else (low, middle)
+        low, high = (middle, high) if chosen(roles, middle << 20) else (low, middle)
     return high
 
 
@@ -78,7 +83,7 @@ def test_on_cpu_and_where_the_memory_is_not_known_layers_are_computed_again() ->
 
 
 def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_memory() -> None:
-    builder = built()
+    builder = on_pool()
     policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
     # Weights, moments and two gradients of the actor; weights and moments of the critic; a frozen copy in float32.
     held = 20 * policy + 12 * value + 4 * policy
@@ -93,12 +98,11 @@ def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_m
     assert not message.on and "of 1.0 GiB" in message.why
 
 
-@pytest.mark.slow
 def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
-    policy, value = (weights_of(built().model, head) for head in ("lm", "value"))
+    policy, value = (weights_of(on_pool().model, head) for head in ("lm", "value"))
 
     def needed(role: str = "actor", *, roles=ROLES, offload=()) -> float:
-        return remat.update_bytes(built(roles=roles, offload=offload), role)
+        return remat.update_bytes(on_pool(roles=roles, offload=offload), role)
 
     assert needed() - needed(roles=("actor", "reference")) == 12 * value
     assert needed() - needed(offload=("critic",)) == 12 * value
@@ -120,7 +124,7 @@ def test_what_the_optimizer_keeps_beside_or_in_place_of_two_float32_moments_is_c
 
 
 def test_a_cold_start_trains_all_weights_of_the_actor_and_no_more_than_adapters_of_the_critic() -> None:
-    builder = built(lora=Lora(rank=2, targets=("query",)))
+    builder = on_pool(lora=Lora(rank=2, targets=("query",)))
     policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
     adapters = 2 * 2 * (32 + 32)  # rank, layers, and the sum of a matrix's sides
     for role, held in [("actor", 20 * policy + 4 * value + 12 * adapters),

@@ -13,6 +13,8 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.summary import pool_rows
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 EXPERTS, EACH, WIDTH = 4, 2, 72
 
 
