@@ -104,7 +104,7 @@ def test_losses_and_gradients_are_the_recorded_ones(name, policy):
     def loss(logp):
         return algos.policy_objective(TokenOutput(logp), MASK, weight, fields, GRPO(policy=policy)).loss.sum()
 
-    value, slope = jax.value_and_grad(loss)(given("logp", -math.inf))
+    value, slope = jax.jit(jax.value_and_grad(loss))(given("logp", -math.inf))
     np.testing.assert_allclose(value, GOLDEN[f"policy/{name}/loss"], **CLOSE)
     np.testing.assert_allclose(slope, np.where(MASK, GOLDEN[f"policy/{name}/gradient"], 0), **CLOSE)
 
@@ -129,7 +129,7 @@ def test_clip_cov_leaves_out_tokens_of_a_covariance_in_the_range():
     def loss(logp):
         return algos.policy_objective(TokenOutput(logp), mask, weight, fields, GRPO(policy=policy)).loss.sum()
 
-    slope = jax.grad(loss)(fields["old_logp"])
+    slope = jax.jit(jax.grad(loss))(fields["old_logp"])
     np.testing.assert_allclose(slope, np.where(mask & ~chosen, -weight * advantage, 0), rtol=1e-5, atol=1e-9)
     with pytest.raises(ValueError, match="needs the field 'chosen'"):
         fields.pop("chosen")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,9 +65,9 @@ def test_the_loss_of_outcomes_as_recorded_and_its_gradient_by_hand(dtype):
 
     logit_B = 0.05 * np.where(_MASK, _INPUTS["logp"] - _INPUTS["ref_logp"], 0).sum(axis=1)
     slope_B = 0.05 * (1 / (1 + np.exp(-logit_B)) - right_B) / len(right_B)
-    for run in (lambda f: f, jax.jit):
-        np.testing.assert_allclose(run(loss)(logp), _EXPECTED["process/loss"], **_CLOSE[dtype])
-        np.testing.assert_allclose(run(jax.grad(loss))(logp), np.where(_MASK, slope_B[:, None], 0), **_CLOSE[dtype])
+    value, slope = jax.jit(jax.value_and_grad(loss))(logp)
+    np.testing.assert_allclose(value, _EXPECTED["process/loss"], **_CLOSE[dtype])
+    np.testing.assert_allclose(slope, np.where(_MASK, slope_B[:, None], 0), **_CLOSE[dtype])
 
 
 def made(seed=0):
@@ -125,10 +126,13 @@ def test_packed_responses_each_have_the_loss_of_their_own_sum(poison):
     weight = np.where(mask, draw.random(mask.shape), poison).astype(np.float32)
     fields = {"ref_logp": ref, "outcome": np.where(mask, outcome, poison), "segment": segment}
 
-    def loss(logp):
-        return algos.outcome_objective(TokenOutput(logp), mask, weight, fields, SimpleNamespace(beta=0.5)).loss
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def slope_and_loss(logp):
+        loss = algos.outcome_objective(TokenOutput(logp), mask, weight, fields, SimpleNamespace(beta=0.5)).loss
+        return loss.sum(), loss
 
-    loss_RW, slope_RW = loss(logp), jax.grad(lambda x: loss(x).sum())(logp)
+    slope_RW, loss_RW = slope_and_loss(logp)
     for row in range(3):
         for own in set(segment[row][mask[row]].tolist()):
             tokens = np.flatnonzero(mask[row] & (segment[row] == own))

@@ -170,8 +170,8 @@ def test_clipped_policy_loss_equals_its_cases():
     def terms_of(logp):
         return algos.clipped_policy_loss(PolicyTokens(logp, *arrays[1:]), settings)
 
-    terms = terms_of(arrays[0])
-    gradient = jax.grad(lambda logp: terms_of(logp).loss.sum())(arrays[0])
+    terms = jax.jit(terms_of)(arrays[0])
+    gradient = jax.jit(jax.grad(lambda logp: terms_of(logp).loss.sum()))(arrays[0])
     cases = [policy_oracle(*map(float, case)) for case in zip(*(x.ravel() for x in arrays), strict=True)]
     loss, slope, clipped, clipped_low = (np.reshape(column, old.shape) for column in zip(*cases, strict=True))
     active = advantage != 0
@@ -196,23 +196,6 @@ def test_a_runaway_ratio_stays_finite():
     np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(logp), 0)
 
 
-def test_the_first_inner_step_has_ratio_one_and_the_plain_policy_gradient():
-    mask = random_mask()
-    output, weight, fields = experience(mask)
-    settings = GRPO()
-    fields = {name: fields[name] for name in ("old_logp", "advantage")}
-
-    def objective(logp):
-        return algos.policy_objective(TokenOutput(logp, output.entropy), mask, weight, fields, settings)
-
-    metrics = objective(fields["old_logp"]).metrics
-    np.testing.assert_array_equal(np.asarray(metrics["policy/ratio_mean"])[mask], 1.0)
-    for name in ("policy/clip_fraction", "policy/clip_fraction_lower", "policy/kl_old"):
-        assert not metrics[name].any(), name
-    gradient = jax.grad(lambda x: objective(x).loss.sum())(fields["old_logp"])
-    np.testing.assert_allclose(gradient, -weight * fields["advantage"], rtol=1e-6)
-
-
 @partial(jax.jit, static_argnums=4)
 @partial(jax.grad, has_aux=True)
 def gradient_and_objective(output, mask, weight, fields, settings):
@@ -227,8 +210,8 @@ def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(poison):
     dirty, _, dirty_fields = experience(mask, poison=poison)
     dirty_fields |= {name: np.where(mask, fields[name], poison) for name in ("kl_weight", "entropy_weight")}
     dirty_weight = np.where(mask, weight, poison)
-    for estimator in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
-        settings = dataclasses.replace(_SETTINGS, kl=KLInLoss(estimator=estimator))
+    for estimator in ("k3", "k1+"):
+        settings = dataclasses.replace(_SETTINGS, kl=KLInLoss(coefficient=0.1, estimator=estimator))
         got_tree = gradient_and_objective(dirty, mask, dirty_weight, dirty_fields, settings)
         wanted_tree = gradient_and_objective(clean, mask, weight, fields, settings)
         for got, wanted in zip(jax.tree.leaves(got_tree), jax.tree.leaves(wanted_tree), strict=True):
@@ -268,23 +251,19 @@ def test_clipped_value_gradient_stops_only_where_the_clipped_error_is_larger():
         return algos.clipped_value_loss(v, old, returns, clip=0.3)
 
     # Inside; outside, overshooting; outside, on the way to the target; outside, moving away.
-    np.testing.assert_allclose(loss(value).loss, [0.405, 0.08, 1.445, 4.205], rtol=1e-5)
-    np.testing.assert_array_equal(loss(value).clipped, [False, False, True, False])
-    np.testing.assert_allclose(jax.grad(lambda v: loss(v).loss.sum())(value), [-0.9, 0.4, 0.0, -2.9], rtol=1e-5)
+    np.testing.assert_allclose(loss(value)[0], [0.405, 0.08, 1.445, 4.205], rtol=1e-5)
+    np.testing.assert_array_equal(loss(value)[1], [False, False, True, False])
+    np.testing.assert_allclose(jax.grad(lambda v: loss(v)[0].sum())(value), [-0.9, 0.4, 0.0, -2.9], rtol=1e-5)
 
 
 def test_a_batch_without_trained_tokens_has_no_loss_and_no_gradient():
     mask = np.zeros((_ROWS, _WIDTH), bool)
     output, weight, fields = experience(mask, poison=math.nan)
 
-    def objective(o):
-        return algos.policy_objective(o, mask, weight, fields, _SETTINGS).loss.sum()
-
-    assert objective(output) == 0
-    gradients = jax.tree.leaves(jax.grad(objective)(output))
-    assert len(gradients) == 2
-    for gradient in gradients:
-        np.testing.assert_array_equal(gradient, 0)
+    gradient, objective = gradient_and_objective(output, mask, weight, fields, _SETTINGS)
+    assert len(jax.tree.leaves(gradient)) == 2
+    for array in jax.tree.leaves((gradient, objective.loss)):
+        np.testing.assert_array_equal(array, 0)
 
 
 @pytest.mark.parametrize("name", ["old_logp", "advantage", "ref_logp", "kl_weight", "entropy_weight"])

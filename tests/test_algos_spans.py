@@ -46,7 +46,7 @@ def of_teacher():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 1.0])
 def test_a_span_is_compared_as_trl_compares_merged_probabilities(beta):
     ids = GOLDEN["student_ids"]
     teacher, names, named = of_teacher()

@@ -56,14 +56,6 @@ def test_turn_gae_of_turns_of_one_token_is_gae(episodes):
     np.testing.assert_allclose(ours.return_BT, theirs.return_BT, atol=1e-6)
 
 
-def test_turn_returns_discount_from_turn_to_turn():
-    turn_BT = np.array([[-1, 0, 0, -1, 1, 2, 2]])
-    reward_BT = np.array([[9.0, 1, 2, 9, 4, 8, 16]], np.float32)
-    returns = algos.turn_returns(reward_BT, turn_BT >= 0, turn_BT, gamma=0.5)
-    # 24 in the last turn, 4 + 12 in the one before, 3 + 8 in the first.
-    assert np.asarray(returns).tolist() == [[0, 11, 11, 0, 16, 24, 24]]
-
-
 def test_turns_are_compared_with_the_same_turn_of_the_group():
     """Two groups; of the first, one episode has a turn that no other reached."""
     turn_BT = np.array([[0, 1, 2], [0, 1, -1], [0, -1, -1], [0, 1, -1]])

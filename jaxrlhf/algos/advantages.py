@@ -1,7 +1,9 @@
 """Advantages from a critic's values or from the other responses to a prompt.
 
 Critic-based estimates are per token and step over masked tokens: a tool's output between two turns neither discounts
-nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to tokens.
+nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to tokens. Rows with one id in
+`group_B` are one group, in any order; ids beyond 32 bits must be a numpy array, hence outside `jit`. Unscorable rows
+take no part and get exactly 0, as do, but for `decoupled`, a group of one and a group of equal scores.
 """
 
 from functools import partial
@@ -45,7 +47,6 @@ def gae(
     Args:
       reward_BT: Paid when token t is emitted, KL penalty already subtracted.
       value_BT: Critic's estimate for the prefix before token t, in reward units.
-      mask_BT: Action tokens.
       gamma: Discount per action token, in [0, 1].
       lam: 0 is one-step TD, 1 is Monte Carlo; one for all responses, or each its own.
 
@@ -79,8 +80,7 @@ def discounted_returns(
     """Reward to go, `R_t = r_t + gamma * R_t'` with t' the next action token; 0 outside the mask.
 
     Args:
-      reward_BT: Paid when token t is emitted.
-      mask_BT: Action tokens; rewards outside are ignored.
+      reward_BT: Paid when token t is emitted; ignored outside the mask.
       gamma: Discount per action token, in [0, 1].
 
     Source: Sutton & Barto 2018, eq. 3.9.
@@ -104,18 +104,14 @@ def group_relative(
     group_B: Int[Array, "B"],
     *,
     normalize_std: bool,
-    eps: float = 1e-6,
 ) -> Float[Array, "B"]:
     """Score minus the mean of its group and, for GRPO, over the group's standard deviation.
 
-        A_i = (s_i - mean_g) / (std_g + eps)
+        A_i = (s_i - mean_g) / (std_g + 1e-6)
 
-    The deviation is the unbiased one (n - 1). A group of one, or of equal scores, gives exactly 0; so do unscorable
-    rows, which take no part in the statistics.
+    The deviation is the unbiased one (n - 1).
 
     Args:
-      group_B: Rows with the same id are one group, in any order. Ids beyond 32 bits must be a numpy array, hence
-        outside `jit`.
       normalize_std: False is Dr. GRPO, which leaves out the division and its bias.
 
     Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; Liu et al. 2025 (arXiv:2503.20783), section 3, for
@@ -123,21 +119,13 @@ def group_relative(
     """
     group_B = dense_ids(group_B)
     centred_B, count_B = _centred(score_B, scorable_B, group_B)
-    if not normalize_std:
-        return centred_B
-    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
-    return centred_B / (jnp.sqrt(variance_B) + eps)
+    return centred_B / _deviation(centred_B, count_B, group_B) if normalize_std else centred_B
 
 
 def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Float[Array, "B"]:
     """REINFORCE leave-one-out: score minus the mean of the *other* scores of its group.
 
         A_i = s_i - sum_{j != i} s_j / (n - 1) = (s_i - mean_g) * n / (n - 1)
-
-    A group of one gives 0, and so do unscorable rows, which take no part in the means.
-
-    Args:
-      group_B: Group of each row; see `group_relative`.
 
     Source: Kool et al. 2019 (Buy 4 REINFORCE samples, get a baseline for free!), for language models Ahmadian et al.
     2024 (arXiv:2402.14740).
@@ -156,11 +144,9 @@ def length_weighted(
 
         A_i = s_i - sum_g l_j * s_j / sum_g l_j
 
-    This baseline has the least variance if the squared gradient of a response grows with its length. Unscorable rows
-    give 0 and take no part; so does a group of one, or of equal scores.
+    This baseline has the least variance if the squared gradient of a response grows with its length.
 
     Args:
-      group_B: Group of each row; see `group_relative`.
       length_B: Action tokens of each response.
 
     Source: Hao et al. 2025 (OPO, arXiv:2505.23585), eq. 8.
@@ -168,8 +154,7 @@ def length_weighted(
     group_B = dense_ids(group_B)
     above_B = _above_lowest(score_B, scorable_B, group_B)
     weight_B = jnp.where(scorable_B, jnp.asarray(length_B), 0)
-    total_B = group_sum(weight_B, group_B)
-    mean_B = group_sum(weight_B * above_B, group_B) / jnp.maximum(total_B, 1)
+    mean_B = group_sum(weight_B * above_B, group_B) / jnp.maximum(group_sum(weight_B, group_B), 1)
     return selected(above_B - mean_B, scorable_B)
 
 
@@ -180,11 +165,7 @@ def group_policy_gradient(
 
         A_i = alpha * (s_i - mean_g),  alpha = responses / responses in groups whose scores differ
 
-    A loss that is a mean over the batch then has the gradient of the groups that have one. Unscorable rows give 0 and
-    take no part; so does a group of one, or of equal scores.
-
-    Args:
-      group_B: Group of each row; see `group_relative`.
+    A loss that is a mean over the batch then has the gradient of the groups that have one.
 
     Source: Chu et al. 2025 (GPG, arXiv:2504.02546), section 3.3.
     """
@@ -205,7 +186,6 @@ def greedy_relative(
     Args:
       reward_BT: Paid when token t is emitted, KL penalty already subtracted.
       baseline_B: Score of the greedy response to each row's prompt.
-      mask_BT: Action tokens.
 
     Source: Li et al. 2024 (ReMax, arXiv:2310.10505), section 4.
     """
@@ -222,9 +202,6 @@ def best_of_group(
     Its expectation is the gradient of the best score among as many responses, pass@k where scores are 0 and 1. Two
     equally good ones are not ahead, so a group of more than one best gives 0, as does a group of one.
 
-    Args:
-      group_B: Group of each row; see `group_relative`.
-
     Source: Tang et al. 2025 (Optimizing language models for inference time objectives, arXiv:2503.19595), section 4.
     """
     group_B = dense_ids(group_B)
@@ -237,9 +214,7 @@ def best_of_group(
     ahead_B = jnp.where(first_B & jnp.isfinite(second_B), above_B - second_B, 0.0)
     if not normalize_std:
         return ahead_B
-    centred_B, count_B = _centred(score_B, scorable_B, group_B)
-    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
-    return ahead_B / (jnp.sqrt(variance_B) + 1e-6)
+    return ahead_B / _deviation(*_centred(score_B, scorable_B, group_B), group_B)
 
 
 def mean_relative(
@@ -250,11 +225,10 @@ def mean_relative(
         A_i = (s_i - mean_g) / (mean_g + 1e-6)
 
     With scores of 0 and 1 the gradient is that of the log-likelihood of success, to the order that the group's size
-    allows. Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+    allows.
 
     Args:
       score_B: 0 or more.
-      group_B: Group of each row; see `group_relative`.
 
     Source: Tajwar et al. 2026 (Maximum likelihood reinforcement learning, arXiv:2602.02710), the estimator over
     successes with the mean as a control variate.
@@ -275,11 +249,10 @@ def decoupled(
 
         A_k,i = (s_k,i - mean_g(s_k)) / (std_g(s_k) + 1e-6),  S_i = sum_k w_k A_k,i,  A_i = (S_i - mean(S)) / std(S)
 
-    Responses of one total are told apart where their rewards differ. Unscorable rows give 0 and take no part.
+    Responses of one total are told apart where their rewards differ.
 
     Args:
       part_KB: Unweighted scores of each reward.
-      group_B: Group of each row; see `group_relative`.
 
     Source: Liu et al. 2026 (GDPO, arXiv:2601.05242), eq. 4 to 6.
     """
@@ -305,7 +278,6 @@ def optimal_token_baseline(
       reward_BT: Paid when token t is emitted.
       energy_BT: e of each token, or a proxy of it.
       mask_BT: Action tokens of scorable responses.
-      group_B: Group of each row; see `group_relative`.
 
     Source: Li et al. 2026 (The optimal token baseline, arXiv:2602.07078); the proxy of its logit gradients is
     `1 - 2 p + sum p^2`.
@@ -331,9 +303,6 @@ def optimal_token_baseline(
 def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:
     """True for the rows of groups whose scorable scores differ, so that there is something to learn.
 
-    Args:
-      group_B: Group of each row; see `group_relative`.
-
     Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 11.
     """
     group_B = dense_ids(group_B)
@@ -357,6 +326,12 @@ def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, 
     above_B = _above_lowest(score_B, scorable_B, group_B)
     count_B = group_sum(jnp.asarray(scorable_B, int), group_B)
     return selected(above_B - group_sum(above_B, group_B) / jnp.maximum(count_B, 1), scorable_B), count_B
+
+
+def _deviation(centred_B: Array, count_B: Array, group_B: Array) -> Array:
+    """Standard deviation of each row's group, and 1e-6."""
+    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
+    return jnp.sqrt(variance_B) + 1e-6
 
 
 def to_tokens(advantage_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:

@@ -18,8 +18,6 @@ def lagrangian_advantage(
         A = (A_reward - multiplier * A_cost) / (1 + multiplier)
 
     Args:
-      gain: Advantage in the reward.
-      cost: Advantage in the cost, which is bad.
       multiplier: 0 or more.
     """
     return (gain - multiplier * cost) / (1 + multiplier)
@@ -33,7 +31,7 @@ def next_multiplier(multiplier: float, cost: float, *, limit: float, learning_ra
     It never falls to 0, and moves the faster the further it has risen.
 
     Args:
-      multiplier: Multiplier so far, above 0.
+      multiplier: Above 0.
       cost: Mean over responses.
     """
     log_multiplier = math.log(multiplier) + learning_rate * multiplier * (cost - limit)

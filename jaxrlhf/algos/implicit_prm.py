@@ -7,26 +7,21 @@ Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:241
 al. 2025 (PRIME, arXiv:2502.01456).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.advantages import discounted_returns
 from jaxrlhf.algos.groups import dense_ids, group_sum
 from jaxrlhf.algos.masked import masked_mean, segment_sum, selected
-from jaxrlhf.algos.objectives import ObjectiveTerms, TokenOutput
+from jaxrlhf.algos.objectives import Fields, Mask, ObjectiveTerms, TokenOutput, TokenValues
 from jaxrlhf.batch import Array
 
 
 def outcome_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: Any,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: Any
 ) -> ObjectiveTerms:
     """Cross-entropy of a response's outcome y, given its summed log-ratio.
 
@@ -62,7 +57,6 @@ def leave_one_out_rewards(
 
     Args:
       paid_BT: Tokens at which a reward is paid: all, or the last one.
-      group_B: Group of each row; see `group_relative`.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
     """
@@ -99,7 +93,6 @@ def process_returns(
       outcome_BT: Paid at the last action token.
       process_BT: Paid at every action token.
       gamma: Discount of the process rewards per action token.
-      group_B: Group of each row; see `group_relative`.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
     """

@@ -105,33 +105,16 @@ def _kept(log_ratio_BT: Array, mask_BT: Array, rejection: Rejection) -> Array:
     return inside_BT
 
 
-class SamplerGap(NamedTuple):
-    """Disagreement of sampler and trainer on the sampled tokens; all scalars, 0 for an empty mask.
-
-    Attributes:
-      mean: Mean |difference| of log-probabilities, in nats; float32 engines reach 1e-5.
-      max: Largest |difference|.
-      probability_error: Mean of exp|difference|, the factor by which probabilities are off; healthy below 1.05.
-      kl_sampler_trainer: k3 estimate of KL(sampler || trainer); healthy below 1e-3.
-      kl_trainer_sampler: k3 estimate of KL(trainer || sampler).
-      effective_fraction: Effective sample size of the importance weights over the number of tokens, in (0, 1].
-    """
-
-    mean: Float[Array, ""]
-    max: Float[Array, ""]
-    probability_error: Float[Array, ""]
-    kl_sampler_trainer: Float[Array, ""]
-    kl_trainer_sampler: Float[Array, ""]
-    effective_fraction: Float[Array, ""]
-
-
 @jax.jit
 def sampler_gap(
     old_logp_BT: Float[Array, "B T"], sampler_logp_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
-) -> SamplerGap:
-    """Diagnose the sampler-trainer gap, before any truncation.
+) -> dict[str, Float[Array, ""]]:
+    """Disagreement of sampler and trainer on the sampled tokens, before any truncation; all 0 for an empty mask.
 
-    The effective fraction is `mean(w)^2 / mean(w^2)` of the weights w = pi_old / pi_sampler.
+        logp_gap             |difference| of log-probabilities, in nats: its mean, 1e-5 in float32, and largest
+        probability_error    mean of exp|difference|, the factor by which probabilities are off; healthy below 1.05
+        kl, kl_reverse       k3 of KL(sampler || trainer), healthy below 1e-3, and of KL(trainer || sampler)
+        effective_fraction   mean(w)^2 / mean(w^2) of the weights w = pi_old / pi_sampler, in (0, 1]
 
     Source: k3: Schulman 2020 (joschu.net/blog/kl-approx.html); effective sample size: Kong 1992 (A note on importance
     sampling using standardized weights).
@@ -139,14 +122,14 @@ def sampler_gap(
     old_logp_BT, sampler_logp_BT = selected(old_logp_BT, mask_BT), selected(sampler_logp_BT, mask_BT)
     gap_BT = jnp.abs(old_logp_BT - sampler_logp_BT)
     ratio_BT = jnp.exp(_log_ratio(old_logp_BT, sampler_logp_BT, mask_BT))
-    return SamplerGap(
-        mean=masked_mean(gap_BT, mask_BT),
-        max=gap_BT.max(),
-        probability_error=masked_mean(jnp.exp(jnp.minimum(gap_BT, LOG_RATIO_LIMIT)), mask_BT),
-        kl_sampler_trainer=masked_mean(kl_estimate(sampler_logp_BT, old_logp_BT, estimator="k3"), mask_BT),
-        kl_trainer_sampler=masked_mean(kl_estimate(old_logp_BT, sampler_logp_BT, estimator="k3"), mask_BT),
-        effective_fraction=_effective_fraction(ratio_BT, mask_BT),
-    )
+    return {
+        "sampler/logp_gap_mean": masked_mean(gap_BT, mask_BT),
+        "sampler/logp_gap_max": gap_BT.max(),
+        "sampler/probability_error": masked_mean(jnp.exp(jnp.minimum(gap_BT, LOG_RATIO_LIMIT)), mask_BT),
+        "sampler/kl": masked_mean(kl_estimate(sampler_logp_BT, old_logp_BT, estimator="k3"), mask_BT),
+        "sampler/kl_reverse": masked_mean(kl_estimate(old_logp_BT, sampler_logp_BT, estimator="k3"), mask_BT),
+        "sampler/effective_fraction": _effective_fraction(ratio_BT, mask_BT),
+    }
 
 
 def _effective_fraction(weight_BT: Array, mask_BT: Array) -> Array:

@@ -101,9 +101,7 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
         coefficient * (1 + e * sequences / horizon)
 
     Args:
-      coefficient: Coefficient that was just used.
       kl: KL of the step: mean over responses of their mean per token.
-      target: Desired value of `kl`.
       horizon: Sequences over which a full-size error multiplies the coefficient by about e^0.2.
       sequences: Responses in the step.
 

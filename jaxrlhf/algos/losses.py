@@ -206,34 +206,21 @@ def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) 
     return jnp.maximum(plain, clipped), clipped > plain
 
 
-class ValueTerms(NamedTuple):
-    """Per-token results of `clipped_value_loss`: the loss, and True where the clipped value decides it."""
-
-    loss: Float[Array, "*shape"]
-    clipped: Bool[Array, "*shape"]
-
-
 def clipped_value_loss(
-    value: Float[Array, "*shape"],
-    old_value: Float[Array, "*shape"],
-    returns: Float[Array, "*shape"],
-    *,
-    clip: float,
-) -> ValueTerms:
-    """Half the squared error, pessimistic about moves beyond `clip` from the old value.
+    value: Float[Array, "*shape"], old_value: Float[Array, "*shape"], returns: Float[Array, "*shape"], *, clip: float
+) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
+    """Half the squared error, pessimistic about moves beyond `clip` from the old value; and where that decides it.
 
         v_clip = old_value + clip(value - old_value, -clip, clip)
         loss   = max((value - returns)^2, (v_clip - returns)^2) / 2
 
     Args:
-      value: Value by the current critic; the argument to differentiate by.
+      value: Value by the current critic, in reward units like all here; the argument to differentiate by.
       old_value: Value by the critic at the start of the update.
-      returns: Regression target, in reward units like the values.
-      clip: Largest move that counts, in reward units.
 
     Source: OpenAI Baselines; described in Engstrom et al. 2020 (arXiv:2005.12729), section 3.
     """
     near_value = jnp.clip(value, old_value - clip, old_value + clip)
     plain = jnp.square(value - returns)
     clipped = jnp.square(near_value - returns)
-    return ValueTerms(jnp.maximum(plain, clipped) / 2, clipped > plain)
+    return jnp.maximum(plain, clipped) / 2, clipped > plain

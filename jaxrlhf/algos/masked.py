@@ -4,8 +4,6 @@ Every function selects before it reduces: values outside the mask may be infinit
 nor the gradient. Sharded arrays give the statistics of the whole.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,21 +73,16 @@ def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Fl
     return jnp.square(deviation).sum() / jnp.maximum(mask.sum() - 1, 1)
 
 
-@partial(jax.jit, static_argnames="shift_mean")
-def whiten(
-    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, shift_mean: bool = True
-) -> Float[Array, "*shape"]:
-    """Scale to unit variance over the mask and, by default, shift to zero mean; 0 outside.
+@jax.jit
+def whiten(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Scale to unit variance and shift to zero mean over the mask; 0 outside.
 
-        (x - mean) / sqrt(var + 1e-8)  [+ mean]
+        (x - mean) / sqrt(var + 1e-8)
 
     Args:
       value: All tokens of the batch: statistics of a part would scale its parts differently.
-      shift_mean: False keeps the mean, which rewards need: their sign means something.
 
     Source: Huang et al. 2024 (arXiv:2403.17031), details on reward and advantage whitening.
     """
     value = selected(value, mask)
-    mean = masked_mean(value, mask)
-    whitened = (value - mean) / jnp.sqrt(masked_var(value, mask) + 1e-8)
-    return selected(whitened if shift_mean else whitened + mean, mask)
+    return selected((value - masked_mean(value, mask)) / jnp.sqrt(masked_var(value, mask) + 1e-8), mask)

@@ -1,9 +1,9 @@
 """Objectives of trainers: one function per kind of model, each a weighted loss per token.
 
 An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside `jit`
-on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask. All
-denominators are in the weights, so an objective never reduces. The trainer adds the field `segment`, int32: the
-sequence of its row that a token belongs to.
+on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask, which is of
+trained tokens. Weights are those of the aggregation times those of importance: all denominators are in them, so an
+objective never reduces. The trainer adds the field `segment`, int32: the sequence of its row that a token belongs to.
 
 Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any formula sees them:
 selecting only the result would leave 0 * inf in the gradient.
@@ -23,6 +23,10 @@ from jaxrlhf.batch import Array
 from jaxrlhf.config import LUFFY, KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
 
 _NO_EVENT = -1e9  # finite, so that a chance of 0 times a difference of two is 0
+
+Mask = Bool[Array, "R W"]
+TokenValues = Float[Array, "R W"]
+Fields = Mapping[str, Num[Array, "R W ..."]]
 
 
 class TokenOutput(NamedTuple):
@@ -52,11 +56,7 @@ class ObjectiveTerms(NamedTuple):
 
 
 def policy_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: PolicyGradient,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
     """The policy's loss, with KL to the reference and an entropy bonus where configured.
 
@@ -64,13 +64,10 @@ def policy_objective(
 
     Args:
       output: Log-probabilities by the current policy, temperature applied.
-      mask: Trained tokens.
-      weight: Aggregation weights times importance weights.
       fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one, which is then only
         compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
         `settings.policy.entropy_coefficient` is not 0; `segment` if the loss is of whole responses; `chosen` if it
         has a `selection`. The coefficients are in those weights.
-      settings: Loss and KL estimator.
 
     Raises:
       ValueError: If a field is missing, or is given where the settings do not use it.
@@ -114,11 +111,7 @@ def policy_objective(
 
 
 def imitating_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: PolicyGradient,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
     """`policy_objective` plus `-imitation_weight * logp` on tokens of good responses.
 
@@ -132,11 +125,7 @@ def imitating_objective(
 
 
 def mixed_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: PolicyGradient,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
     """`policy_objective` on sampled responses, and `-example_weight * logp` on examples among them.
 
@@ -156,11 +145,7 @@ def mixed_objective(
 
 
 def guided_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: LUFFY,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LUFFY
 ) -> ObjectiveTerms:
     """`policy_objective` on sampled responses, and a shaped probability on solutions that another policy wrote.
 
@@ -188,11 +173,7 @@ def guided_objective(
 
 
 def span_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "..."]],
-    settings: LogitDistillation,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LogitDistillation
 ) -> ObjectiveTerms:
     """The divergence from a teacher's distribution over each span of text, at the span's last token.
 
@@ -217,10 +198,7 @@ def span_objective(
     there = end[..., None] & (fields["named"] >= 0)
     events, teacher = (
         jnp.concatenate([selected(span, end)[..., None], jnp.where(there, named, _NO_EVENT)], axis=-1)
-        for span, named in (
-            (own, output.named),
-            (_field(fields, "teacher_logp", mask), fields["teacher_named"]),
-        )
+        for span, named in ((own, output.named), (_field(fields, "teacher_logp", mask), fields["teacher_named"]))
     )
     divergence = selected(event_divergence(events, teacher, beta=settings.beta), end)
     loss = policy.loss + selected(weight, mask) * divergence
@@ -228,42 +206,27 @@ def span_objective(
 
 
 def value_objective(
-    output: Float[Array, "R W"],
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: ValueLoss,
+    output: TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: ValueLoss
 ) -> ObjectiveTerms:
     """Clipped value regression, `weight * clipped_value_loss`.
 
     Args:
       output: The critic's value of the prefix before each token.
-      mask: Trained tokens.
-      weight: Aggregation weights.
       fields: `returns` and `old_value`.
-      settings: The clip range.
 
     Raises:
       ValueError: If a field is missing.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; see `clipped_value_loss`.
     """
-    terms = clipped_value_loss(
-        selected(output, mask),
-        _field(fields, "old_value", mask),
-        _field(fields, "returns", mask),
-        clip=settings.clip,
-    )
-    metrics = {"value/loss": terms.loss, "value/clip_fraction": terms.clipped.astype(terms.loss.dtype)}
-    return ObjectiveTerms(selected(weight, mask) * terms.loss, metrics)
+    old_value, returns = _field(fields, "old_value", mask), _field(fields, "returns", mask)
+    loss, clipped = clipped_value_loss(selected(output, mask), old_value, returns, clip=settings.clip)
+    metrics = {"value/loss": loss, "value/clip_fraction": clipped.astype(loss.dtype)}
+    return ObjectiveTerms(selected(weight, mask) * loss, metrics)
 
 
 def nll_objective(
-    output: TokenOutput,
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: object,
+    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
     """Supervised fine-tuning: weighted negative log-likelihood. Reads neither fields nor settings.
 

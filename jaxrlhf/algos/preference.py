@@ -6,9 +6,11 @@ log-probability of a sequence, or its score, the gradient of L(x_1, x_2, ...) is
     sum_b (dL / dx_b) * x_b
 
 with the derivatives held fixed. They are computed here from a forward pass and become weights.
+
+`chosen_P` and `rejected_P` are scores of the two answers, or sums over their tokens: of log pi - log pi_ref in DPO, IPO
+and KTO, of log pi in SimPO, CPO and ORPO.
 """
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from jaxrlhf.algos.masked import selected
-from jaxrlhf.algos.objectives import ObjectiveTerms, TokenOutput
+from jaxrlhf.algos.objectives import Fields, Mask, ObjectiveTerms, TokenOutput, TokenValues
 from jaxrlhf.batch import Array
 
 
@@ -45,8 +47,6 @@ def dpo(
         dL/dD = beta (sigmoid(beta D) - (1 - e))
 
     Args:
-      chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
-      rejected_P: log pi - log pi_ref of the rejected answer, summed over its tokens.
       beta: Reward units per nat.
       label_smoothing: e, the chance that a label is wrong, below 0.5.
 
@@ -63,10 +63,6 @@ def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: flo
     """Identity preference optimisation: a difference of 1 / (2 beta) is enough.
 
         L = (chosen - rejected - 1 / (2 beta))^2
-
-    Args:
-      chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
-      rejected_P: log pi - log pi_ref of the rejected answer, summed over its tokens.
 
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """
@@ -102,8 +98,6 @@ def simpo(
         L = -log sigmoid(beta (chosen / tokens_c - rejected / tokens_r) - margin)
 
     Args:
-      chosen_P: log pi of the chosen answer, summed over its tokens.
-      rejected_P: log pi of the rejected answer, summed over its tokens.
       tokens_PA: Tokens of the chosen and of the rejected answer.
 
     Source: Meng et al. 2024 (arXiv:2405.14734), eq. 6.
@@ -121,8 +115,6 @@ def odds_ratio(
         L = -coefficient * log sigmoid(o_c - o_r),  o = m - log(1 - exp(m)),  m = log pi / tokens
 
     Args:
-      chosen_P: log pi of the chosen answer, summed over its tokens.
-      rejected_P: log pi of the rejected answer, summed over its tokens.
       tokens_PA: Tokens of the chosen and of the rejected answer.
 
     Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; its likelihood is `with_likelihood`.
@@ -151,8 +143,6 @@ def kto(
     The half makes the mean over pairs that over answers.
 
     Args:
-      chosen_P: log pi - log pi_ref of the good answer, summed over its tokens.
-      rejected_P: log pi - log pi_ref of the bad answer, summed over its tokens.
       distance: Estimate of KL(pi || pi_ref) in nats, without a gradient.
       weights: Weight of a good and of a bad answer.
 
@@ -221,7 +211,6 @@ def best_and_worst(
     mean over all pairs is taken; a group of equal scores gives 0.
 
     Args:
-      group_B: Group of each row; see `group_relative`.
       log_ratio_B: log pi - log pi_ref of each response, summed over its tokens.
 
     Source: Guo et al. 2024 (Online AI feedback, arXiv:2402.04792), algorithm 1.
@@ -271,11 +260,7 @@ def nash_advantage(
 
 
 def linear_objective(
-    output: TokenOutput | Float[Array, "R W"],
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Array],
-    settings: object,
+    output: TokenOutput | TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
     """Log-probability or value of each token times its weight, the derivative of a loss of whole sequences.
 

@@ -1,23 +1,17 @@
 """Process reward models that are trained by labels of steps: their loss, and the score of a solution."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Num
+from jaxtyping import Float
 
 from jaxrlhf.algos.masked import selected
-from jaxrlhf.algos.objectives import ObjectiveTerms
-from jaxrlhf.batch import Array
+from jaxrlhf.algos.objectives import Fields, Mask, ObjectiveTerms, TokenValues
 
 
 def step_objective(
-    output: Float[Array, "R W"],
-    mask: Bool[Array, "R W"],
-    weight: Float[Array, "R W"],
-    fields: Mapping[str, Num[Array, "R W"]],
-    settings: object,
+    output: TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
     """Cross-entropy of a step's label y, given the log-odds v after its last token. Reads no settings.
 

@@ -42,10 +42,8 @@ def overlong_penalty(
     0 up to `max_tokens - buffer_tokens`, falling linearly to `-factor` at `max_tokens`, and `-factor` beyond.
 
     Args:
-      length_B: Tokens of each response.
-      max_tokens: Length at which the punishment is full.
-      buffer_tokens: Tokens over which it grows; from 1 to `max_tokens`.
-      factor: Largest punishment, in score units.
+      buffer_tokens: From 1 to `max_tokens`.
+      factor: In score units.
 
     Raises:
       ValueError: If the buffer is empty or longer than a response may be.

@@ -23,30 +23,15 @@ def turn_gae(
     token this is `gae`.
 
     Args:
-      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
-      value_BT: Critic's estimate for the prefix before token t, in reward units.
-      mask_BT: Action tokens.
       turn_BT: Turn of each action token, from 0.
       gamma: Discount per turn, in [0, 1].
-      lam: 0 is one-step TD, 1 is Monte Carlo.
+      lam: As of `gae`, like rewards and values.
 
     Source: Zhou et al. 2024 (ArCHer, arXiv:2402.19446), section 3, for utterances as actions.
     """
     turns = _Turns(mask_BT, turn_BT)
     targets = gae(turns.summed(reward_BT), turns.first(value_BT), turns.taken_BU, gamma=gamma, lam=lam)
     return Targets(*(turns.to_tokens(target_BU) for target_BU in targets))
-
-
-def turn_returns(
-    reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"], *, gamma: float
-) -> Float[Array, "B T"]:
-    """Reward to go of each turn, discounted from turn to turn, at every token of the turn; 0 outside the mask.
-
-    Args:
-      gamma: Discount per turn, in [0, 1].
-    """
-    turns = _Turns(mask_BT, turn_BT)
-    return turns.to_tokens(discounted_returns(turns.summed(reward_BT), turns.taken_BU, gamma=gamma))
 
 
 def turn_relative(
@@ -60,7 +45,7 @@ def turn_relative(
 ) -> Float[Array, "B T"]:
     """Reward to go of each turn, compared with that of the group's episodes in the same turn.
 
-        A_u = (R_u - mean_g(R_u)) / (std_g(R_u) + eps)
+        A_u = (R_u - mean_g(R_u)) / (std_g(R_u) + 1e-6)
 
     A turn that a single episode of the group reached gives 0.
 
@@ -104,11 +89,7 @@ def state_relative(
 
 
 def turn_counts(mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]) -> Int[np.ndarray, "B"]:
-    """Turns of each episode in which the policy chose a token.
-
-    Args:
-      turn_BT: Turn of each action token, from 0.
-    """
+    """Turns of each episode in which the policy chose a token."""
     return np.count_nonzero(_Turns(mask_BT, turn_BT).taken_BU, axis=1)
 
 
@@ -153,8 +134,7 @@ class _Turns:
         value_BT = np.asarray(value_BT)
         first_BU = np.zeros(self._shape, value_BT.dtype)
         # From the last to the first, so that the first is what stays.
-        order = slice(None, None, -1)
-        rows, columns, numbers = self._row_N[order], self._column_N[order], self._number_N[order]
+        rows, columns, numbers = (array[::-1] for array in (self._row_N, self._column_N, self._number_N))
         first_BU[rows, numbers] = value_BT[rows, columns]
         return first_BU
 

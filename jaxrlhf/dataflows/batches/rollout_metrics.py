@@ -56,13 +56,5 @@ def _of_tokens(
         per_response_B = masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), mask_BT, axis=1)
         metrics["kl/ref_sequence_mean"] = per_response_B.mean()
     if sampler_logp_BT is not None:
-        gap = sampler_gap(logp_BT, sampler_logp_BT, mask_BT)
-        metrics |= {
-            "sampler/logp_gap_mean": gap.mean,
-            "sampler/logp_gap_max": gap.max,
-            "sampler/probability_error": gap.probability_error,
-            "sampler/kl": gap.kl_sampler_trainer,
-            "sampler/kl_reverse": gap.kl_trainer_sampler,
-            "sampler/effective_fraction": gap.effective_fraction,
-        }
+        metrics |= sampler_gap(logp_BT, sampler_logp_BT, mask_BT)
     return metrics
