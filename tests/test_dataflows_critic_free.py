@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,17 +105,6 @@ def test_groups_of_one_equal_scores_and_batches_without_scores_give_exactly_zero
             algos.has_spread(score, scorable, group),
         ):
             np.testing.assert_array_equal(found, 0)
-
-
-def test_estimates_run_inside_jit():
-    score, scorable, group, length = group_batch(0)
-    small = (group >> 32).astype(np.int32)
-    for estimate, arrays in (
-        (algos.length_weighted, (score, scorable, small, length)),
-        (algos.group_policy_gradient, (score, scorable, small)),
-        (algos.has_spread, (score, scorable, small)),
-    ):
-        np.testing.assert_allclose(jax.jit(estimate)(*arrays), estimate(*arrays), **CLOSE)
 
 
 # Whole steps, on the responses of the recorded vectors.

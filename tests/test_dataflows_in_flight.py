@@ -235,7 +235,7 @@ def test_greedy_baselines_are_of_the_problems_that_were_taken():
     config = config_of(algorithm=ReMax(responses_per_update=WANTED * COPIES))
     collected = greedy_and_sampled(roles_of(actor), work_of(config, draw))
     assert actor.greedy == [[1, 2, 3, 4]]
-    assert collected.greedy.scores.result().score_B.tolist() == [1, 2, 3, 4]
+    assert collected.beside.scores.result().score_B.tolist() == [1, 2, 3, 4]
 
 
 def test_dynamic_sampling_goes_through_rounds_until_enough_groups_are_informative():

@@ -172,7 +172,8 @@ def test_it_learns_from_labelled_steps_and_scores_responses(folder, tmp_path):
     np.testing.assert_array_equal(score_P > 0.5, right_P)
 
 
-@EVERY_SEED
+@pytest.mark.seeds  # the teacher below has learnt from some
+@pytest.mark.parametrize("seed", range(3))
 def test_it_learns_from_demonstrations(seed, folder, tmp_path):
     first, *_, last = run(supervised(folder, "answer", seed=seed), tmp_path)
     assert first["eval/accuracy_at_start"] <= 0.05

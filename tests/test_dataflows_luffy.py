@@ -122,7 +122,7 @@ def test_a_step_has_the_objective_of_the_paper(algorithm):
         return terms.loss.sum(), terms.metrics
 
     logp = np.where(mask, np.log(chance), np.nan).astype(np.float32)
-    (loss, metrics), slope = jax.value_and_grad(ours, has_aux=True)(logp)
+    (loss, metrics), slope = jax.jit(jax.value_and_grad(ours, has_aux=True))(logp)
     wanted = np.zeros(mask.shape)
     for row, places, advantage, solution in rows:
         for place in places:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -88,7 +89,7 @@ def test_advantages_weigh_reward_against_cost_at_the_price_after_its_step():
     wanted = np.where(MASK, (wanted - wanted[MASK].mean()) / wanted[MASK].std(ddof=1), 0)
     np.testing.assert_allclose(rows(done.policy, "advantage"), wanted, atol=1e-5)
     np.testing.assert_allclose(
-        rows(done.cost, "returns")[MASK], np.broadcast_to(np.array(COSTS)[:, None], MASK.shape)[MASK], atol=1e-6
+        rows(done.further, "returns")[MASK], np.broadcast_to(np.array(COSTS)[:, None], MASK.shape)[MASK], atol=1e-6
     )
 
 
@@ -98,7 +99,7 @@ def test_a_kl_is_taken_from_rewards_and_added_to_costs(halve, clip):
     done = prepared(algorithm)
     _, scores, old, ref, _, _ = given()
     beta = 0.1 if halve else 0.2
-    for batches, sign, end_B in ((done.value, -1, scores.score_B), (done.cost, 1, COSTS)):
+    for batches, sign, end_B in ((done.value, -1, scores.score_B), (done.further, 1, COSTS)):
         wanted = np.zeros(MASK.shape)
         for row, mask in enumerate(MASK):
             paid = sign * beta * (old - ref)[row][mask]
@@ -115,12 +116,12 @@ def test_what_an_environment_pays_for_a_turn_is_reward_and_no_cost():
     turns = EpisodeRows(np.arange(4), np.where(MASK, 0, -1).astype(np.int16), paid, np.full(MASK.shape, -1))
     done = safe_rlhf.prepare(work_of(PLAIN), replace(rollout, episodes=turns), *rest)
     np.testing.assert_allclose(rows(done.value, "returns")[0, MASK[0]], [0.5, -0.25, -0.25], rtol=1e-6)
-    np.testing.assert_allclose(rows(done.cost, "returns")[0, MASK[0]], [COSTS[0]] * 3, rtol=1e-6)
+    np.testing.assert_allclose(rows(done.further, "returns")[0, MASK[0]], [COSTS[0]] * 3, rtol=1e-6)
 
 
 def test_a_response_without_a_cost_is_trained_on_by_nobody():
     done = prepared(PLAIN, costs=(1.0, np.nan, 2.0, 0.0), scorable=(True, True, True, False))
-    for batches in (done.policy, done.value, done.cost):
+    for batches in (done.policy, done.value, done.further):
         trained = {int(row) for batch in batches for row in batch.sequences.token_BT[batch.sequences.mask_BT.any(1), 0]}
         assert trained == {0, 2}
         assert all(np.isfinite(field).all() for batch in batches for field in batch.fields.values())
@@ -179,7 +180,7 @@ def test_examples_of_a_minibatch_that_teaches_nothing_are_left_out_with_it():
     work = replace(work_of(algorithm), examples=[solved(number, 2) for number in range(8)])
     done = safe_rlhf.prepare(work, *given(scorable=(True, False, True, False)))
     assert [len(batch.weight_BT) for batch in done.policy] == [3, 3]
-    assert [len(batches) for batches in (done.value, done.cost)] == [2, 2]
+    assert [len(batches) for batches in (done.value, done.further)] == [2, 2]
     for batch in done.policy:
         assert np.any(batch.weight_BT[0]) and np.any(batch.fields["example_weight"][1:])
 
@@ -191,21 +192,19 @@ def test_the_objective_of_both_is_the_sum_of_each_and_its_metrics_are_of_each():
     mask = batch.sequences.mask_BT
     logp = np.where(mask, draw.normal(-1, 0.3, mask.shape), -np.inf).astype(np.float32)
 
-    def both(logp):
-        return mixed_objective(TokenOutput(logp), mask, batch.weight_BT, batch.fields, PLAIN)
+    @partial(jax.jit, static_argnums=0)
+    @partial(jax.grad, argnums=1, has_aux=True)
+    def slope_and_terms(objective, logp, mask, weight, fields):
+        terms = objective(TokenOutput(logp), mask, weight, fields, PLAIN)
+        return terms.loss.sum(), terms
 
-    def each(logp):
-        policy = policy_objective(TokenOutput(logp[:4]), mask[:4], plain[0].weight_BT, plain[0].fields, PLAIN)
-        return policy, -0.7 * logp[4:][mask[4:]].mean()
-
-    policy, nll = each(logp)
-    found = both(logp)
+    slope, found = slope_and_terms(mixed_objective, logp, mask, batch.weight_BT, dict(batch.fields))
+    (alone,) = plain
+    own, policy = slope_and_terms(policy_objective, logp[:4], mask[:4], alone.weight_BT, dict(alone.fields))
+    nll = -0.7 * logp[4:][mask[4:]].mean()
     assert float(found.loss.sum()) == pytest.approx(float(policy.loss.sum() + nll), rel=1e-5)
-    slope = jax.grad(lambda x: both(x).loss.sum())(logp)
     expected = np.zeros(mask.shape)
-    expected[:4] = jax.grad(
-        lambda x: policy_objective(TokenOutput(x), mask[:4], plain[0].weight_BT, plain[0].fields, PLAIN).loss.sum()
-    )(logp[:4])
+    expected[:4] = own
     expected[4:][mask[4:]] = -0.7 / mask[4:].sum()
     np.testing.assert_allclose(slope, expected, atol=1e-6)
     for name, value in policy.metrics.items():

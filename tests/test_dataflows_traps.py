@@ -9,16 +9,12 @@ from made_steps import Made, done, problem, rollout_of
 
 from jaxrlhf.batch import Experience
 from jaxrlhf.config import (
-    CISPO,
     DAPO,
-    GMPO,
     GPG,
     GRPO,
-    GSPO,
     OPO,
     PPO,
     RLOO,
-    SAPO,
     VAPO,
     Arithmetic,
     Config,
@@ -48,7 +44,7 @@ SCORES = np.array([1.0, 0.0, 0.5, 0.0, 0.0, 1.0])
 COMPACT = [np.arange(2, 2 + length) for length in LENGTHS]
 """Columns of the chosen tokens of each response."""
 
-GROUPED = {
+GROUPED = {  # GSPO and others that differ from GRPO in the loss alone have its step
     "GRPO": GRPO(),
     "GRPO with a KL in the loss": GRPO(kl=KLInLoss(coefficient=0.1)),
     "DrGRPO": DrGRPO(),
@@ -61,10 +57,6 @@ GROUPED = {
     "OnlineDPO": OnlineDPO(),
     "OptimalTokenBaseline": OptimalTokenBaseline(),
     "ReinforcePlusPlusBaseline": ReinforcePlusPlusBaseline(),
-    "GSPO": GSPO(),
-    "CISPO": CISPO(),
-    "SAPO": SAPO(),
-    "GMPO": GMPO(),
     "KLCov": GRPO(policy=KLCovLoss(share=0.1)),
 }
 ALGORITHMS = {
@@ -194,9 +186,8 @@ def test_what_a_tool_said_between_two_turns_changes_nothing(algorithm):
 
 
 @EVERY
-@pytest.mark.parametrize("outside", [-np.inf, np.nan], ids=str)
-def test_log_probabilities_of_tokens_nobody_chose_reach_nothing(algorithm, outside):
-    clean, poisoned = trained(algorithm), trained(algorithm, outside=outside)
+def test_log_probabilities_of_tokens_nobody_chose_reach_nothing(algorithm):
+    clean, poisoned = trained(algorithm), trained(algorithm, outside=np.nan)
     assert_same(clean, COMPACT, poisoned, COMPACT)
     for batch in (poisoned.policy, poisoned.value):
         assert batch is None or np.isfinite(batch.weight_BT).all()

@@ -128,7 +128,7 @@ def test_what_was_drawn_before_a_host_died_is_drawn_again_with_what_is_drawn_bes
     collected = schedule.collect(schedule.draw(0, config.algorithm.initial_state()))
     assert failures == ["drawing", 5]
     assert asked[:2] == asked[2:] and [greedy for greedy, _, _ in asked] == [False, True] * 2
-    assert collected.greedy.rollout.result() is not None
+    assert collected.beside.rollout.result() is not None
 
 
 def test_the_data_position_of_further_data_is_kept_and_given_back():

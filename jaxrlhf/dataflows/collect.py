@@ -5,7 +5,6 @@ An algorithm names one: a function of the roles and the step's input, whose resu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -45,20 +44,15 @@ def respond(
     began now or earlier.
     """
     settings = work.config.rollout
-    own = sampling is None and responses_per_prompt is None
-    if work.in_flight is not None and own:
-        return gone_on(roles, work, work.in_flight, problems)
-    if settings.stream_parts > 1 and own:
-        how = {"responses_per_prompt": settings.responses_per_prompt, "seed": work.seed}
-        return begun(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
-    return answered(
-        roles,
-        work.config,
-        problems,
-        settings.sampling if sampling is None else sampling,
-        responses_per_prompt=settings.responses_per_prompt if responses_per_prompt is None else responses_per_prompt,
-        seed=work.seed,
-    )
+    if sampling is None and responses_per_prompt is None:
+        if work.in_flight is not None:
+            return gone_on(roles, work, work.in_flight, problems)
+        if settings.stream_parts > 1:
+            how = {"responses_per_prompt": settings.responses_per_prompt, "seed": work.seed}
+            return begun(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
+    copies = responses_per_prompt or settings.responses_per_prompt
+    sampling = sampling or settings.sampling
+    return answered(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)
 
 
 def gone_on(
@@ -66,8 +60,7 @@ def gone_on(
 ) -> ScoredRollout:
     """Scored groups that are complete, of those that began with these problems or before."""
     assert work.draw_more is not None
-    when = partial(in_flight.take, step=work.index, seed=work.seed, draw_more=work.draw_more)
-    chosen, drawn = when(roles.actor, problems)
+    chosen, drawn = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
     if work.config.environment is not None:
         return judged(roles, work.config.environment, chosen, drawn)
     return ScoredRollout(chosen, drawn, roles.reward.compute_reward(chosen, drawn))
@@ -85,23 +78,10 @@ def answered(
     """Scored responses to problems or, with an environment, scored episodes that begin with them."""
     how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
-        return gone_through(roles, config.environment, problems, sampling, **how)
+        episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
+        return judged(roles, config.environment, problems, episodes)
     rollout = roles.actor.generate_sequences(problems, sampling, **how)
     return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
-
-
-def gone_through(
-    roles: Roles,
-    environment: AnyEnvironment,
-    problems: Sequence[Problem],
-    sampling: Sampling,
-    *,
-    responses_per_prompt: int,
-    seed: int,
-) -> ScoredRollout:
-    """Scored episodes that begin with these problems."""
-    how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
-    return judged(roles, environment, problems, value_of(roles.actor.run_episodes(problems, sampling, **how)))
 
 
 def judged(

@@ -69,11 +69,13 @@ def implicit_rewards(
     Args:
       distance: KTO's point of reference, in nats.
     """
+    assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "others have no loss of pairs"
+    assert (ref_logp_BT is None) == isinstance(settings, ReferenceFree)
     logp_PA, tokens_PA = pair_sums(logp_BT, sequences), np.asarray(sequences.mask_BT).sum(axis=1).reshape(-1, 2)
-    if isinstance(settings, ReferenceFree):
-        return _without_reference(settings, logp_PA, tokens_PA)
-    assert isinstance(settings, DPO | IPO | KTO) and ref_logp_BT is not None
-    chosen_P, rejected_P = (logp_PA - pair_sums(ref_logp_BT, sequences)).T
+    ratio_PA = logp_PA if ref_logp_BT is None else logp_PA - pair_sums(ref_logp_BT, sequences)
+    chosen_P, rejected_P = ratio_PA.T
+    # Without a reference, likelihoods are per token of the whole update, as in supervised training, and not per answer.
+    mean_tokens_P = np.full(len(logp_PA), tokens_PA[:, 0].mean())
     loss: PairLoss
     match settings:
         case IPO():
@@ -81,28 +83,17 @@ def implicit_rewards(
         case KTO():
             weights = settings.desirable_weight, settings.undesirable_weight
             loss = algos.kto(chosen_P, rejected_P, distance, beta=settings.beta, weights=weights)
-        case _:
+        case DPO() | CPO():
             loss = algos.dpo(chosen_P, rejected_P, beta=settings.beta, label_smoothing=settings.label_smoothing)
-    if isinstance(settings, RPO):
-        loss = algos.with_likelihood(loss, logp_PA[:, 0], tokens_PA[:, 0], coefficient=settings.nll_coefficient)
-    return PairRewards(loss, settings.beta * chosen_P, settings.beta * rejected_P)
-
-
-def _without_reference(settings: ReferenceFree, logp_PA: np.ndarray, tokens_PA: np.ndarray) -> PairRewards:
-    chosen_P, rejected_P = logp_PA.T
-    mean_PA = logp_PA / np.maximum(tokens_PA, 1)
-    # Likelihoods are per token of the whole update, as in supervised training, and not per answer.
-    tokens_P = np.full(len(logp_PA), tokens_PA[:, 0].mean())
-    match settings:
+            if isinstance(settings, RPO | CPO):
+                tokens_P = mean_tokens_P if isinstance(settings, CPO) else tokens_PA[:, 0]
+                loss = algos.with_likelihood(loss, logp_PA[:, 0], tokens_P, coefficient=settings.nll_coefficient)
         case SimPO():
             loss = algos.simpo(chosen_P, rejected_P, tokens_PA, beta=settings.beta, margin=settings.margin)
-            return PairRewards(loss, *(settings.beta * mean_PA).T)
-        case CPO():
-            loss = algos.dpo(chosen_P, rejected_P, beta=settings.beta, label_smoothing=settings.label_smoothing)
-            loss = algos.with_likelihood(loss, chosen_P, tokens_P, coefficient=settings.nll_coefficient)
-            return PairRewards(loss, *(settings.beta * logp_PA).T)
         case ORPO():
             loss = algos.odds_ratio(chosen_P, rejected_P, tokens_PA, coefficient=settings.odds_coefficient)
-            loss = algos.with_likelihood(loss, chosen_P, tokens_P, coefficient=1.0)
-            return PairRewards(loss, *mean_PA.T)
-    raise TypeError(f"{type(settings).__name__} has no loss of pairs")
+            loss = algos.with_likelihood(loss, chosen_P, mean_tokens_P, coefficient=1.0)
+    by_token = isinstance(settings, SimPO | ORPO)
+    said_PA = logp_PA / np.maximum(tokens_PA, 1) if by_token else ratio_PA
+    beta = 1.0 if isinstance(settings, ORPO) else settings.beta
+    return PairRewards(loss, *(beta * said_PA).T)

@@ -107,27 +107,16 @@ def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient], 
     return learn(roles, work, batch, advantage)
 
 
-@dataclass(frozen=True)
-class WithGreedyBaseline(ScoredRollout):
-    """Scored responses, and a greedy one to each problem.
-
-    Attributes:
-      greedy: The greedy responses and their scores.
-    """
-
-    greedy: ScoredRollout | None = None
-
-
-def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> WithGreedyBaseline:
-    """Sampled responses, and a greedy one to each of their problems."""
+def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> ScoredRollout:
+    """Sampled responses, and beside them a greedy one to each of their problems."""
     sampled, likeliest = responses(roles, work), replace(work.config.rollout.sampling, greedy=True)
     greedy = respond(roles, work, sampled.problems, sampling=likeliest, responses_per_prompt=1)
-    return WithGreedyBaseline(**vars(sampled), greedy=greedy)
+    return replace(sampled, beside=greedy)
 
 
-def remax(roles: Roles, work: StepInput[PolicyGradient], batch: WithGreedyBaseline) -> StepResult:
+def remax(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """ReMax: rewards to go minus the score of the greedy response to the same prompt."""
-    greedy, copies = batch.greedy, work.config.rollout.responses_per_prompt
+    greedy, copies = batch.beside, work.config.rollout.responses_per_prompt
     assert greedy is not None
 
     def advantage(returns: Returns) -> Array:
@@ -135,12 +124,15 @@ def remax(roles: Roles, work: StepInput[PolicyGradient], batch: WithGreedyBaseli
         baseline_B, known_B = np.repeat(baseline.score_B, copies), np.repeat(baseline.scorable_B, copies)
         return algos.greedy_relative(returns.reward_BT, baseline_B, returns.mask_BT & known_B[:, None])
 
-    result = learn(roles, work, batch, advantage)
-    baseline = value_of(greedy.scores)
-    known_P = np.asarray(baseline.scorable_B)
-    tokens = float(value_of(greedy.rollout).sequences.mask_BT.sum())
+    return with_beside(learn(roles, work, batch, advantage), "score/greedy", greedy)
+
+
+def with_beside(result: StepResult, name: str, beside: ScoredRollout) -> StepResult:
+    """A step's result with the mean score of further responses as a metric of this name, and their tokens counted."""
+    scores, tokens = value_of(beside.scores), float(value_of(beside.rollout).sequences.mask_BT.sum())
+    known_P = np.asarray(scores.scorable_B)
     metrics = result.metrics | {
-        "score/greedy": float(np.mean(baseline.score_B, where=known_P)) if known_P.any() else float("nan"),
+        name: float(np.mean(scores.score_B, where=known_P)) if known_P.any() else float("nan"),
         "tokens/generated": result.metrics["tokens/generated"] + tokens,
     }
     return replace(result, metrics=metrics)

@@ -4,9 +4,8 @@ Source: Yan et al. 2025 (Learning to reason under off-policy guidance, arXiv:250
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,23 +18,12 @@ from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatche
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import respond
-from jaxrlhf.dataflows.sft import supervised_batch, unrecorded
+from jaxrlhf.dataflows.sft import supervised_batch, unsampled
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
-@dataclass(frozen=True)
-class WithSolutions(ScoredRollout):
-    """Scored responses, and the scored solutions of each problem.
-
-    Attributes:
-      solutions: Worked solutions as responses that no policy of the run drew, and their scores.
-    """
-
-    solutions: ScoredRollout | None = None
-
-
-def collect(roles: Roles, work: StepInput[LUFFY]) -> WithSolutions:
-    """Sampled responses, and the solutions of each problem, which complete its group.
+def collect(roles: Roles, work: StepInput[LUFFY]) -> ScoredRollout:
+    """Sampled responses, and beside them the solutions of each problem, which complete its group.
 
     Raises:
       Refusal: A problem has too few solutions.
@@ -44,14 +32,13 @@ def collect(roles: Roles, work: StepInput[LUFFY]) -> WithSolutions:
     sampled = respond(roles, work, work.problems, responses_per_prompt=copies)
     solutions = solutions_of(sampled.problems, work.config, each=work.settings.solutions)
     scores = roles.reward.compute_reward(sampled.problems, solutions)
-    return WithSolutions(**vars(sampled), solutions=ScoredRollout(sampled.problems, solutions, scores))
+    return replace(sampled, beside=ScoredRollout(sampled.problems, solutions, scores))
 
 
 def learn(roles: Roles, work: StepInput[LUFFY], batch: ScoredRollout) -> StepResult:
     """LUFFY: advantages over responses and solutions, and an update on both."""
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
-    solutions = batch.solutions if isinstance(batch, WithSolutions) else None  # programs are lowered without any
-    taught = () if solutions is None else (solutions.rollout, solutions.scores)
+    taught = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)  # programs are lowered without
     prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *taught)
     actor = roles.actor.update_actor(prepared.policy, objective=algos.guided_objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
@@ -96,11 +83,9 @@ def prepare(
     if solutions is not None and solution_scores is not None:
         metrics["luffy/solution_score"] = _mean_score(solution_scores)
         certain_BT = solutions.sampler_logp_BT
-        rollout, scores = (
-            _one_below_other(rollout, _like(solutions, rollout)),
-            _one_below_other(scores, solution_scores),
-        )
-        old_logp_BT, ref_logp_BT = (_one_below_other(x, certain_BT) for x in (old_logp_BT, ref_logp_BT))
+        solutions = replace(solutions, sequences=unsampled(solutions.sequences, rollout.sequences))
+        rollout, scores = join([rollout, solutions]), join([scores, solution_scores])
+        old_logp_BT, ref_logp_BT = (None if x is None else join([x, certain_BT]) for x in (old_logp_BT, ref_logp_BT))
     sequences = scorable(rollout.sequences, scores)
     mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
     normalize = work.settings.normalize_std
@@ -117,17 +102,3 @@ def prepare(
 def _mean_score(scores: Scores) -> float:
     known = np.asarray(scores.score_B)[np.asarray(scores.scorable_B)]
     return float(known.mean()) if len(known) else float("nan")
-
-
-def _like(solutions: RolloutBatch, rollout: RolloutBatch) -> RolloutBatch:
-    """The solutions with no record of experts and kept tokens where the rollout has one."""
-    choice_BTLk, kept_BTK = (
-        unrecorded(recorded, rows=len(solutions.truncated_B))
-        for recorded in (rollout.sequences.choice_BTLk, rollout.sequences.kept_BTK)
-    )
-    return replace(solutions, sequences=replace(solutions.sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK))
-
-
-def _one_below_other(upper: Any, lower: Any) -> Any:
-    """Rows of two batches; None where the upper one is."""
-    return None if upper is None else join([upper, lower])

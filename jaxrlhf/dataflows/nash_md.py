@@ -3,7 +3,7 @@
 Source: Munos et al. 2023 (Nash learning from human feedback, arXiv:2312.00886).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,30 +17,19 @@ from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, value_of
 
 
-@dataclass(frozen=True)
-class WithOpponents(ScoredRollout):
-    """Scored responses, and one of the mixture to each problem.
-
-    Attributes:
-      opponents: Responses of the mixture, and their scores.
-    """
-
-    opponents: ScoredRollout | None = None
-
-
-def collect(roles: Roles, work: StepInput[NashMD]) -> WithOpponents:
-    """Sampled responses, and one to each of their problems that the mixture draws by other random numbers."""
+def collect(roles: Roles, work: StepInput[NashMD]) -> ScoredRollout:
+    """Sampled responses, and beside them one to each problem that the mixture draws by other random numbers."""
     sampled = responses(roles, work)
     seed = int(np.random.SeedSequence([work.seed, 1]).generate_state(1)[0] >> 1)
     drawn = roles.actor.generate_opponents(sampled.problems, work.config.rollout.sampling, seed=seed)
     scores = roles.reward.compute_reward(sampled.problems, drawn)
-    return WithOpponents(**vars(sampled), opponents=ScoredRollout(sampled.problems, drawn, scores))
+    return replace(sampled, beside=ScoredRollout(sampled.problems, drawn, scores))
 
 
 def learn(roles: Roles, work: StepInput[NashMD], batch: ScoredRollout) -> StepResult:
     """Nash-MD: how much likelier than not a response is preferred, less its log-ratio to the reference."""
     settings, copies = work.settings, work.config.rollout.responses_per_prompt
-    opponents = batch.opponents if isinstance(batch, WithOpponents) else None  # programs are lowered without any
+    opponents = batch.beside  # None: programs are lowered without any
     metrics: Metrics = {}
 
     def advantage(returns: Returns) -> Array:
@@ -58,8 +47,4 @@ def learn(roles: Roles, work: StepInput[NashMD], batch: ScoredRollout) -> StepRe
     result = grpo.learn(roles, work, batch, advantage)
     if opponents is None:
         return result
-    theirs, tokens = value_of(opponents.scores), float(value_of(opponents.rollout).sequences.mask_BT.sum())
-    known_P = np.asarray(theirs.scorable_B)
-    metrics["score/opponents"] = float(np.mean(theirs.score_B, where=known_P)) if known_P.any() else float("nan")
-    metrics["tokens/generated"] = result.metrics["tokens/generated"] + tokens
-    return replace(result, metrics=result.metrics | metrics)
+    return grpo.with_beside(replace(result, metrics=result.metrics | metrics), "score/opponents", opponents)

@@ -3,7 +3,7 @@
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -49,15 +49,24 @@ def prepare(
     ref_logp_BT: Array | None,
     value_BT: Array,
     trained_B: Array | None = None,
+    *,
+    lam: Array | None = None,
+    marks: Mapping[str, Array] | None = None,
 ) -> Minibatches:
-    """Rewards per token, advantages and returns, cut into minibatches."""
-    sequences = scorable(rollout.sequences, scores)
+    """Rewards per token, advantages and returns, cut into minibatches.
+
+    Args:
+      lam: Lambda of the policy's advantages; None is that of the critic's returns.
+      marks: Further fields for the actor's objective.
+    """
+    settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
-    targets = advantages(work.settings, rollout, reward_BT, value_BT, mask_BT, lam=work.settings.lam)
-    advantage_BT = whiten(targets.advantage_BT, mask_BT)
+    targets = advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam)
+    own = targets if lam is None else advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=lam)
+    advantage_BT = whiten(own.advantage_BT, mask_BT)
     sequences = trained_alone(sequences, trained_B)
-    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, marks)
     fields = {"returns": targets.return_BT, "old_value": value_BT}
     value = minibatches(work, sequences, fields, aggregation="token-mean")
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)

@@ -3,14 +3,13 @@
 Source: Cui et al. 2025 (arXiv:2502.01456), algorithm 1.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.batch import Array, Experience, Scores
+from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import PRIME
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.batches.estimate import old_log_prob, ref_log_prob, scorable
@@ -19,17 +18,6 @@ from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
-
-
-@dataclass(frozen=True)
-class PRIMEMinibatches(Minibatches):
-    """GRPO's minibatches, with those of the process reward model.
-
-    Attributes:
-      outcomes: Minibatches for the process reward model, as many as the actor's.
-    """
-
-    outcomes: Sequence[Experience]
 
 
 def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:
@@ -48,7 +36,7 @@ def learn(roles: Roles, work: StepInput[PRIME], batch: ScoredRollout) -> StepRes
     logp = roles.process_reward.compute_log_prob(batch.rollout)
     prepared = call(partial(prepare, work, batch), old_logp, ref_logp, logp)
     process = roles.process_reward.update_process_reward(
-        prepared.outcomes, objective=algos.outcome_objective, settings=work.settings
+        prepared.further, objective=algos.outcome_objective, settings=work.settings
     )
     actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)
     metrics = prepared.metrics | batch.metrics
@@ -66,8 +54,8 @@ def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
 
 def prepare(
     work: StepInput[PRIME], batch: ScoredRollout, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
-) -> PRIMEMinibatches:
-    """Advantages from outcomes and token rewards for the actor; outcomes for the process reward model."""
+) -> Minibatches:
+    """Advantages from outcomes and token rewards for the actor; further minibatches for the process reward model."""
     settings, rollout, scores, trained_B = work.settings, batch.rollout, batch.scores, batch.trained_B
     assert trained_B is not None
     sequences = scorable(rollout.sequences, scores)
@@ -89,7 +77,7 @@ def prepare(
             ratio_BT.sum(axis=1)[kept_B], right_B[kept_B], np.asarray(sequences.prompt_id_B)[kept_B]
         ),
     }
-    return PRIMEMinibatches(prepared.policy, [], metrics, prepared.state, outcomes)
+    return Minibatches(prepared.policy, [], metrics, prepared.state, outcomes)
 
 
 def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, returns: Returns) -> Array:

@@ -5,7 +5,7 @@ Source: Dai et al. 2023 (arXiv:2310.12773), section 3.3 and appendix B.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,17 +24,6 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, 
 from jaxrlhf.rewards.parts import part_names
 
 
-@dataclass(frozen=True)
-class SafeMinibatches(Minibatches):
-    """PPO's minibatches, with those of the critic of costs.
-
-    Attributes:
-      cost: Minibatches for the cost critic, as many as the critic's.
-    """
-
-    cost: Sequence[Experience]
-
-
 def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> StepResult:
     """PPO-Lagrangian: update the critics of rewards and of costs, and the actor."""
     settings, rollout = work.settings, batch.rollout
@@ -43,7 +32,7 @@ def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> Step
     estimate = partial(prepare, work, trained_B=batch.trained_B)
     prepared = call(estimate, rollout, batch.scores, old_logp, ref_logp, value, cost_value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
-    cost_critic = roles.cost_critic.update_critic(prepared.cost, objective=value_objective, settings=settings.value)
+    cost_critic = roles.cost_critic.update_critic(prepared.further, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critics warm up, the policy rests
     if work.index >= settings.critic_warmup_steps:
         objective = policy_objective if settings.ptx is None else algos.mixed_objective
@@ -62,8 +51,8 @@ def prepare(
     value_BT: Array,
     cost_value_BT: Array,
     trained_B: Array | None = None,
-) -> SafeMinibatches:
-    """The multiplier, one advantage out of reward and cost, returns for each critic, examples beside responses."""
+) -> Minibatches:
+    """One advantage of reward and cost, returns for each critic (`further` is of costs), examples beside responses."""
     settings = work.settings
     scores, costs = reward_and_cost(work, scores)
     sequences = scorable(rollout.sequences, scores)
@@ -98,7 +87,7 @@ def prepare(
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT) | priced
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
     state = next_state(work, metrics, sequences=len(mask_BT)) | {"multiplier": multiplier}
-    return SafeMinibatches(policy, value, metrics | corrected, state, cost_value)
+    return Minibatches(policy, value, metrics | corrected, state, cost_value)
 
 
 def reward_and_cost(work: StepInput[SafeRLHF], scores: Scores) -> tuple[Scores, Scores]:

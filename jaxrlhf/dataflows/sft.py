@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -48,13 +49,9 @@ def with_examples(
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
     examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
-    solutions = replace(
-        examples.sequences,
-        # The prompts are of another source, so their ids must not meet the responses'.
-        prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B),
-        choice_BTLk=unrecorded(batch.sequences.choice_BTLk, rows=len(problems)),
-        kept_BTK=unrecorded(batch.sequences.kept_BTK, rows=len(problems)),
-    )
+    # The prompts are of another source, so their ids must not meet the responses'.
+    prompt_id_B = -1 - np.asarray(examples.sequences.prompt_id_B)
+    solutions = replace(unsampled(examples.sequences, batch.sequences), prompt_id_B=prompt_id_B)
     tokens = [np.sum(part.mask_BT) for part in (batch.sequences, solutions)]
     sampled, taught = (
         np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
@@ -67,6 +64,10 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
     return Experience(join([batch.sequences, solutions]), np.concatenate([batch.weight_BT, zeros]), fields)
 
 
-def unrecorded(recorded: Array | None, *, rows: int) -> Array | None:
-    """Record of tokens that no policy sampled, where one of others is kept: their experts, or what they are among."""
-    return None if recorded is None else np.full((rows, *recorded.shape[1:]), -1, np.asarray(recorded).dtype)
+def unsampled(sequences: Sequences, beside: Sequences) -> Sequences:
+    """Sequences that no policy sampled, with empty records of experts and kept tokens where those beside have some."""
+    empty: dict[str, Any] = {}
+    for name in ("choice_BTLk", "kept_BTK"):
+        if (recorded := getattr(beside, name)) is not None:
+            empty[name] = np.full((len(sequences.token_BT), *recorded.shape[1:]), -1, np.asarray(recorded).dtype)
+    return replace(sequences, **empty)

@@ -32,7 +32,7 @@ from jaxrlhf.config import (
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.grpo import WithGreedyBaseline, greedy_and_sampled
+from jaxrlhf.dataflows.grpo import greedy_and_sampled
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config
@@ -87,7 +87,7 @@ def _lowered(
                 model = model_config(config.model, tokenizer)
                 collected = _scored(config, problems, model, each=config.rollout.responses_per_prompt)
                 if function_of(algorithm, "collect") is greedy_and_sampled:
-                    collected = WithGreedyBaseline(**vars(collected), greedy=_scored(config, problems, model, each=1))
+                    collected = dataclasses.replace(collected, beside=_scored(config, problems, model, each=1))
             function_of(algorithm, "learn")(roles, work, collected).with_updates()
             return roles.lowered() | _reward_models(config, devices)
 

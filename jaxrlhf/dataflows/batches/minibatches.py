@@ -22,12 +22,14 @@ class Minibatches:
       value: Minibatches for the critic; empty without one.
       metrics: Numbers of the rollout and its advantages.
       state: Numbers for the next step.
+      further: Minibatches for another role that the algorithm trains, as many as for the actor or the critic.
     """
 
     policy: Sequence[Experience]
     value: Sequence[Experience]
     metrics: Metrics
     state: State
+    further: Sequence[Experience] = ()
 
 
 def trained_alone(sequences: Sequences, trained_B: Array | None) -> Sequences:

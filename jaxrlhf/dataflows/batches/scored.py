@@ -23,6 +23,8 @@ class ScoredRollout:
       record_E: `EpisodeRecord` of each episode, prompt-major; None where there is no environment.
       drawn_scores: Mean score of every group that was drawn, by prompt id, before shaping and NaN where none is known;
         empty where these groups are all and their scores as they were.
+      beside: Further responses to the same problems, and their scores, if the algorithm compares with some or learns
+        from them.
     """
 
     problems: Sequence[Problem]
@@ -32,6 +34,7 @@ class ScoredRollout:
     metrics: Metrics = field(default_factory=dict)
     record_E: np.ndarray | None = None
     drawn_scores: Mapping[int, float] = field(default_factory=dict)
+    beside: "ScoredRollout | None" = None
 
 
 def mean_scores(collected: ScoredRollout) -> np.ndarray:
