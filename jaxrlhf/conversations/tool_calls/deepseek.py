@@ -5,7 +5,7 @@ V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON, V3.1 `name
 """
 
 from jaxrlhf.conversations.tool_calls.minimax import invocations
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, json_arguments, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks, json_arguments
 
 SIGNS = ("｜tool▁calls▁begin｜", "｜DSML｜")
 
@@ -16,10 +16,9 @@ def find(text: str, tag: Tag) -> Written:
         return invocations(text, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", tag)
     for part in ("calls▁begin", "calls▁end"):
         text = text.replace(tag(f"<｜tool▁{part}｜>"), "")
-    closing = tag("<｜tool▁call▁end｜>")
-    content, found = blocks(text, tag("<｜tool▁call▁begin｜>"), closing)
     separator = tag("<｜tool▁sep｜>")
-    return Written(content, [_call(body, separator) if closed else unclosed(closing) for body, closed in found])
+    tags = tag("<｜tool▁call▁begin｜>"), tag("<｜tool▁call▁end｜>")
+    return in_blocks(text, lambda body: [_call(body, separator)], tags)
 
 
 def _call(body: str, separator: str) -> WrittenCall | str:

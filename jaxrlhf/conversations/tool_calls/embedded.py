@@ -4,15 +4,11 @@ With several tools the name comes first, as in `<<add: 47, 86>>`. Arguments stan
 parameters, with commas between them; the last one takes what is left.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks
 
 SIGNS = ("'<<'",)
 
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    content, found = blocks(text, "<<", ">>")
-    written = Written(content)
-    for body, closed in found:
-        written.calls.append(WrittenCall(None, body, typed=False) if closed else unclosed(">>"))
-    return written
+    return in_blocks(text, lambda body: [WrittenCall(None, body, typed=False)], ("<<", ">>"))

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from jaxrlhf.conversations.tool_calls.pythonic import python_calls
-from jaxrlhf.conversations.tool_calls.written import MARK, Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import MARK, Tag, Written, WrittenCall, in_blocks, unclosed
 
 SIGNS = ("<|tool_call>", "<start_function_call>", "<start_of_turn>")
 _TAGS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
@@ -20,10 +20,8 @@ _CODE = re.compile(r"```tool_code\n(.*?)(```|\Z)", re.DOTALL)
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    written = Written(text)
-    for opening, closing in _TAGS:
-        written.content, found = blocks(written.content, tag(opening), tag(closing))
-        written.calls += [_call(body) if closed else unclosed(closing) for body, closed in found]
+    tags = ((tag(opening), tag(closing)) for opening, closing in _TAGS)
+    written = in_blocks(text, lambda body: [_call(body)], *tags)
     for code in _CODE.finditer(written.content):
         calls = [call for line in code[1].strip().splitlines() for call in python_calls(line)]
         written.calls += calls if code[2] else [unclosed("```")]
@@ -54,7 +52,9 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
             raise ValueError("a text has no end")
         return text[quote.end() : end.start()], end.end()
     if text[at : at + 1] == '"':
-        return _quoted(text, at)
+        if (end := text.find('"', at + 1)) < 0:
+            raise ValueError("a text has no end")
+        return text[at + 1 : end], end + 1
     if text[at : at + 1] in ("{", "["):
         return _several(text, at, depth)
     word = _WORD.match(text, at)
@@ -85,13 +85,6 @@ def _several(text: str, at: int, depth: int) -> tuple[Any, int]:
         elif text[at : at + 1] != close:
             raise ValueError(f"no {close} at the end")
     return (dict(pairs) if named else [item for _, item in pairs]), at + 1
-
-
-def _quoted(text: str, at: int) -> tuple[str, int]:
-    end = text.find('"', at + 1)
-    if end < 0:
-        raise ValueError("a text has no end")
-    return text[at + 1 : end], end + 1
 
 
 def _past_space(text: str, at: int) -> int:

@@ -3,7 +3,7 @@
 `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line breaks between them.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks
 
 SIGNS = ("<arg_key>",)
 _PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
@@ -12,9 +12,7 @@ _PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_valu
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
     tags = [tag(name) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
-    closing = tag("</tool_call>")
-    content, found = blocks(text, tag("<tool_call>"), closing)
-    return Written(content, [_call(body, *tags) if closed else unclosed(closing) for body, closed in found])
+    return in_blocks(text, lambda body: [_call(body, *tags)], (tag("<tool_call>"), tag("</tool_call>")))
 
 
 def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:

@@ -4,7 +4,7 @@
 a list of such objects in `<|tool_call|>`.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, blocks, json_call, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, in_blocks, json_call
 
 SIGNS = ("<tool_call>", "<|tool_call|>")
 _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
@@ -12,9 +12,4 @@ _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    written = Written(text)
-    for opening, closing in _TAGS:
-        written.content, found = blocks(written.content, tag(opening), tag(closing))
-        for body, closed in found:
-            written.calls += json_call(body) if closed else [unclosed(closing)]
-    return written
+    return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS))

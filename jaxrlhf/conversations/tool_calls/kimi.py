@@ -4,7 +4,7 @@
 with a tag at each end.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, json_arguments, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks, json_arguments
 
 SIGNS = ("<|tool_calls_section_begin|>",)
 
@@ -13,10 +13,9 @@ def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
     for part in ("begin", "end"):
         text = text.replace(tag(f"<|tool_calls_section_{part}|>"), "")
-    closing = tag("<|tool_call_end|>")
-    content, found = blocks(text, tag("<|tool_call_begin|>"), closing)
     separator = tag("<|tool_call_argument_begin|>")
-    return Written(content, [_call(body, separator) if closed else unclosed(closing) for body, closed in found])
+    tags = tag("<|tool_call_begin|>"), tag("<|tool_call_end|>")
+    return in_blocks(text, lambda body: [_call(body, separator)], tags)
 
 
 def _call(body: str, separator: str) -> WrittenCall | str:

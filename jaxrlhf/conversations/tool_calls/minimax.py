@@ -3,7 +3,7 @@
 `<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, elements, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, elements, in_blocks
 
 SIGNS = ("<minimax:tool_call>",)
 
@@ -19,17 +19,15 @@ def invocations(text: str, opening: str, closing: str, prefix: str, tag: Tag) ->
     Args:
       prefix: Beginning of the names of the tags within.
     """
-    content, found = blocks(text, tag(opening), tag(closing))
-    written = Written(content)
-    for body, closed in found:
-        if not closed:
-            written.calls.append(unclosed(closing))
-            continue
+
+    def read(body: str) -> list[WrittenCall | str]:
         left, invokes = elements(body, f'<{prefix}invoke name="', f"</{prefix}invoke>")
-        written.calls += [_call(invoke, prefix) for invoke in invokes]
+        calls = [_call(invoke, prefix) for invoke in invokes]
         if left.strip() or not invokes:
-            written.calls.append(f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>')
-    return written
+            calls.append(f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>')
+        return calls
+
+    return in_blocks(text, read, (tag(opening), tag(closing)))
 
 
 def _call(invoke: str, prefix: str) -> WrittenCall | str:

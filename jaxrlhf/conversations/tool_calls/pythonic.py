@@ -6,19 +6,15 @@ LFM2 has `<|tool_call_start|>` and `<|tool_call_end|>` around them; without such
 import ast
 import warnings
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks
 
 SIGNS = ("<|tool_call_start|>", "<|header_start|>")
 
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    closing = tag("<|tool_call_end|>")
-    content, found = blocks(text, tag("<|tool_call_start|>"), closing)
-    written = Written(content)
-    for body, closed in found:
-        written.calls += python_calls(body) if closed else [unclosed(closing)]
-    if not found and text.strip().startswith("[") and text.strip().endswith(")]"):
+    written = in_blocks(text, python_calls, (tag("<|tool_call_start|>"), tag("<|tool_call_end|>")))
+    if not written.calls and text.strip().startswith("[") and text.strip().endswith(")]"):
         return Written("", python_calls(text))
     return written
 
@@ -39,7 +35,7 @@ def _call(node: ast.expr) -> WrittenCall | str:
     if not isinstance(node, ast.Call) or node.args or not all(keyword.arg for keyword in node.keywords):
         return "a call is name(key=value, ...), with a name before each value"
     try:
-        arguments = {str(keyword.arg): ast.literal_eval(_json_words(keyword.value)) for keyword in node.keywords}
+        arguments = {str(keyword.arg): ast.literal_eval(_JsonWords().visit(keyword.value)) for keyword in node.keywords}
         return WrittenCall(ast.unparse(node.func), arguments)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return "the values of a call must be written out: texts, numbers, lists, dictionaries"
@@ -51,8 +47,3 @@ class _JsonWords(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
-
-
-def _json_words(node: ast.expr) -> ast.expr:
-    changed: ast.expr = _JsonWords().visit(node)
-    return changed

@@ -5,7 +5,7 @@
 
 import re
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, elements, unclosed
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, elements, in_blocks
 
 SIGNS = ("<function=",)
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
@@ -13,9 +13,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
 
 def find(text: str, tag: Tag) -> Written:
     """Calls of a reply."""
-    closing = tag("</tool_call>")
-    content, found = blocks(text, tag("<tool_call>"), closing)
-    return Written(content, [_call(body) if closed else unclosed(closing) for body, closed in found])
+    return in_blocks(text, lambda body: [_call(body)], (tag("<tool_call>"), tag("</tool_call>")))
 
 
 def _call(body: str) -> WrittenCall | str:

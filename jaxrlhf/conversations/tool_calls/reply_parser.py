@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.conversations.rendering import mapped
 from jaxrlhf.conversations.tool_calls.families import family
 from jaxrlhf.conversations.tool_calls.signatures import Signatures
 from jaxrlhf.conversations.tool_calls.written import MARK, Written, WrittenCall, calls_of
@@ -132,18 +132,6 @@ def _checked(call: WrittenCall | str, signatures: Signatures) -> ToolCall | Malf
     if isinstance(call, str):
         return MalformedCall("structure", call.replace(MARK, "").replace(_SHOWN_MARK, ""))
     try:
-        return signatures.check(WrittenCall(*map(_unmarked, call)))
+        return signatures.check(WrittenCall(*mapped(call, lambda text: text.replace(MARK, ""))))
     except (RecursionError, ArithmeticError):
         return MalformedCall("structure", "a call's values lie too deep in each other, or are too large")
-
-
-def _unmarked(value: Any) -> Any:
-    """The value without marks in its texts."""
-    match value:
-        case str():
-            return value.replace(MARK, "")
-        case dict():
-            return {(_unmarked(key) if isinstance(key, str) else key): _unmarked(item) for key, item in value.items()}
-        case list() | tuple():  # JSON has no tuples
-            return [_unmarked(item) for item in value]
-    return value

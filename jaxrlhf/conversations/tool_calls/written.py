@@ -40,15 +40,20 @@ class Written:
     reasoning: str = ""
 
 
-def blocks(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Text outside of tags, and what is inside of each pair, with False where the closing tag is missing."""
-    outside, *inside = text.split(opening)
-    found = []
-    for part in inside:
-        body, closed, after = part.partition(closing)
-        found.append((body, bool(closed)))
-        outside += after
-    return outside, found
+def in_blocks(text: str, read: Callable[[str], list[WrittenCall | str]], *tags: tuple[str, str]) -> Written:
+    """Text outside of pairs of tags, and the calls that are read of what is inside of each pair.
+
+    Args:
+      tags: Opening and closing tag of each kind of pair.
+    """
+    written = Written(text)
+    for opening, closing in tags:
+        written.content, *inside = written.content.split(opening)
+        for part in inside:
+            body, closed, after = part.partition(closing)
+            written.calls += read(body) if closed else [unclosed(closing)]
+            written.content += after
+    return written
 
 
 def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
@@ -64,13 +69,13 @@ def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     return outside + text[at:], inside
 
 
-def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> list[WrittenCall | str]:
+def json_call(text: str) -> list[WrittenCall | str]:
     """Calls of a JSON object with a name and arguments, or of a list of such objects."""
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
         return [f"a call is not JSON: {error}"]
-    return calls_of(value, arguments)
+    return calls_of(value, ("arguments", "parameters"))
 
 
 def calls_of(value: Any, arguments: Sequence[str]) -> list[WrittenCall | str]:
