@@ -56,19 +56,22 @@ def weights():
 
 @pytest.fixture(scope="module")
 def engine(weights):
-    """Eight slots on one device."""
+    """Eight slots on one device; programs for prompts of two lengths and caches of two sizes."""
     mesh = mesh_of({}, jax.devices()[:1])
-    made = Engine(
-        MODEL,
-        mesh,
-        slots=8,
-        max_prompt_tokens=PROMPT,
-        max_response_tokens=RESPONSE,
-        stop_tokens=(TOKENIZER.eos_token_id,),
-        decode_tokens_per_dispatch=4,
-        slot_axes=SLOT_AXES,
-        kv_head_axis="tensor",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 64)
+        patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 96)
+        made = Engine(
+            MODEL,
+            mesh,
+            slots=8,
+            max_prompt_tokens=PROMPT,
+            max_response_tokens=RESPONSE,
+            stop_tokens=(TOKENIZER.eos_token_id,),
+            decode_tokens_per_dispatch=4,
+            slot_axes=SLOT_AXES,
+            kv_head_axis="tensor",
+        )
     made.load(jax.device_put(weights, shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=3)
     return made
 
@@ -314,7 +317,7 @@ def test_tools_that_cannot_be_right_fail_their_episode_alone(loop, engine, monke
 
 def test_a_rewritten_history_that_is_too_long_is_no_row(loop, engine, monkeypatch):
     def rewrites(conversation, _):
-        conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), turn={}))
+        conversation._streams.append(replace(conversation._streams[0], tokens=[7] * (PROMPT + RESPONSE + 1), drawn=[]))
 
     monkeypatch.setattr(ChatFormat, "keeps", lambda *_, **__: False)
     monkeypatch.setattr(Conversation, "_follow", rewrites)
@@ -352,7 +355,7 @@ def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
 
 def test_every_sequence_of_an_agents_episode_has_a_cause():
     row = TokenSequence((5, 7, 8), (0, 1, 0), (0.0, -1.0, 0.0), (-1, 0, -1), (-1, 3, -1))
-    recorded = RecordedEpisode((row,) * 4, ((None,),) * 4, {}, None, 4, Counter({"template": 1}), Counter(), 0)
+    recorded = RecordedEpisode((row,) * 4, ((None,),) * 4, {}, None, Counter({"template": 1}), Counter())
     finished = recorded_episode(problems(1)[0], 0, 0, ChatFormat(TOKENIZER), recorded, 1.0, "done", "")
     assert finished.record.forks == {"template": 1, "branch": 2}
     assert [sequence.turn[1] for sequence in finished.sequences] == [0, 1, 2, 3]

@@ -63,18 +63,21 @@ def parts():
     shape = model_config(config.model, tokenizer)
     reader = image_reader(config, shape, tokenizer)
     params = drawn(shape)
-    engine = Engine(
-        shape,
-        mesh_of({}, jax.devices()[:1]),
-        slots=4,
-        max_prompt_tokens=PROMPT,
-        max_response_tokens=RESPONSE,
-        stop_tokens=(tokenizer.eos_token_id,),
-        decode_tokens_per_dispatch=4,
-        pixels=reader.patches,
-        slot_axes=SLOT_AXES,
-        kv_head_axis="tensor",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 64)
+        patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 80)
+        engine = Engine(
+            shape,
+            mesh_of({}, jax.devices()[:1]),
+            slots=4,
+            max_prompt_tokens=PROMPT,
+            max_response_tokens=RESPONSE,
+            stop_tokens=(tokenizer.eos_token_id,),
+            decode_tokens_per_dispatch=4,
+            pixels=reader.patches,
+            slot_axes=SLOT_AXES,
+            kv_head_axis="tensor",
+        )
     engine.load(jax.device_put(params, jax.devices()[0]), version=1)
     return shape, tokenizer, reader, params, engine
 
@@ -356,8 +359,10 @@ def test_a_policy_trains_on_what_it_was_shown(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_checkpoint_holds_the_pictures_of_episodes_that_wait(tmp_path):
+def test_a_checkpoint_holds_the_pictures_of_episodes_that_wait(tmp_path, monkeypatch):
     """A run at a staleness goes on from its second step with the same numbers."""
+    monkeypatch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 96)
+    monkeypatch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 96)
     whole, cut = (shown_run(tmp_path / name, steps=3, staleness=1) for name in ("whole", "cut"))
     jaxrlhf.run(whole)
     shutil.copytree(whole.folder, cut.folder)

@@ -29,5 +29,5 @@ def test_a_row_is_rolled_out_and_scored_by_its_rubric():
             recorded = server.sessions.close("an episode")
     [sequence], [[reply]] = recorded.sequences, recorded.replies
     assert "Tom has 2" in tokenizer.decode(list(sequence.tokens))
-    assert recorded.calls == 1 and sum(sequence.mask) > 1
+    assert sum(sequence.mask) > 1
     assert score == len(reply.content) > 0

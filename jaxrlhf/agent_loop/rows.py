@@ -63,10 +63,7 @@ def _sequences(episode: Finished, width: int) -> Sequence[TokenSequence]:
     """Sequences of an episode; of one that never began the problem's own prompt, without a token to train on."""
     if episode.sequences:
         return episode.sequences
-    prompt = episode.problem.prompt_tokens[:width]
-    nothing = (0,) * len(prompt)
-    none = (-1,) * len(prompt)
-    return [TokenSequence(prompt, nothing, (0.0,) * len(prompt), none, none, episode.problem.images)]
+    return [TokenSequence.of(episode.problem.prompt_tokens[:width], (), episode.problem.images)]
 
 
 def _number(state: object) -> int:

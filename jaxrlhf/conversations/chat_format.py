@@ -11,6 +11,8 @@ from jaxrlhf.conversations.tool_calls import ReplyParser
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
+_OPENING_TOKENS = 16
+
 
 class ChatFormat:
     """Form in which a tokenizer writes chats; one for all episodes of a run.
@@ -39,16 +41,11 @@ class ChatFormat:
         self.end_of_turn = self.synthetic.after_words.token
         self.stop_tokens = self._stop_tokens()
         self._parser = ReplyParser(tokenizer, self.template.source)
-        keeps = [
-            (
-                of_tool,
-                reasoning,
-                self.synthetic.keeps(self.told(self.synthetic.answers()) if of_tool else _USER, reasoning=reasoning),
-            )
-            for of_tool in (False, True)
+        self._keeps = {
+            (of_tool, reasoning): self.synthetic.keeps(messages, reasoning=reasoning)
+            for of_tool, messages in ((False, _USER), (True, self.told(self.synthetic.answers())))
             for reasoning in (False, True)
-        ]
-        self._keeps = {(of_tool, reasoning): kept for of_tool, reasoning, kept in keeps}
+        }
 
     @property
     def family(self) -> str:
@@ -114,11 +111,15 @@ class ChatFormat:
         of_tool = all(message.get("role") == "tool" for message in messages)
         return self._keeps[of_tool, False] and (not reasoning or self._keeps[of_tool, True])
 
+    def opening(self, tokens: Sequence[int]) -> str:
+        """Last of the text of these tokens, which shows if the template has begun a reply's reasoning behind them."""
+        return str(self.tokenizer.decode(list(tokens[-_OPENING_TOKENS:]), skip_special_tokens=False))
+
     def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, opening: str = "") -> Reply:
         """Reply that the policy drew; any tokens make one.
 
         Args:
-          opening: Last of the text before it, which may have begun its reasoning.
+          opening: `opening` of the tokens before it.
         """
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)

@@ -1,6 +1,6 @@
 """Tokens of an episode: as they were sampled, and as they were inserted between replies."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -11,8 +11,8 @@ from jaxrlhf.conversations.cutting import cut_to
 from jaxrlhf.conversations.images import SeenTokens, behind, marked, shown_again, spelled, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
-_OPENING_TOKENS = 16
-"""Tokens before a reply that show if the template has begun its reasoning."""
+DrawnRun = tuple[int, Sequence[float], int, int]
+"""Place of the first of tokens that were drawn together, their log-probabilities, their turn, and their version."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ class TokenSequence:
     version: tuple[int, ...]
     images: tuple[Image, ...] = ()
 
+    @classmethod
+    def of(cls, tokens: Sequence[int], drawn: Iterable[DrawnRun], images: tuple[Image, ...]) -> "TokenSequence":
+        """Tokens of which some runs were drawn, and are trained."""
+        count = len(tokens)
+        mask, logps, turns, versions = [0] * count, [0.0] * count, [-1] * count, [-1] * count
+        for start, own, turn, version in drawn:
+            run = slice(start, start + len(own))
+            mask[run], logps[run] = [1] * len(own), own
+            turns[run], versions[run] = [turn] * len(own), [version] * len(own)
+        return cls(tuple(tokens), tuple(mask), tuple(logps), tuple(turns), tuple(versions), images)
+
 
 @dataclass
 class _Stream:
@@ -41,25 +52,12 @@ class _Stream:
 
     tokens: list[int]
     images: tuple[Image, ...] = ()
-    logps: dict[int, float] = field(default_factory=dict)
-    turn: dict[int, int] = field(default_factory=dict)
-    version: dict[int, int] = field(default_factory=dict)
+    drawn: list[DrawnRun] = field(default_factory=list)
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
         """Tokens, and the images among them, go behind all others."""
         self.images += behind(images, len(self.tokens))
         self.tokens += tokens
-
-    def sequence(self) -> TokenSequence:
-        places = range(len(self.tokens))
-        return TokenSequence(
-            tokens=tuple(self.tokens),
-            mask=tuple(int(place in self.turn) for place in places),
-            logps=tuple(self.logps.get(place, 0.0) for place in places),
-            turn=tuple(self.turn.get(place, -1) for place in places),
-            version=tuple(self.version.get(place, -1) for place in places),
-            images=self.images,
-        )
 
 
 class Conversation:
@@ -126,9 +124,8 @@ class Conversation:
         if len(logps) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
         stream, turn = self._streams[-1], len(self.replies)
-        opening = str(self.format.tokenizer.decode(stream.tokens[-_OPENING_TOKENS:], skip_special_tokens=False))
-        for place, logp in enumerate(logps, len(stream.tokens)):
-            stream.logps[place], stream.turn[place], stream.version[place] = float(logp), turn, version
+        opening = self.format.opening(stream.tokens)
+        stream.drawn.append((len(stream.tokens), [*map(float, logps)], turn, version))
         drawn = tuple(map(int, tokens))
         stream.tokens += drawn
         reply = self.format.parse(drawn, self.tools, opening=opening)
@@ -184,7 +181,7 @@ class Conversation:
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """The episode's rows; every drawn token has mask 1 in one of them."""
-        return tuple(stream.sequence() for stream in self._streams)
+        return tuple(TokenSequence.of(stream.tokens, stream.drawn, stream.images) for stream in self._streams)
 
     def _follow(self, templated: SeenTokens) -> None:
         """Go on with the template's tokens of all that was said, in a further sequence unless the last one leads there.

@@ -15,19 +15,6 @@ from jaxrlhf.episode import Reply
 CHAT, CHUNK, TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
 
 
-def envelope(
-    kind: str, answer_id: str, created: int, model: str, choices: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """An answer, or an event of one."""
-    return {"id": answer_id, "object": kind, "created": created, "model": model, "choices": list(choices)}
-
-
-def usage(prompts: Sequence[int], drawn: Sequence[int]) -> dict[str, int]:
-    """Numbers of tokens: of each prompt once, and of all choices."""
-    counts = {"prompt_tokens": sum(prompts), "completion_tokens": sum(drawn)}
-    return {**counts, "total_tokens": sum(counts.values())}
-
-
 def finish_reason(completion: Completion, reply: Reply | None = None) -> str:
     """OpenAI's word for how a choice ended; one that was cut has never "stopped"."""
     if completion.truncated:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations import ChatFormat, TokenSequence
@@ -91,9 +91,7 @@ class CallTree:
       at_once: A call was asked for before another was answered.
     """
 
-    def __init__(
-        self, form: ChatFormat | None, *, history: Literal["as_sampled", "as_templated"] = "as_sampled"
-    ) -> None:
+    def __init__(self, form: ChatFormat, *, history: Literal["as_sampled", "as_templated"] = "as_sampled") -> None:
         self._form, self._history = form, history
         self.calls: list[RecordedCall] = []
         self.forks: Counter[Fork] = Counter()
@@ -109,7 +107,6 @@ class CallTree:
           EnvironmentFailure: The chat template refuses the messages.
           Refusal: A text spells placeholders.
         """
-        assert self._form is not None, "a tokenizer without chats has no chat requests"
         own = _shared_out(messages, images)
         told = tuple(_words(message, some) for message, some in zip(messages, own, strict=True))
         reasoning = tuple(message.get("reasoning_content") for message in messages)
@@ -133,12 +130,11 @@ class CallTree:
         tokens, placed = shown(images, self._form.reader, partial(self._form.prompt, messages, tools), place="messages")
         return Prompt(tokens, None, told, tools_key, reasoning, placed)
 
-    def plain(self, tokens: tuple[int, ...], text: str | None, text_of: Any) -> Prompt:
+    def plain(self, tokens: tuple[int, ...], text: str | None) -> Prompt:
         """Tokens of a completion, which go on from a call if they begin with all of its own.
 
         Args:
           text: The text that the tokens were made of; None if they were given.
-          text_of: Function from token ids to text.
         """
         begins = [
             call for call in self.calls if tokens[: len(call.stream)] == call.stream and len(tokens) > len(call.stream)
@@ -146,21 +142,20 @@ class CallTree:
         if begins:
             before = max(begins, key=lambda call: len(call.stream))
             return Prompt(tokens, before, images=before.images)
-        whole = text_of(tokens)  # with what a tokenizer puts before it
+        whole = self._text(tokens)  # with what a tokenizer puts before it
         for call in sorted(self.calls, key=lambda call: -len(call.stream)):
-            said = text_of(call.stream)
+            said = self._text(call.stream)
             if len(whole) > len(said) and whole.startswith(said):
                 if text is None:
                     self.forks["retokenised"] += 1
                     break
                 # The text goes on: what was drawn stays as it is, and what follows alone is encoded.
-                rest = self._encode(whole[len(said) :])
-                return Prompt(call.stream + rest, call, images=call.images)
+                rest = self._form.tokenizer.encode(whole[len(said) :], add_special_tokens=False)
+                return Prompt((*call.stream, *rest), call, images=call.images)
         return Prompt(tokens, None)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        assert self._form is not None, "a session wants a tokenizer with chats"
-        return tuple(self._form.tokenizer.encode(text, add_special_tokens=False))
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._form.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def drew(
         self,
@@ -198,19 +193,14 @@ class CallTree:
         made, paths = [], []
         ends = [call for call in self.calls if not call.after]
         for last in sorted(ends, key=_place) if self.at_once else ends:
-            length = len(last.stream)
-            mask, logps, turns, versions = [0] * length, [0.0] * length, [-1] * length, [-1] * length
             path = last.path()
-            for turn, call in enumerate(path):
-                if call in trained:
-                    continue
-                trained.add(call)
-                span = slice(len(call.prompt), len(call.stream))
-                count = len(call.tokens)
-                mask[span], logps[span], turns[span] = [1] * count, list(call.logps), [turn] * count
-                versions[span] = [call.version] * count
-            columns = tuple(mask), tuple(logps), tuple(turns), tuple(versions)
-            made.append(TokenSequence(last.stream, *columns, last.images))
+            drawn = [
+                (len(call.prompt), call.logps, turn, call.version)
+                for turn, call in enumerate(path)
+                if call not in trained
+            ]
+            trained.update(path)
+            made.append(TokenSequence.of(last.stream, drawn, last.images))
             paths.append(tuple(path))
         return tuple(made), tuple(paths)
 

@@ -21,9 +21,6 @@ from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
 from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
 
-_OPENING_TOKENS = 16
-"""Tokens before a reply that show if the template has begun its reasoning."""
-
 
 @dataclass
 class ApiAnswer:
@@ -49,17 +46,18 @@ class ApiAnswer:
     @property
     def usage(self) -> dict[str, int]:
         """Numbers of tokens; a prompt with several choices counts once."""
-        prompts = self.prompts[:: self.wanted.n]
-        drawn = [len(completion.tokens) for completion in self.completions.values()]
-        return answers.usage([len(prompt.tokens) for prompt in prompts], drawn)
+        asked = sum(len(prompt.tokens) for prompt in self.prompts[:: self.wanted.n])
+        drawn = sum(len(completion.tokens) for completion in self.completions.values())
+        return {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return answers.envelope(kind, self.answer_id, self.created, self.model.name, choices)
+        """The answer, or an event of it."""
+        own = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model.name}
+        return {**own, "choices": list(choices)}
 
     def opening(self, index: int) -> str:
-        """Last of the text before a reply."""
-        tokens = list(self.prompts[index].tokens[-_OPENING_TOKENS:])
-        return str(self.model.tokenizer.decode(tokens, skip_special_tokens=False))
+        """Last of the text before a choice."""
+        return self.model.form.opening(self.prompts[index].tokens)
 
     def key(self, index: int) -> int:
         """Number that ids of a choice's calls are a function of: unlike in every other turn of an episode."""
@@ -138,13 +136,8 @@ def completion_answer(model: ServedModel, request: CompletionRequest, session: S
             prompts.append(Prompt(tokens, None))
             continue
         with session.lock:
-            text = given if isinstance(given, str) else None
-            prompts.append(session.tree.plain(tokens, text, _whole_text(model)))
+            prompts.append(session.tree.plain(tokens, given if isinstance(given, str) else None))
     return _answer(model, request.wanted, prompts, model.stop_tokens, None, session, "cmpl")
-
-
-def _whole_text(model: ServedModel) -> Any:
-    return lambda tokens: str(model.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def _answer(

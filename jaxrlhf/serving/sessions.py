@@ -32,20 +32,16 @@ class RecordedEpisode:
       replies: Words of what was drawn, by sequence and turn number; None of a completion without a chat.
       rewards: Rewards posted for turns, by sequence and turn number.
       reward: Reward posted for the episode; None if none was.
-      calls: Choices that were drawn; 0 of an agent that never asked.
       forks: Sequences that go on from none though they look alike, by cause.
       refused: Requests refused by a limit, by its name.
-      truncated: Choices that were cut at their length.
     """
 
     sequences: tuple[TokenSequence, ...]
     replies: tuple[tuple[Reply | None, ...], ...]
     rewards: Mapping[tuple[int, int], float]
     reward: float | None
-    calls: int
     forks: Counter[Fork]
     refused: Counter[str]
-    truncated: int
 
 
 class ServedSession:
@@ -73,7 +69,7 @@ class ServedSession:
         self.answers: dict[str, list[RecordedCall]] = {}
         self.reward: float | None = None
         self.refused: Counter[str] = Counter()
-        self.truncated = self._calls = self._tokens = 0
+        self._calls = self._tokens = 0
         self._closed = False
         self._futures: list[list[Future[Completion]]] = []
         self._asked: Counter[tuple[Any, ...]] = Counter()
@@ -135,7 +131,6 @@ class ServedSession:
         """Calls of an answer were drawn; `tree` has them."""
         self.answers[answer_id] = calls
         self._tokens += sum(len(completion.tokens) for completion in completions)
-        self.truncated += sum(completion.truncated for completion in completions)
 
     def set_reward(self, body: Any) -> None:
         """Take the `reward` of a body, of the episode or of the answer that `response_id` names."""
@@ -170,16 +165,8 @@ class ServedSession:
                     if call.reward is not None and call not in paid:
                         paid.add(call)
                         rewards[row, turn] = call.reward
-            recorded = RecordedEpisode(
-                sequences,
-                tuple(tuple(call.reply for call in path) for path in paths),
-                rewards,
-                self.reward,
-                len(self.tree.calls),
-                self.tree.forks,
-                self.refused,
-                self.truncated,
-            )
+            replies = tuple(tuple(call.reply for call in path) for path in paths)
+            recorded = RecordedEpisode(sequences, replies, rewards, self.reward, self.tree.forks, self.refused)
             return recorded, self._kept
 
 
