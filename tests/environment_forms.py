@@ -61,7 +61,7 @@ class Counter:
     """Game: say numbers until their sum is the record's target; remembers its seed."""
 
     def reset(self, record, seed):
-        self.sum, self.target, self.seed = 0, record["target"], seed
+        self.sum, self.target, self.seed, self.paid = 0, record["target"], seed, record.get("paid")
         return [{"role": "system", "content": "count"}, {"role": "user", "content": f"to {self.target} ({seed})"}]
 
     def step(self, reply):
@@ -75,6 +75,9 @@ class Counter:
             metrics={"sum": self.sum},
             max_tokens=5,
         )
+
+    def get_reward(self):
+        return self.paid
 
     def close(self):
         print(f"closed with seed {self.seed}")
@@ -162,13 +165,6 @@ class Tooled:
 
     def step(self, reply):
         return "", random.random(), True
-
-
-class Unpaid(Counter):
-    """A game whose final reward is none."""
-
-    def get_reward(self):
-        return "much"
 
 
 class Slow(Brief):

@@ -16,8 +16,8 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall
 
 TOOLS = [NOTE, NOW]
-GOOD, BAD, ANY = 80, 16, 60
-"""Replies that are drawn of each form, of each fault in it, and of any tokens: more than 200 of a family."""
+GOOD, BAD, ANY = 40, 8, 30
+"""Replies that are drawn of each form, of each fault in it, and of any tokens: more than 100 of a family."""
 
 
 @cache

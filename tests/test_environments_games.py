@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import environment_games
 import numpy as np
 import pytest
 
@@ -15,17 +16,15 @@ from jaxrlhf.episode import Reply
 
 gymnasium = pytest.importorskip("gymnasium")
 reasoning_gym = pytest.importorskip("reasoning_gym")
+
 FOLDER = Path(__file__).parent
-NAMES = ("lake", "slippery", "taxi", "blackjack", "sums")
 LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     output = tmp_path_factory.mktemp("games") / "output.txt"
-    files = [FOLDER / ("environment_tasks.py" if name == "sums" else "environment_games.py") for name in NAMES]
-    choices = [Environment(factory=f"{file}:{name}") for file, name in zip(files, NAMES, strict=True)]
-    with EnvironmentPool(choices, output) as pool:
+    with EnvironmentPool((Environment(factory=f"{FOLDER / 'environment_games.py'}:lake"),), output) as pool:
         yield pool
 
 
@@ -33,17 +32,21 @@ def text(observation) -> str:
     return observation.messages[0]["content"]
 
 
-def play(pool, number: int, said: str):
-    return pool.step(number, Reply(said, said)).result(LIMIT_S)
+def said(words: str) -> Reply:
+    return Reply(words, words)
+
+
+def play(pool, number: int, words: str):
+    return pool.step(number, said(words)).result(LIMIT_S)
 
 
 def test_frozen_lake_is_played_to_its_end(pool):
-    opening = pool.start(1, NAMES.index("lake"), {}, 0).result(LIMIT_S)
+    opening = pool.start(1, 0, {}, 0).result(LIMIT_S)
     assert text(opening) == "Go to G.\n[S]FFF\nFHFH\nFFFH\nHFFG"
     asked_again = play(pool, 1, "I do not know")
     assert text(asked_again) == "Say one of left, down, right, up."
     assert opening.state == asked_again.state == "[S]FFF\nFHFH\nFFFH\nHFFG"  # the next reply is made there
-    seen = [play(pool, 1, said) for said in ("left? no, Down!", "down", "right", "right", "down", "right")]
+    seen = [play(pool, 1, words) for words in ("left? no, Down!", "down", "right", "right", "down", "right")]
     assert text(seen[0]) == seen[0].state == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
     assert [one.reward for one in seen] == [0.0] * 5 + [1.0]
     assert seen[-1].metrics == {"no_action": 1.0}
@@ -51,15 +54,14 @@ def test_frozen_lake_is_played_to_its_end(pool):
     assert pool.finish(1).result(LIMIT_S) is None
 
 
-def test_a_seed_gives_one_course(pool):
+def test_a_seed_gives_one_course():
     courses = []
-    for number, seed in ((2, 5), (3, 5), (4, 6), (5, 7)):
-        pool.start(number, NAMES.index("slippery"), {}, seed).result(LIMIT_S)
-        course = []
+    for seed in (5, 5, 6, 7):
+        game, course = environment_games.slippery(), []
+        game.reset({}, seed)
         while not course or not (course[-1].done or course[-1].truncated or len(course) > 30):
-            course.append(play(pool, number, "right"))
+            course.append(game.step(said("right")))
         courses.append([one.state for one in course])
-        pool.drop(number)
     assert courses[0] == courses[1]
     assert len({tuple(course) for course in courses}) > 1
 
@@ -70,7 +72,7 @@ def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
     for _ in range(50):
         returns = [[sum(p * (r + 0.9 * values[s]) for p, s, r, _ in lake.P[x][a]) for a in range(4)] for x in range(16)]
         values, policy = np.max(returns, 1), np.argmax(returns, 1)
-    pool.start(6, NAMES.index("lake"), {}, 0).result(LIMIT_S)
+    pool.start(6, 0, {}, 0).result(LIMIT_S)
     state, rewards, done = 0, [], False
     while not done:
         action = int(policy[state])
@@ -79,12 +81,6 @@ def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
         rewards.append(seen.reward)
     assert len(rewards) == 6 and rewards[-1] == 1.0
     assert values[0] == pytest.approx(0.9**5)
-
-
-def test_a_reply_that_is_no_number_is_no_guess():
-    game = games.HigherLower()
-    game.reset({"prompt": "0-3", "answer": "0"}, 0)
-    assert (game.step(Reply("what?", "what?")).reward, game.step(Reply("0", "0")).reward) == (0.0, 1.0)
 
 
 def test_demonstrations_of_the_lake_walk_as_gymnasium_does():
@@ -101,27 +97,26 @@ def test_demonstrations_of_the_lake_walk_as_gymnasium_does():
     assert ends == {("5", 0.0), ("7", 0.0), ("11", 0.0), ("12", 0.0), ("15", 1.0), "tired"}
 
 
-def test_taxi_and_blackjack(pool):
-    opening = pool.start(7, NAMES.index("taxi"), {}, 1).result(LIMIT_S)
-    assert text(opening).startswith("+---------+\n|R: | : :G|") and "[ ]" in text(opening)
-    assert play(pool, 7, "pickup").reward == -10.0
-    opening = pool.start(8, NAMES.index("blackjack"), {}, 1).result(LIMIT_S)
-    assert text(opening).startswith("(")
-    assert play(pool, 8, "stick: 0").done
-    for number in (7, 8):
-        pool.drop(number)
+def test_taxi_and_blackjack():
+    taxi, blackjack = environment_games.taxi(), environment_games.blackjack()
+    opening = text(taxi.reset({}, 1))
+    assert opening.startswith("+---------+\n|R: | : :G|") and "[ ]" in opening
+    assert taxi.step(said("pickup")).reward == -10.0
+    assert text(blackjack.reset({}, 1)).startswith("(")
+    assert blackjack.step(said("stick: 0")).done
 
 
-def test_tasks_of_reasoning_gym_are_scored_as_it_scores(pool):
+def test_tasks_of_reasoning_gym_are_scored_as_it_scores():
+    import environment_tasks
+
     tasks = reasoning_gym.create_dataset("chain_sum", size=20, seed=3)
-    for number, (record, seed) in enumerate([({"index": 4}, 9), ({}, 9), ({}, 29)], 10):
+    for record, seed in (({"index": 4}, 9), ({}, 9), ({}, 29)):
         task = tasks[record.get("index", seed) % 20]
-        opening = pool.start(number, NAMES.index("sums"), record, seed).result(LIMIT_S)
-        assert text(opening) == task["question"] + " Say the number."
-        seen = play(pool, number, f"perhaps <answer> {task['answer']} </answer>")
+        episode = environment_tasks.sums()
+        assert episode.reset(record, seed) == task["question"] + " Say the number."
+        seen = episode.step(said(f"perhaps <answer> {task['answer']} </answer>"))
         assert (seen.done, seen.reward) == (True, 1.0)
-        pool.start(number + 10, NAMES.index("sums"), record, seed).result(LIMIT_S)
-        assert play(pool, number + 10, "no idea").reward == tasks.score_answer("no idea", task) < 1.0
+        assert episode.step(said("no idea")).reward == tasks.score_answer("no idea", task) < 1.0
 
 
 class Countdown:

@@ -16,7 +16,7 @@ from jaxrlhf.episode import CallRecord, EnvironmentFailure, MalformedCall, Obser
 from jaxrlhf.processes.channel import Channel
 
 FORMS = Path(__file__).with_name("environment_forms.py")
-TOOLS, COUNTER, ASYNC_COUNTER, BRIEF, MADE, ACCOUNT, TOOLED, UNPAID, RUN, RUN_ASYNC = range(10)
+TOOLS, COUNTER, ASYNC_COUNTER, BRIEF, MADE, ACCOUNT, TOOLED, RUN, RUN_ASYNC = range(9)
 LIMIT_S = 20.0
 
 
@@ -32,7 +32,7 @@ def pool(output):
         Tools(functions=tuple(f"{FORMS}:{name}" for name in functions)),
         *(
             Environment(factory=f"{FORMS}:{n}")
-            for n in ("Counter", "AsyncCounter", "Brief", "made", "Account", "Tooled", "Unpaid")
+            for n in ("Counter", "AsyncCounter", "Brief", "made", "Account", "Tooled")
         ),
         *(Agent(program=f"{FORMS}:{name}", episode_s=0.05) for name in ("run", "run_async")),
     ]
@@ -171,6 +171,7 @@ def test_texts_and_tuples_are_observations_too(pool, begin, choice):
     assert pool.step(episode, said("hi")).result(LIMIT_S).messages[0]["content"] == "once more"
     seen = pool.step(episode, said("hi")).result(LIMIT_S)
     assert (seen.messages[0]["content"], seen.reward, seen.done) == ("well", 1.0, True)
+    assert pool.finish(episode).result(LIMIT_S) is None
     episode, _ = begin(choice, {"word": "hi"})
     seen = pool.step(episode, said("five")).result(LIMIT_S)
     assert (seen.reward, seen.done, seen.truncated) == (0.5, False, True)
@@ -209,7 +210,7 @@ def test_members_of_a_group_see_the_same_chance(pool, begin):
 
 
 def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, output):
-    episode, _ = begin(UNPAID, {"target": 5}, seed=300)
+    episode, _ = begin(COUNTER, {"target": 5, "paid": "much"}, seed=300)
     with pytest.raises(EnvironmentFailure, match="the final reward is a str"):
         pool.finish(episode).result(LIMIT_S)
     assert eventually(lambda: "closed with seed 300" in output.read_text())

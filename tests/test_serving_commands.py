@@ -14,10 +14,12 @@ import transformers
 from tiny_runs import write_policy
 
 from jaxrlhf import chat
-from jaxrlhf.config import Refusal
+from jaxrlhf.config import GRPO, Evaluation, Refusal
 from jaxrlhf.tracking import default_console
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+SIZES = ("--context", "48", "--max-tokens", "16", "--slots", "2", "--dtype", "float32")
+DEVICES = {"JAX_NUM_CPU_DEVICES": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +30,8 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(policy):
     """Address and key that the command prints."""
-    sizes = ("--context", "48", "--max-tokens", "16", "--slots", "2", "--dtype", "float32")
-    command = [sys.executable, "-m", "jaxrlhf.serve", str(policy), "--port", "0", *sizes]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    command = [sys.executable, "-m", "jaxrlhf.serve", str(policy), "--port", "0", *SIZES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | DEVICES) as process:
         assert process.stdout is not None
         first, second = process.stdout.readline().split(), process.stdout.readline().split()
         assert first[:3] == ["serving", "mine", "at"], first
@@ -98,9 +98,9 @@ def test_a_chat_needs_a_model_to_talk_to(monkeypatch):
 
 
 def test_a_chat_serves_a_policy_by_itself(policy):
-    flags = ["--context", "48", "--max-tokens", "8", "--dtype", "float32", "--temperature", "0"]
-    command = [sys.executable, "-m", "jaxrlhf.chat", str(policy), *flags]
-    done = subprocess.run(command, input="Tom has 3.\n\n", stdout=subprocess.PIPE, text=True, timeout=300)
+    command = [sys.executable, "-m", "jaxrlhf.chat", str(policy), *SIZES, "--temperature", "0"]
+    asked = {"input": "Tom has 3.\n\n", "stdout": subprocess.PIPE, "text": True, "env": os.environ | DEVICES}
+    done = subprocess.run(command, timeout=300, **asked)
     assert done.returncode == 0
     greeting, answer, _ = done.stdout.split("you ")
     assert greeting.startswith("policy: ")
@@ -118,7 +118,14 @@ def test_a_run_is_served_as_it_is_exported(tmp_path):
     from jaxrlhf.trainer.served_policy.flags import EngineSizes
     from jaxrlhf.trainer.served_policy.load import load_policy
 
-    config = replace(get_config(), steps=1, cold_start=None, workdir=str(tmp_path / "run"))
+    config = replace(
+        get_config(),
+        steps=1,
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=16),
+        evaluation=Evaluation(every_steps=0, problems=2),
+        workdir=str(tmp_path / "run"),
+    )
     run(config)
     export_policy(tmp_path / "run", tmp_path / "export")
     sizes = EngineSizes(slots=2, context_tokens=64, response_tokens=16, dtype="float32")

@@ -246,7 +246,7 @@ class _Host:
             self._spoilt = f"{type(error).__name__} was raised in it"
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        return CodeFailure("exception", _clean(one_line(error) + where))
+        return CodeFailure("exception", (one_line(error) + where).encode(errors="replace").decode())
 
     def _what_is_left(self) -> str:
         """Why the process must not go on to other episodes, now that one of them may be over."""
@@ -309,7 +309,3 @@ def _seed(text: str) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         with suppress(AttributeError):
             numpy.random.seed(zlib.crc32(text.encode()))
-
-
-def _clean(text: str) -> str:
-    return text.encode(errors="replace").decode()

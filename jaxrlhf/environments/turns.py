@@ -20,7 +20,8 @@ class ToolTurn:
         self._answers: dict[int, ToolAnswer] = {}
         for number, call in enumerate(reply.calls):
             if call.name not in tools:
-                self._answers[number] = ToolAnswer(number, f"error: {self._no_tool(call.name)}", 0.0, "exception")
+                absent = f"there is no tool {call.name!r}; the tools are {', '.join(tools)}"
+                self._answers[number] = ToolAnswer(number, f"error: {absent}", 0.0, "exception")
 
     @property
     def pending(self) -> dict[int, ToolCall]:
@@ -59,6 +60,3 @@ class ToolTurn:
             for number, call in enumerate(self._reply.calls)
         ]
         return Observation(said, done=not said, calls=records)
-
-    def _no_tool(self, name: str) -> str:
-        return f"there is no tool {name!r}; the tools are {', '.join(self._tools)}"
