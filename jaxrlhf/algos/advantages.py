@@ -214,7 +214,8 @@ def best_of_group(
     ahead_B = jnp.where(first_B & jnp.isfinite(second_B), above_B - second_B, 0.0)
     if not normalize_std:
         return ahead_B
-    return ahead_B / _deviation(*_centred(score_B, scorable_B, group_B), group_B)
+    centred_B, count_B = _centred(score_B, scorable_B, group_B)
+    return ahead_B / _deviation(centred_B, count_B, group_B)
 
 
 def mean_relative(

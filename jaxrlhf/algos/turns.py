@@ -25,7 +25,7 @@ def turn_gae(
     Args:
       turn_BT: Turn of each action token, from 0.
       gamma: Discount per turn, in [0, 1].
-      lam: As of `gae`, like rewards and values.
+      lam: 0 is one-step TD, 1 is Monte Carlo; rewards and values are as of `gae`.
 
     Source: Zhou et al. 2024 (ArCHer, arXiv:2402.19446), section 3, for utterances as actions.
     """

@@ -36,7 +36,7 @@ def prepare(
     lam_B = length_adaptive_lambda(ppo.action_counts(settings, rollout, mask_BT), scale=settings.length_scale)
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]
     marks = {"imitation_weight": succeeded_BT & trained_alone(sequences, trained_B).mask_BT}
-    prepared = ppo.prepare(work, rollout, scores, *said, trained_B=trained_B, lam=lam_B, marks=marks)
+    prepared = ppo.prepare(work, rollout, scores, *(*said, trained_B), lam=lam_B, marks=marks)
     metrics = prepared.metrics | {
         "vapo/lambda_mean": float(np.mean(lam_B)),
         "vapo/success_fraction": float(np.mean(succeeded_BT.any(axis=1))),

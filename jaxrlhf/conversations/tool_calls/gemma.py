@@ -52,9 +52,9 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
             raise ValueError("a text has no end")
         return text[quote.end() : end.start()], end.end()
     if text[at : at + 1] == '"':
-        if (end := text.find('"', at + 1)) < 0:
+        if (shut := text.find('"', at + 1)) < 0:
             raise ValueError("a text has no end")
-        return text[at + 1 : end], end + 1
+        return text[at + 1 : shut], shut + 1
     if text[at : at + 1] in ("{", "["):
         return _several(text, at, depth)
     word = _WORD.match(text, at)
