@@ -355,7 +355,7 @@ def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
 
 def test_every_sequence_of_an_agents_episode_has_a_cause():
     row = TokenSequence((5, 7, 8), (0, 1, 0), (0.0, -1.0, 0.0), (-1, 0, -1), (-1, 3, -1))
-    recorded = RecordedEpisode((row,) * 4, ((None,),) * 4, {}, None, Counter({"template": 1}), Counter())
+    recorded = RecordedEpisode((row,) * 4, ((None,),) * 4, {}, None, 4, Counter({"template": 1}), Counter())
     finished = recorded_episode(problems(1)[0], 0, 0, ChatFormat(TOKENIZER), recorded, 1.0, "done", "")
     assert finished.record.forks == {"template": 1, "branch": 2}
     assert [sequence.turn[1] for sequence in finished.sequences] == [0, 1, 2, 3]

@@ -32,6 +32,7 @@ class RecordedEpisode:
       replies: Words of what was drawn, by sequence and turn number; None of a completion without a chat.
       rewards: Rewards posted for turns, by sequence and turn number.
       reward: Reward posted for the episode; None if none was.
+      calls: Choices that were drawn; 0 of an agent that never asked.
       forks: Sequences that go on from none though they look alike, by cause.
       refused: Requests refused by a limit, by its name.
     """
@@ -40,6 +41,7 @@ class RecordedEpisode:
     replies: tuple[tuple[Reply | None, ...], ...]
     rewards: Mapping[tuple[int, int], float]
     reward: float | None
+    calls: int
     forks: Counter[Fork]
     refused: Counter[str]
 
@@ -166,7 +168,8 @@ class ServedSession:
                         paid.add(call)
                         rewards[row, turn] = call.reward
             replies = tuple(tuple(call.reply for call in path) for path in paths)
-            recorded = RecordedEpisode(sequences, replies, rewards, self.reward, self.tree.forks, self.refused)
+            told = self.reward, len(self.tree.calls), self.tree.forks, self.refused
+            recorded = RecordedEpisode(sequences, replies, rewards, *told)
             return recorded, self._kept
 
 
