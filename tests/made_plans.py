@@ -15,9 +15,6 @@ from jaxrlhf.config import (
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
 
-HELD_ONCE = {"adds_gradients": False, "decodes_apart": False, "cache_copies": 1.0}
-"""Fields of `Software` of which nothing exists twice."""
-
 
 def a_config(**changes) -> Config:
     """PPO with a reward model, whose updates, lengths and budgets are easy to count."""

@@ -34,8 +34,7 @@ class Exhaustive:
         self.usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
         self.roles = {role.name: role for role in problem.roles}
         self.generator = next((role for role in problem.roles if role.generates), None)
-        names = [name for roles, _ in problem.pools or () for name in roles]
-        self.apart = ROLLOUT in names if problem.pools else problem.rollout_apart
+        self.apart = ROLLOUT in [name for roles, _ in problem.pools or () for name in roles]
         self.ways = functools.cache(self._ways)
 
     def best(self) -> dict[Placement, float]:
@@ -52,8 +51,7 @@ class Exhaustive:
         """Every way to hand roles to numbered pools, without the numbers."""
         if self.problem.pools is not None:
             return {frozenset(frozenset(roles) for roles, _ in self.problem.pools)}
-        names = [*self.roles, *([ROLLOUT] if self.apart else [])]
-        found = set()
+        names, found = [*self.roles], set()
         for pool_of in itertools.product(range(len(names)), repeat=len(names)):
             pools = (frozenset(n for n, p in zip(names, pool_of, strict=True) if p == pool) for pool in pool_of)
             found.add(frozenset(pools))
@@ -169,9 +167,7 @@ class Exhaustive:
         how = decoding(layout, devices, fit, work)
         seconds = generation_cost(model, layout, how, work, software, seen).seconds
         if moved:
-            source = max(1, self.hardware.devices - devices)
-            for roles, senders in self.problem.pools or ():
-                source = senders if self.generator.name in roles else source
+            (source,) = [senders for roles, senders in self.problem.pools if self.generator.name in roles]
             seconds += move_cost(model, source, layout, devices, software, self.hardware).seconds
         return seconds
 
@@ -265,34 +261,31 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
         longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.1, 0.4) / token)
         problem = replace(problem, workload=replace(work, longest_tokens=longest))
     count, machine = shape
-    change = draw.choice(["nothing", "nothing", "rollout", "rollout", "together", "layouts", "pools", "hosts"])
-    if change == "rollout" and generates and len(roles) < 5:
-        problem = replace(problem, rollout_apart=True)
+    change = draw.choice(["nothing", "nothing", "pools", "pools", "together", "layouts", "pools", "hosts"])
     if change == "together":
         problem = replace(problem, together=((roles[0].name, roles[-1].name),))
     if change == "layouts":
         problem = replace(problem, layouts={roles[-1].name: (Layout(), Layout(fsdp=2), Layout(data=1))})
-    if change == "pools" and count * machine > 2 and generates:
-        names = [role.name for role in roles]
-        pools = (((*names[1:],), 1), ((names[0],), 2)), (((ROLLOUT, *names[1:]), 2), ((names[0],), 1))
-        problem = replace(problem, pools=draw.choice(pools))
+    if change == "pools" and generates:
+        names, some = [role.name for role in roles], count * machine // 2
+        parted = (names, [ROLLOUT]), ([ROLLOUT, *names[1:]], names[:1]), (names[1:], names[:1])
+        one, other = draw.choice(parted)
+        problem = replace(problem, pools=((tuple(one), count * machine - some), (tuple(other), some)))
     if change == "hosts" and machine % 2 == 0:
         problem = replace(problem, devices_per_host=2)
     return problem
 
 
-def solve(problem: PlacementProblem) -> tuple[PlacementProblem, dict[Placement, float], SearchResult | None]:
-    """A problem, what looking at everything finds, and the search's answer; None if nothing fits."""
-    expected = Exhaustive(problem).best()
+def solve(problem: PlacementProblem) -> tuple[dict[Placement, float], SearchResult | None]:
+    """Seconds that looking at everything finds for each placement, and the search's answer; None if nothing fits."""
+    return Exhaustive(problem).best(), found_in(problem)
+
+
+def found_in(problem: PlacementProblem) -> SearchResult | None:
+    """The search's answer; None if nothing fits."""
     # What a refusal says takes longer than all the search, and is tested by itself.
     with mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
         try:
-            return problem, expected, search(problem, keep=ALL)
+            return search(problem, keep=ALL)
         except Infeasible:
-            return problem, expected, None
-
-
-@functools.cache
-def solved(*made_from) -> tuple[PlacementProblem, dict[Placement, float], SearchResult | None]:
-    """Of a problem drawn with a seed."""
-    return solve(a_problem(*made_from))
+            return None

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from jaxrlhf.planner.hardware import KNOWN_HARDWARE, Hardware, hardware, load_hardware, recognise, save_hardware
+from jaxrlhf.planner.hardware import (
+    KNOWN_HARDWARE,
+    Hardware,
+    compiled_like,
+    hardware,
+    load_hardware,
+    recognise,
+    save_hardware,
+)
 
 
 @pytest.mark.parametrize("name", KNOWN_HARDWARE)
@@ -19,21 +27,9 @@ def test_every_kind_is_plausible_and_says_where_its_figures_are_from(name):
     # From fast to slow, as everywhere.
     assert kind.memory_bytes_per_s > kind.link_bytes_per_s >= kind.network_bytes_per_s
     assert 0 < kind.link_latency_s <= kind.network_latency_s < kind.dispatch_overhead_s
-
-
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "v7"])
-def test_a_slice_is_as_fast_between_hosts_as_inside_one(name):
-    kind = KNOWN_HARDWARE[name]
-    assert (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
-
-
-@pytest.mark.parametrize(
-    ("name", "links", "both_ways"), [("v4", 6, 600e9), ("v5e", 4, 400e9), ("v5p", 6, 1200e9), ("v6e", 4, 800e9)]
-)
-def test_a_ring_of_a_slice_lies_along_one_axis_of_its_torus(name, links, both_ways):
-    # A datasheet gives the rate of all links of a chip in both directions; an axis has two links, used at 80 %.
-    kind = KNOWN_HARDWARE[name]
-    assert kind.link_bytes_per_s * kind.link_efficiency == pytest.approx(0.8 * 2 * both_ways / 2 / links)
+    # Chips of a slice reach each other without their hosts.
+    fabric = (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
+    assert fabric == (compiled_like(kind) == "tpu")
 
 
 def test_pools_of_one_processor_take_turns():
@@ -44,29 +40,19 @@ def test_pools_of_one_processor_take_turns():
 @pytest.mark.parametrize(
     ("spec", "name", "machines", "devices"),
     [
-        ("a100x16x8", "a100", 16, 8),
         ("h100", "h100", 1, 8),
         ("h100x4", "h100", 4, 8),
-        ("H200X2x4", "h200", 2, 4),
-        (" b200 ", "b200", 1, 8),
-        ("cpux1x2", "cpu", 1, 2),
-        ("v5e", "v5e", 1, 8),
+        (" H200X2x4 ", "h200", 2, 4),
         ("v4x3", "v4", 3, 4),
         # Slices, by what Google's documentation says of chips and virtual machines.
-        ("v4-8", "v4", 1, 4),
         ("v4-32", "v4", 4, 4),
         ("v5p-8", "v5p", 1, 4),
-        ("v5p-128", "v5p", 16, 4),
         ("V5P-12288", "v5p", 1536, 4),
         ("v5e-1", "v5e", 1, 1),
-        ("v5litepod-4", "v5e", 1, 4),
         ("v5e-8", "v5e", 1, 8),
-        ("v5e-16", "v5e", 4, 4),
         ("v5litepod-16", "v5e", 4, 4),
-        ("v6e-8", "v6e", 1, 8),
         ("v6e-256", "v6e", 64, 4),
         ("tpu7x-8", "v7", 1, 8),
-        ("v7-128", "v7", 16, 8),
     ],
 )
 def test_names_mean_machines(spec, name, machines, devices):
@@ -91,7 +77,7 @@ def test_devices_of_another_number_share_what_a_machine_has_once():
 
 @pytest.mark.parametrize(
     ("spec", "first"),
-    [("a10", "a100"), ("h100e", "h100"), ("v5", "v5"), ("h20", "h200"), ("gb200", "b200"), ("", "")],
+    [("a10", "a100"), ("v5", "v5"), ("gb200", "b200"), ("", "")],
 )
 def test_an_unknown_name_lists_the_known_ones_closest_first(spec, first):
     with pytest.raises(ValueError, match="unknown hardware") as error:
@@ -109,17 +95,13 @@ def test_an_unknown_name_lists_the_known_ones_closest_first(spec, first):
     ("spec", "message"),
     [
         ("a100x0x8", "sizes must be whole numbers of at least 1"),
-        ("a100xfoo", "sizes must be whole numbers of at least 1"),
         ("a100x", "sizes must be whole numbers of at least 1"),
         ("a100x2x8x2", "sizes must be whole numbers of at least 1"),
-        ("a100x-2", "sizes must be whole numbers of at least 1"),
         ("a100x2.5", "sizes must be whole numbers of at least 1"),
         ("h100-16", "only TPU slices are named with a dash"),
-        ("v5p-", "size of a slice must be a whole number"),
         ("v5p-0", "size of a slice must be a whole number"),
         ("v5p-2x2x1", "size of a slice must be a whole number"),
         ("v4-7", "two a chip; give an even number"),
-        ("v5p-12", "6 devices do not fill hosts of 4"),
         ("v5e-18", "18 devices do not fill hosts of 4"),
     ],
 )
@@ -132,25 +114,13 @@ def test_bad_sizes_are_refused(spec, message):
 @pytest.mark.parametrize(
     ("kind", "platform", "name"),
     [
-        ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
         ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
-        ("NVIDIA H200", "gpu", "h200"),
-        ("NVIDIA B200", "gpu", "b200"),
-        ("TPU v4", "tpu", "v4"),
         ("TPU v5 lite", "tpu", "v5e"),
-        ("TPU v5e", "tpu", "v5e"),
         ("TPU v5", "tpu", "v5p"),
-        ("TPU v5p", "tpu", "v5p"),
-        ("TPU v6 lite", "tpu", "v6e"),
-        ("TPU v6e", "tpu", "v6e"),
         ("TPU7x", "tpu", "v7"),
-        ("TPU v7", "tpu", "v7"),
         ("cpu", "cpu", "cpu"),
         ("NVIDIA A100-SXM4-40GB", "gpu", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "gpu", None),
-        ("NVIDIA H100 PCIe", "gpu", None),
-        ("NVIDIA GeForce RTX 4090", "gpu", None),
-        ("TPU v3", "tpu", None),
         ("TPU v4 lite", "tpu", None),
     ],
 )
@@ -158,27 +128,21 @@ def test_devices_are_recognised_by_what_jax_calls_them(kind, platform, name):
     assert recognise(kind, platform) == name
 
 
-@pytest.mark.parametrize("name", KNOWN_HARDWARE)
-def test_a_saved_description_reads_back_as_the_same(name, tmp_path):
+def test_a_saved_description_reads_back_as_the_same(tmp_path):
     file = tmp_path / "My.JSON"
-    save_hardware(KNOWN_HARDWARE[name], file)
-    assert load_hardware(file) == KNOWN_HARDWARE[name]
-    assert hardware(str(file)) == KNOWN_HARDWARE[name]
+    save_hardware(KNOWN_HARDWARE["v5p"], file)
+    assert load_hardware(file) == hardware(str(file)) == KNOWN_HARDWARE["v5p"]
     assert set(json.loads(file.read_text())) == {field.name for field in dataclasses.fields(Hardware)}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory_bytes": None}, "memory_bytes in {file} must be float, got None"),
         ({"memory_bytes": "80e9"}, "memory_bytes in {file} must be float, got '80e9'"),
-        ({"memory_bytes": True}, "memory_bytes in {file} must be float, got True"),
         ({"machines": 1.5}, "machines in {file} must be int, got 1.5"),
         ({"shared_compute": 0}, "shared_compute in {file} must be True or False, got 0"),
-        ({"name": 3}, "name in {file} must be str, got 3"),
         ({"memory_gb": 80}, "{file} has unknown fields memory_gb"),
         ({"machines": 0}, "{file}: Hardware.machines must be above 0, got 0"),
-        ({"matmul_flops_per_s": math.nan}, "{file}: Hardware.matmul_flops_per_s must be"),
         ({"link_bytes_per_s": math.inf}, "{file}: Hardware.link_bytes_per_s must be finite, got inf"),
         ({"link_efficiency": 1.2}, "{file}: Hardware.link_efficiency must be in [0, 1], got 1.2"),
     ],
@@ -191,17 +155,7 @@ def test_a_wrong_field_of_a_file_is_named(change, message, tmp_path):
     assert message.format(file=file) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["name", "link_latency_s", "shared_compute"])
-def test_a_missing_field_of_a_file_is_named(refused, name, tmp_path):
-    fields = dataclasses.asdict(KNOWN_HARDWARE["h100"])
-    del fields[name]
-    file = tmp_path / "hardware.json"
-    file.write_text(json.dumps(fields))
-    with refused():
-        load_hardware(file)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]"])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"name": "h100"}'])
 def test_a_file_of_something_else_is_refused(refused, text, tmp_path):
     file = tmp_path / "hardware.json"
     file.write_text(text)

@@ -1,12 +1,12 @@
 """The search against a search that looks at everything, on many small problems in which different placements win."""
 
-import itertools
+import functools
 import math
 import re
 from dataclasses import replace
 
 import pytest
-from small_problems import ALL, Placement, a_problem, solve, solved
+from small_problems import ALL, Placement, a_problem, found_in, solve
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
@@ -16,27 +16,26 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
 
 
-def placement_of(plan: PlacementPlan, problem: PlacementProblem) -> Placement:
-    """The plan's pools; the actor's own generation is not named there."""
-    pools = [set(pool.roles) for pool in plan.pools]
-    apart = any(ROLLOUT in pool for pool in pools)
-    if problem.rollout_apart and not apart:
-        next(pool for pool in pools if "actor" in pool).add(ROLLOUT)
-    return frozenset(map(frozenset, pools))
+def placement_of(plan: PlacementPlan) -> Placement:
+    """The roles of the plan's pools."""
+    return frozenset(frozenset(pool.roles) for pool in plan.pools)
 
 
 DATAFLOWS = ["sft", "grpo", "ppo", "safe", "large critic", "judges"]
-CASES = [(seed,) for seed in range(95)]
-CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(4)]
+CASES = [(seed,) for seed in range(40)]
+CASES += [(seed,) for seed in (91, 200, 225, 236, 259, 279)]  # roles wait in host memory
+CASES += [(seed,) for seed in (81, 85, 108, 151, 160, 231, 253, 305, 320, 328)]  # weights move to a pool that generates
+CASES += [(seed,) for seed in (118, 119, 205, 217, 265, 273, 278, 298, 306)]  # many pools, and layouts of every size
+CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(2)]
 
 
-def finds_the_cheapest(problem: PlacementProblem, expected: dict[Placement, float], found: SearchResult | None) -> None:
+def finds_the_cheapest(expected: dict[Placement, float], found: SearchResult | None) -> None:
     if found is None:
         assert expected == {}
         return
     seconds = [plan.seconds for plan in found.plans]
     assert seconds == sorted(seconds)
-    by_placement = {placement_of(plan, problem): plan.seconds for plan in found.plans}
+    by_placement = {placement_of(plan): plan.seconds for plan in found.plans}
     assert len(by_placement) == len(seconds)
     assert by_placement == pytest.approx(expected, rel=1e-9)
 
@@ -44,42 +43,39 @@ def finds_the_cheapest(problem: PlacementProblem, expected: dict[Placement, floa
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:2])))
 def test_the_search_finds_the_cheapest_step_of_every_placement(case):
-    finds_the_cheapest(*solved(*case))
+    finds_the_cheapest(*solve(a_problem(*case)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [349, 355, 580, 691])
 def test_more_room_never_hides_a_cheaper_plan(seed):
     """Where the cache has little room, roles that hold less are kept although others compute as fast."""
-    problem, expected, found = solved(seed)
+    expected, found = solve(a_problem(seed))
     assert found is not None
-    finds_the_cheapest(problem, expected, found)
+    finds_the_cheapest(expected, found)
 
 
 @pytest.mark.slow
 def test_layouts_that_are_given_hold_for_a_rollout_apart():
-    apart = others = 0
-    for seed in range(40):
+    sizes = []
+    for seed in range(24):
         problem = a_problem(seed, "grpo", (1, 4) if seed % 2 else (2, 2))
         given = (Layout(), Layout(fsdp=2, generation_tensor=2), Layout(fsdp=2, generation_stage=4), Layout(data=1))
-        problem = replace(problem, rollout_apart=True, pools=None, layouts={"actor": given}, together=())
-        problem, expected, found = solve(problem)
-        finds_the_cheapest(problem, expected, found)
+        pools = ((("actor", "reference"), 2), ((ROLLOUT,), 2))
+        expected, found = solve(replace(problem, pools=pools, layouts={"actor": given}, together=()))
+        finds_the_cheapest(expected, found)
         for plan in found.plans if found else ():
-            layouts = [pool.layouts[ROLLOUT] for pool in plan.pools if ROLLOUT in pool.roles]
-            sizes = [(layout.generation_stage, layout.generation_tensor) for layout in layouts]
-            assert set(sizes) <= {(1, 1), (1, 2), (4, 1)}
-            apart += bool(sizes)
-            others += any(size != (1, 1) for size in sizes)
-    assert min(apart - others, others) >= 10
+            (layout,) = [pool.layouts[ROLLOUT] for pool in plan.pools if ROLLOUT in pool.roles]
+            sizes.append((layout.generation_stage, layout.generation_tensor))
+    assert set(sizes) == {(1, 1), (1, 2)}  # a replica of four does not fill the pool
 
 
 def test_experts_are_divided_where_that_is_cheapest():
     divided = []
     for seed in range(2000, 2024):
         problem = a_problem(seed, "mixture", (1, 4) if seed % 2 else (2, 2))
-        problem, expected, found = solve(replace(problem, rollout_apart=False, pools=None, layouts=None, fsdp=True))
-        finds_the_cheapest(problem, expected, found)
+        expected, found = solve(replace(problem, pools=None, layouts=None, fsdp=True))
+        finds_the_cheapest(expected, found)
         for plan in found.plans if found else ():
             layouts = {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
             divided.append(layouts["actor"].expert)
@@ -92,22 +88,23 @@ def test_experts_are_divided_where_that_is_cheapest():
 def test_one_machine_of_six_is_cut_anywhere_and_two_are_halved_and_then_cut_in_three(shape, some, allowed):
     sizes = set()
     for seed in range(12):
-        problem = replace(a_problem(seed, "grpo", shape), rollout_apart=False, pools=None)
-        problem, expected, found = solve(problem)
-        finds_the_cheapest(problem, expected, found)
+        expected, found = solve(replace(a_problem(seed, "grpo", shape), pools=None))
+        finds_the_cheapest(expected, found)
         sizes |= {pool.devices for plan in (found.plans if found else ()) for pool in plan.pools}
     assert some <= sizes <= allowed
 
 
+@functools.cache
 def feasible() -> list[tuple[PlacementProblem, SearchResult]]:
-    return [(problem, found) for problem, _, found in itertools.starmap(solved, CASES) if found is not None]
+    """The drawn problems for which a plan is found, and what is found."""
+    found = [(problem, found_in(problem)) for problem in (a_problem(*case) for case in CASES)]
+    return [(problem, plans) for problem, plans in found if plans is not None]
 
 
-@pytest.mark.slow
 def test_the_problems_differ_in_what_wins():
     best = [(problem, found.plans[0]) for problem, found in feasible()]
     assert 0.5 < len(best) / len(CASES) < 0.95  # the others do not fit
-    assert len({placement_of(plan, problem) for problem, plan in best}) >= 20
+    assert len({placement_of(plan) for _, plan in best}) >= 20
     pools = [len(plan.pools) for _, plan in best]
     assert min(pools.count(1), pools.count(2)) >= 15
     assert max(pools) >= 3
@@ -115,7 +112,7 @@ def test_the_problems_differ_in_what_wins():
     assert min(several.count(False), several.count(True)) >= 3
     idle = [sum(pool.devices for pool in plan.pools) < problem.hardware.devices for problem, plan in best]
     assert min(idle.count(False), idle.count(True)) >= 5
-    for change in ("rollout_apart", "together", "layouts", "pools", "devices_per_host"):
+    for change in ("together", "layouts", "pools", "devices_per_host"):
         assert sum(bool(getattr(problem, change)) for problem, _ in best) >= 2, change
     assert sum(problem.hardware.shared_compute for problem, _ in best) >= 3
 
@@ -130,8 +127,8 @@ def test_the_best_of_placements_differ_in_their_layouts():
     assert waves.count(None) >= 5, "for want of memory"
     assert waves.count(3) >= 5, "because fewer slots were asked for"
     assert sum(call.verb == "switch" for plan in plans for call in plan.calls) >= 20
-    assert sum(call.verb == "move" for plan in plans for call in plan.calls) >= 20
-    assert sum(call.verb == "offload" for plan in plans for call in plan.calls) >= 20
+    assert sum(call.verb == "move" for plan in plans for call in plan.calls) >= 10
+    assert sum(call.verb == "offload" for plan in plans for call in plan.calls) >= 10
 
 
 def test_every_plan_is_what_its_calls_and_pools_say():

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
+from jaxrlhf.config.cli.override import find
 from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
 from jaxrlhf.planner.problem import generates_here, judges_of, placed_roles, written_pools
 
@@ -59,7 +60,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     )
     if ROLLOUT not in layouts:  # parts are learnt from while another pool draws the others
         settings["rollout.stream_parts"] = 1
-    return {name: value for name, value in settings.items() if _current(written or config, name) != value}
+    return {name: value for name, value in settings.items() if find(written or config, name)[0] != value}
 
 
 def freed(config: Config) -> Config:
@@ -116,13 +117,6 @@ def _budget(training: Training, layout: Layout, config: Config) -> int:
     shards = (layout.data or 1) * layout.fsdp * layout.expert
     row_tokens = packed_row_tokens(longest, budget=0, token_shards=layout.context)
     return max(training.tokens_per_microbatch, row_tokens * shards)
-
-
-def _current(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
-    return value
 
 
 def _python(value: Any) -> str:

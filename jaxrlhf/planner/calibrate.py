@@ -56,36 +56,36 @@ _ROWS = (
 )
 
 
-class TrainingSize(NamedTuple):
-    """A decoder, and the rows that each device gives to one forward and backward pass."""
+class DecoderSize(NamedTuple):
+    """A decoder, and what each device has in a call: rows of so many tokens, or slots with a cache of so many."""
 
     hidden: int
     layers: int
     rows: int
     width: int
 
-
-class DecodingSize(NamedTuple):
-    """A decoder, and the slots that each device decodes; all of their cache is read at every token."""
-
-    hidden: int
-    layers: int
-    slots: int
-    capacity: int
+    @property
+    def model(self) -> ModelConfig:
+        """The decoder in usual proportions, with half as many key-value heads as heads where it has several."""
+        hidden = self.hidden
+        head_dim = min(128 if hidden >= 1024 else 64, hidden)
+        heads = hidden // head_dim
+        sizes = (8 * hidden, hidden, 3 * hidden, self.layers, heads, max(1, heads // 2), head_dim)
+        return ModelConfig("llama", *sizes, tie_embeddings=True)
 
 
 TRAININGS = tuple(
-    TrainingSize(*numbers)
+    DecoderSize(*numbers)
     for numbers in (
         (64, 2, 1, 64), (128, 4, 1, 128), (256, 4, 1, 256), (512, 6, 1, 512), (1024, 8, 4, 1024), (2048, 8, 8, 1024),
     )
 )  # fmt: skip
-NARROW = DecodingSize(64, 16, 4, 64)
+NARROW = DecoderSize(64, 16, 4, 64)
 """Size whose layers take little more than running a layer takes at least."""
-SHALLOW = DecodingSize(64, 2, 4, 64)
+SHALLOW = DecoderSize(64, 2, 4, 64)
 """Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
 DECODINGS = tuple(
-    DecodingSize(*numbers)
+    DecoderSize(*numbers)
     for numbers in (
         (128, 2, 4, 128), (256, 4, 8, 128), (512, 8, 8, 256), (1024, 12, 16, 512), (2048, 16, 32, 1024),
         (4096, 16, 32, 2048),
@@ -231,62 +231,66 @@ def _training(
     """Share of the matmul rate that training reaches."""
     room: Any = {"memory_bytes": memory_bytes, "itemsize": jnp.dtype(dtype).itemsize, "seconds": seconds}
     size = choose_training(flops_per_s=flops_per_s, **room)
-    flops = training_flops(decoder(size.hidden, size.layers), rows=size.rows, width=size.width)
-    return min(1.0, flops / training_s(own, size, dtype=dtype, seconds=seconds) / flops_per_s)
+    return min(1.0, training_flops(size) / training_s(own, size, dtype=dtype, seconds=seconds) / flops_per_s)
 
 
-def decoder(hidden: int, layers: int) -> ModelConfig:
-    """A model in usual proportions, with half as many key-value heads as heads where it has several."""
-    head_dim = min(128 if hidden >= 1024 else 64, hidden)
-    heads = hidden // head_dim
-    sizes = (8 * hidden, hidden, 3 * hidden, layers, heads, max(1, heads // 2), head_dim)
-    return ModelConfig("llama", *sizes, tie_embeddings=True)
-
-
-def training_flops(model: ModelConfig, *, rows: int, width: int) -> float:
+def training_flops(size: DecoderSize) -> float:
     """FLOPs of a forward and a backward pass, the latter twice the former, without scores that the mask hides."""
-    tokens = float(rows * width)
-    layers = model.num_layers * layer_flops(model, tokens=tokens, context=width / 2)
+    model, tokens = size.model, float(size.rows * size.width)
+    layers = size.layers * layer_flops(model, tokens=tokens, context=size.width / 2)
     return 3 * (layers + head_flops(model, "lm", tokens=tokens))
 
 
-def decode_bytes(model: ModelConfig, *, slots: int, capacity: int, itemsize: int) -> float:
+def decode_bytes(size: DecoderSize, *, itemsize: int) -> float:
     """Bytes read for one token of every slot: layers and head once, and all of the cache."""
-    weights = model.num_layers * (model.attention_parameters + model.mlp_parameters()) + model.head_parameters("lm")
-    return weights * itemsize + slots * capacity * cache_bytes_per_token(model, Layout(), itemsize=itemsize)
+    model = size.model
+    weights = size.layers * (model.attention_parameters + model.mlp_parameters()) + model.head_parameters("lm")
+    cache = size.rows * size.width * cache_bytes_per_token(model, Layout(), itemsize=itemsize)
+    return weights * itemsize + cache
 
 
-def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> TrainingSize:
+def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecoderSize:
     """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
-    chosen = TRAININGS[0]
-    for size in TRAININGS:
-        model = decoder(size.hidden, size.layers)
-        expected = training_flops(model, rows=size.rows, width=size.width) / (flops_per_s * EXPECTED_SHARE)
+
+    def needed(size: DecoderSize) -> tuple[float, float]:
         sizes: Any = {"tokens": float(size.rows * size.width), "row_tokens": size.width, "itemsize": 4}  # as in float32
-        kept = training_activation_bytes(model, "lm", Layout(), **sizes, remat=False)
-        held = kept + model.num_parameters() * (4 + 4 + itemsize)
-        if CALLS * expected <= seconds and held <= memory_bytes * MODEL_SHARE:
-            chosen = size
-    return chosen
+        kept = training_activation_bytes(size.model, "lm", Layout(), **sizes, remat=False)
+        held = kept + size.model.num_parameters() * (4 + 4 + itemsize)
+        return CALLS * training_flops(size) / (flops_per_s * EXPECTED_SHARE), held
+
+    return _largest(TRAININGS, needed, seconds, memory_bytes)
 
 
-def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecodingSize:
+def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecoderSize:
     """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
-    chosen = DECODINGS[0]
-    for size in DECODINGS:
-        model = decoder(size.hidden, size.layers)
-        read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
+
+    def needed(size: DecoderSize) -> tuple[float, float]:
+        read = decode_bytes(size, itemsize=itemsize)
         # Beside what is read, the copy of layers that are taken apart.
-        held = read + model.num_parameters() * itemsize
-        if CALLS * TOKENS * read / (bytes_per_s * EXPECTED_SHARE) <= seconds and held <= memory_bytes * MODEL_SHARE:
+        held = read + size.model.num_parameters() * itemsize
+        return CALLS * TOKENS * read / (bytes_per_s * EXPECTED_SHARE), held
+
+    return _largest(DECODINGS, needed, seconds, memory_bytes)
+
+
+def _largest(
+    sizes: Sequence[DecoderSize],
+    needed: Callable[[DecoderSize], tuple[float, float]],
+    seconds: float,
+    memory_bytes: float,
+) -> DecoderSize:
+    """The last size whose seconds and bytes are there; the first in any case."""
+    chosen = sizes[0]
+    for size in sizes:
+        needed_s, held_bytes = needed(size)
+        if needed_s <= seconds and held_bytes <= memory_bytes * MODEL_SHARE:
             chosen = size
     return chosen
 
 
-def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any, seconds: float) -> float:
+def training_s(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: Any, seconds: float) -> float:
     """Seconds of one forward and backward pass of every device over its own rows, without rematerialisation."""
-    mesh = mesh_of({"data": len(devices)}, devices)
-    model = decoder(size.hidden, size.layers)
+    mesh, model = mesh_of({"data": len(devices)}, devices), size.model
     split, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
     token_RW = _tokens(mesh, (len(devices) * size.rows, size.width), model)
 
@@ -306,11 +310,9 @@ def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any,
     return timed(lambda: program(params, token_RW), seconds=seconds)
 
 
-def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: Any, seconds: float) -> RateSample:
+def decode_sample(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: Any, seconds: float) -> RateSample:
     """Sample of decoding one token of every slot by the engine's own program; its layers are the steps."""
-    model, itemsize = decoder(size.hidden, size.layers), jnp.dtype(dtype).itemsize
-    read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
-    mesh = mesh_of({"data": len(devices)}, devices)
+    mesh, model = mesh_of({"data": len(devices)}, devices), size.model
     shape = programs.Shape(
         config=model,
         replicas=len(devices),
@@ -319,13 +321,13 @@ def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: A
         execution=models.Execution(dtype),
     )
     layout = EngineShardings(mesh, SLOT_AXES, None, None)
-    count = size.slots * len(devices)
+    count = size.rows * len(devices)
 
     def begun() -> tuple[Any, programs.Slots]:
         slots = programs.empty_slots(slots=count, shape=shape)
-        endless_B, cached_B = jnp.full_like(slots.limit_B, 2**30), slots.cached_B + size.capacity // 2
+        endless_B, cached_B = jnp.full_like(slots.limit_B, 2**30), slots.cached_B + size.width // 2
         slots = slots._replace(active_B=~slots.active_B, cached_B=cached_B, limit_B=endless_B)
-        return programs.empty_cache(slots=count, capacity=size.capacity, shape=shape), slots
+        return programs.empty_cache(slots=count, capacity=size.width, shape=shape), slots
 
     cached = layout.of_slots(jax.eval_shape(begun)[0])
     cache, slots = jax.jit(begun, out_shardings=(cached, layout.slots))()
@@ -343,6 +345,7 @@ def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: A
         cache, slots, window = program(layers, params, cache, slots)
         return window
 
+    read = decode_bytes(size, itemsize=jnp.dtype(dtype).itemsize)
     return RateSample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
 
 

@@ -130,13 +130,13 @@ class PlacementProblem:
     Attributes:
       offloads: Alternatives for `Config.offload`; the cheapest that fits is taken.
       together: Groups of roles that have to share a pool.
-      rollout_apart: Also consider generation on a pool of its own, as a role named `rollout`.
       fsdp: Also consider splitting weights over data-parallel devices.
       layouts: Alternatives for roles whose layout is given; those of others are searched. Without
         `data` a layout takes the devices that are left.
       devices_per_host: Devices of one process where there are several. A pool has whole hosts, and each generation
         replica lies within one; None lets pools share a machine.
-      pools: The only placement to look at, roles and devices of each pool; None looks at all.
+      pools: The only placement to look at, roles and devices of each pool; None looks at all, where the actor's pool
+        generates. A role named `rollout` generates on a pool of its own.
     """
 
     roles: tuple[Role, ...]
@@ -145,11 +145,15 @@ class PlacementProblem:
     hardware: Hardware
     offloads: tuple[tuple[str, ...], ...] = ((),)
     together: tuple[tuple[str, ...], ...] = ()
-    rollout_apart: bool = False
     fsdp: bool = True
     layouts: Mapping[str, tuple[Layout, ...]] | None = None
     devices_per_host: int | None = None
     pools: GivenPools | None = None
+
+    @property
+    def rollout_apart(self) -> bool:
+        """True if generation has a pool of its own."""
+        return any(ROLLOUT in roles for roles, _ in self.pools or ())
 
 
 @dataclass(frozen=True)

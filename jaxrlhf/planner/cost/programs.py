@@ -1,11 +1,9 @@
 """Bytes that each compiled program of a plan is expected to need, beside what else is on its devices."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Literal, NamedTuple
 
-from jaxrlhf.config import ROLLOUT, Layout, Remat, offloaded
+from jaxrlhf.config import ROLLOUT, Layout, Remat
 from jaxrlhf.engine.prefill import CHUNK_TOKENS, PREFILL_TOKENS
 from jaxrlhf.models.memory import inference_activation_bytes
 from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, cache_per_sequence, weights_generating
@@ -40,9 +38,8 @@ class ExpectedPrograms:
         self._roles: dict[str, Role] = {}
         for role in problem.roles:
             pool = self._pool(role.name)
-            recomputes = partial(simulator.recomputes, role, pool.layouts[role.name], plan.offload)
-            remat = role.remat if role.remat is not None else recomputes(simulator.hardware(pool.devices))
-            self._roles[role.name] = replace(role, remat=remat)
+            layout = pool.layouts[role.name]
+            self._roles[role.name] = simulator.settled(role, layout, plan.offload, pool.devices)
 
     @property
     def remat(self) -> Mapping[str, Remat]:
@@ -60,8 +57,7 @@ class ExpectedPrograms:
         role = self._roles[owner]
         pool, held = self._pool(owner), self._held(owner)
         layout, idle = pool.layouts[owner], self._idle(self._pool(owner))
-        waits = {part: offloaded(self._plan.offload, owner, part) for part in ("parameters", "optimizer")}
-        parameters, optimizer = held.parameters * (not waits["parameters"]), held.optimizer * (not waits["optimizer"])
+        parameters, optimizer, _ = held.idle(owner, self._plan.offload)
         gradient = held.gradients / 2
         if program == "forward":
             return Expected(held.parameters + inference_bytes(self._problem, role, layout), idle - parameters)
@@ -133,7 +129,5 @@ class ExpectedPrograms:
                 generator = next(role for role in self._roles.values() if role.generates)
                 total += weights_generating(generator.model, pool.layouts[name]) * self._problem.software.compute_bytes
                 continue
-            held = self._held(name)
-            for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
-                total += size * (not offloaded(self._plan.offload, name, part))
+            total += sum(self._held(name).idle(name, self._plan.offload))
         return total

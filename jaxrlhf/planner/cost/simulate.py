@@ -102,12 +102,12 @@ class Simulator:
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
         """The calls of a role that trains or scores, and perhaps generates, on a pool that the layout fills."""
         software, hardware = self._problem.software, self.hardware(devices)
-        if role.remat is None:
-            role = replace(role, remat=self.recomputes(role, layout, offload, hardware))
-        parameters, optimizer, gradients = self._held_bytes(role, layout)
-        waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
-        idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
-        brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
+        role = self.settled(role, layout, offload, devices)
+        held = self._held_bytes(role, layout)
+        parameters, optimizer, gradients = held
+        idle_parameters, idle_optimizer, _ = held.idle(role.name, offload)
+        brought = parameters - idle_parameters
+        brought_all = brought + (optimizer - idle_optimizer)
 
         steps: list[SimulatedCall] = []
         generating = loading = 0.0
@@ -117,8 +117,7 @@ class Simulator:
             copy = weights_generating(role.model, layout) * each
             as_trained = few is None and (software.trains_in_compute_dtype or role.lora is not None)
             kept = 0.0 if as_trained else idle_parameters
-            held = kept + copy + idle_optimizer
-            generating, loading = self._apart(role, layout, held, each, shared=as_trained)
+            generating, loading = self._apart(role, layout, kept + copy + idle_optimizer, each, shared=as_trained)
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
             switch = switch_cost(role.model, layout, software, hardware, quantize=few)
             if switch.seconds:
@@ -135,17 +134,23 @@ class Simulator:
             steps += _moved("update", brought_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
-    def recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
-        """Return whether a run would rematerialise if all roles shared the pool; if not, it has more room."""
+    def settled(self, role: Role, layout: Layout, offload: Sequence[str], devices: int) -> Role:
+        """The role with the rematerialisation that a run would choose if all roles shared the pool.
+
+        If not, it has more room. Where JAX simulates devices on one processor, it recomputes.
+        """
+        hardware = self.hardware(devices)
+        if role.remat is not None:
+            return role
         if hardware.shared_compute or not role.trained:
-            return True
+            return replace(role, remat=True)
         needed = update_bytes(self._problem, replace(role, remat=False), layout)
         needed += self._held_bytes(role, layout).gradients
         for other in self._problem.roles:
             held = self._held_bytes(other, layout)
-            for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
-                needed += size * (other.name == role.name or not offloaded(offload, other.name, part))
-        return not keeps_activations(needed, hardware.memory_bytes)
+            stays = held if other.name == role.name else held.idle(other.name, offload)
+            needed += stays.parameters + stays.optimizer
+        return replace(role, remat=not keeps_activations(needed, hardware.memory_bytes))
 
     def rollout(self, role: Role, layout: Layout) -> Simulated:
         """A pool that generates with weights sent by the actor; they stay there."""
@@ -206,6 +211,11 @@ class RoleBytes(NamedTuple):
     parameters: float
     optimizer: float
     gradients: float
+
+    def idle(self, role: str, offload: Sequence[str]) -> "RoleBytes":
+        """Bytes that stay on the device while no call of the role runs: of parts that do not wait in host memory."""
+        stays = [not offloaded(offload, role, part) for part in ("parameters", "optimizer")]
+        return RoleBytes(self.parameters * stays[0], self.optimizer * stays[1], 0.0)
 
 
 def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:

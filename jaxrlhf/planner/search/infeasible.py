@@ -9,8 +9,8 @@ from jaxrlhf.planner.cost.memory import cache_bytes
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.hardware import gib
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
-from jaxrlhf.planner.workload import Role
+from jaxrlhf.planner.search.layouts import pool_sizes
+from jaxrlhf.planner.search.pool_options import role_named, simulated_layouts
 
 _MOST_TIMES = 1024
 
@@ -26,13 +26,13 @@ def explain_infeasible(problem: PlacementProblem) -> str:
     """Sentences on what does not fit: a role by itself with everything else in host memory, or all of them together."""
     usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
     everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
-    names = [*everything, *([ROLLOUT] if _apart(problem) else [])]
+    names = [*everything, *([ROLLOUT] * problem.rollout_apart)]
     for offload in (everything, allowed):
         needs: list[tuple[_Need, str]] = []
         for name in names:
             least = _least_need(problem, name, offload)
             if least is None:
-                given = " or ".join(_text(layout) for layout in (problem.layouts or {})[_role(problem, name).name])
+                given = " or ".join(_text(layout) for layout in (problem.layouts or {})[role_named(problem, name).name])
                 return (
                     f"the layout that is given for {name} does not fill {_pool(problem, name)}: {given}; change it, or "
                     "leave it to the search"
@@ -73,19 +73,15 @@ def _least_need(
 
     A role that generates has one response in its cache.
     """
-    role, work, software = _role(problem, name), problem.workload, problem.software
-    simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not _apart(problem))
+    role, work, software = role_named(problem, name), problem.workload, problem.software
+    simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not problem.rollout_apart)
     needs = []
     for devices in _sizes(problem, name) if sizes is None else sizes:
-        for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
-            if name == ROLLOUT:
-                own = simulator.rollout(role, layout)
-            else:
-                own = simulator.role(role, layout, devices, offload, generates=generates)
+        for own in simulated_layouts(simulator, problem, name, devices, offload, generates=generates):
             calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
             if generates:
                 tokens, itemsize = work.longest_tokens, software.compute_bytes
-                each = cache_bytes(role.model, layout, tokens=tokens, itemsize=itemsize, lanes=software.cache_lanes)
+                each = cache_bytes(role.model, own.layout, tokens=tokens, itemsize=itemsize, lanes=software.cache_lanes)
                 cached = own.generating_bytes + each * software.cache_copies
                 calls.append(_Need(max(own.loading_bytes, cached), "generate"))
             needs.append(max(calls))
@@ -106,16 +102,6 @@ def _more_machines(problem: PlacementProblem, name: str, usable: float, offload:
             return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
         times *= 2
     return "no number of machines helps; "
-
-
-def _role(problem: PlacementProblem, name: str) -> Role:
-    """The role of that name; a rollout has the generating role's model."""
-    return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
-
-
-def _apart(problem: PlacementProblem) -> bool:
-    """Return whether generation has a pool of its own."""
-    return any(ROLLOUT in roles for roles, _ in problem.pools or ())
 
 
 def _sizes(problem: PlacementProblem, name: str) -> list[int]:

@@ -76,8 +76,7 @@ def placements(problem: PlacementProblem) -> Iterator[Placement]:
     if problem.pools is not None:
         yield tuple(roles for roles, _ in problem.pools)
         return
-    names = [role.name for role in problem.roles] + [ROLLOUT] * problem.rollout_apart
-    for partition in _partitions(names):
+    for partition in _partitions([role.name for role in problem.roles]):
         if all(any(set(group) <= set(pool) for pool in partition) for group in problem.together):
             yield partition
 
@@ -150,8 +149,7 @@ def _check(problem: PlacementProblem, *, keep: int) -> None:
     if len(set(names)) != len(names) or ROLLOUT in names:
         raise Refusal(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
     generating = [role.name for role in problem.roles if role.generates]
-    apart = problem.rollout_apart or any(ROLLOUT in roles for roles, _ in problem.pools or ())
-    if len(generating) > 1 or (apart and not generating):
+    if len(generating) > 1 or (problem.rollout_apart and not generating):
         raise Refusal(f"one role generates for a rollout, here {generating or 'none does'}")
     named = {name for group in problem.together for name in group} | set(problem.layouts or {})
     if named - set(names):

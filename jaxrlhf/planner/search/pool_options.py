@@ -1,6 +1,6 @@
 """Options of one pool: all layouts of its roles on a number of devices, less those that cannot win."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +12,7 @@ from jaxrlhf.planner.cost.memory import CachePerSequence, cache_per_sequence
 from jaxrlhf.planner.cost.simulate import Simulated, Simulator
 from jaxrlhf.planner.plan import Cost, PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
+from jaxrlhf.planner.workload import Role
 
 Seconds = tuple[float, float, float]
 """Seconds of the stages: generate, prepare, update."""
@@ -82,8 +83,10 @@ class PoolOptions:
 
     def __init__(self, simulator: Simulator, problem: PlacementProblem, offload: tuple[str, ...]) -> None:
         self._simulator, self._problem, self._offload = simulator, problem, offload
-        self._roles = {role.name: role for role in problem.roles}
         self._generator = next((role for role in problem.roles if role.generates), None)
+        self._generates = ROLLOUT
+        if self._generator is not None and not problem.rollout_apart:
+            self._generates = self._generator.name
         self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
         self._generations: dict[tuple[str, int, tuple[int, ...], int], Generation] = {}
         self._options, self._ways = cache(self._simulate), cache(self._join)
@@ -99,10 +102,9 @@ class PoolOptions:
 
     def points(self, roles: tuple[str, ...], devices: int) -> list[Point]:
         """Points of a pool on one number of devices; none of them beats another in every stage."""
-        if self._generator is not None and self._generates(roles):
-            name = self._generator.name if self._generator.name in roles else ROLLOUT
-            others = tuple(role for role in roles if role not in (self._generator.name, ROLLOUT))
-            return self._generating(name, others, devices)
+        if self._generates in roles:
+            others = tuple(role for role in roles if role != self._generates)
+            return self._generating(self._generates, others, devices)
         ways = self._ways(roles, devices)
         found = []
         for index in undominated(ways.value_K4[:, :2]):
@@ -110,13 +112,6 @@ class PoolOptions:
             chosen = self._chosen(roles, devices, ways.index_KR[index])
             found.append(Point(roles, devices, (0.0, prepare_s, update_s), chosen, None))
         return found
-
-    def _generates(self, roles: Sequence[str]) -> bool:
-        """Return whether a pool generates: the rollout's where that is apart or may be, else the actor's."""
-        pools = self._problem.pools
-        apart = self._problem.rollout_apart if pools is None else any(ROLLOUT in names for names, _ in pools)
-        assert self._generator is not None
-        return (ROLLOUT if apart else self._generator.name) in roles
 
     def _generating(self, name: str, others: tuple[str, ...], devices: int) -> list[Point]:
         """Every choice for the role that generates with every choice for the others, M x K ways."""
@@ -176,18 +171,11 @@ class PoolOptions:
             cost = generation_cost(generator.model, layout, how, work, software, hardware)
             move = None
             if name == ROLLOUT:
-                source = self._senders(devices)
-                move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
+                senders = next(size for roles, size in problem.pools or () if generator.name in roles)
+                move = move_cost(generator.model, senders, layout, devices, software, problem.hardware)
             cached = self._cache(layout).of(how.at_once, prompts=-(-work.prompts // how.replicas))
             self._generations[key] = Generation(name, how, cached, cost, move, cost.seconds + (move or Cost()).seconds)
         return self._generations[key]
-
-    def _senders(self, devices: int) -> int:
-        """Devices that send weights to a pool; all others where the sending pool is not known yet."""
-        assert self._generator is not None
-        pools = self._problem.pools or ()
-        given = [size for roles, size in pools if self._generator.name in roles]
-        return given[0] if given else max(1, self._problem.hardware.devices - devices)
 
     def _join(self, roles: tuple[str, ...], devices: int) -> _Choices:
         """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""
@@ -202,23 +190,41 @@ class PoolOptions:
 
     def _simulate(self, name: str, devices: int, generates: bool) -> list[Simulated]:
         """All layouts of one role that fit by themselves and that no other one beats."""
-        role = self._roles.get(name) or self._generator
-        assert role is not None
         found: dict[tuple[int, ...], list[Simulated]] = {}
-        for layout in role_layouts(self._problem, role, devices, trains=name != ROLLOUT, generates=generates):
+        options = simulated_layouts(self._simulator, self._problem, name, devices, self._offload, generates=generates)
+        for option in options:
             self.simulated += 1
-            if name == ROLLOUT:
-                option = self._simulator.rollout(role, layout)
-            else:
-                option = self._simulator.role(role, layout, devices, self._offload, generates=generates)
             if option.idle_bytes + option.excess_bytes <= self._usable_bytes:
-                found.setdefault(_replica(layout), []).append(option)
+                found.setdefault(_replica(option.layout), []).append(option)
         # Layouts are compared only with those that generate alike: what generation takes depends on other roles.
         kept = []
         for group in found.values():
             value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
             kept += [group[index] for index in undominated(np.array(value_K6))]
         return kept
+
+
+def simulated_layouts(
+    simulator: Simulator,
+    problem: PlacementProblem,
+    name: str,
+    devices: int,
+    offload: Sequence[str],
+    *,
+    generates: bool,
+) -> Iterator[Simulated]:
+    """A role on a pool in each of its layouts; a rollout is the role that generates, elsewhere."""
+    role = role_named(problem, name)
+    for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
+        if name == ROLLOUT:
+            yield simulator.rollout(role, layout)
+        else:
+            yield simulator.role(role, layout, devices, offload, generates=generates)
+
+
+def role_named(problem: PlacementProblem, name: str) -> Role:
+    """The role of that name; a rollout has the generating role's model."""
+    return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
 
 
 def _replica(layout: Layout) -> tuple[int, ...]:
