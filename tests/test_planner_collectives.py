@@ -67,18 +67,6 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
     assert machine == 1 or (True, False) in seen
 
 
-def test_a_group_that_straddles_two_machines_is_seen() -> None:
-    # Of 0 1 2, 3 4 5, 6 7 8 the last one lies in two machines of 8; so do 3 6 9 and 0 4 8.
-    for size, stride in [(3, 1), (3, 3), (3, 4), (5, 1), (6, 1), (2, 3)]:
-        group = DeviceGroup(size, stride)
-        assert crosses_machines(group, CLUSTER) and latency_s(group, CLUSTER) == 3.0
-        assert bytes_per_s(group, CLUSTER) <= 8 * 4.0
-    for size, stride in [(2, 1), (4, 1), (2, 2), (8, 1), (4, 2), (2, 4)]:
-        group = DeviceGroup(size, stride)
-        assert not crosses_machines(group, CLUSTER)
-        assert (latency_s(group, CLUSTER), bytes_per_s(group, CLUSTER)) == (1.0, 100.0)
-
-
 def ring(shards: list[float], *, latency: float, rate: float) -> float:
     """In each step all devices pass on what they received last, and the largest piece takes longest."""
     held, seconds = list(shards), 0.0
@@ -99,16 +87,7 @@ def test_an_all_gather_passes_every_shard_around_a_ring(size: int, latency: floa
 
 def test_one_machine_has_no_network() -> None:
     alone = replace(CLUSTER, machines=1, network_bytes_per_s=1e-9, network_latency_s=1e9)
-    # Groups of 3, 5 and 6 do not divide its 8 devices, and some of them are not whole.
-    for group in (
-        DeviceGroup(3, 1),
-        DeviceGroup(5, 1),
-        DeviceGroup(6, 1),
-        DeviceGroup(2, 3),
-        DeviceGroup(3, 2),
-        DeviceGroup(8, 1),
-        DeviceGroup(2, 4),
-    ):
+    for group in (DeviceGroup(3, 1), DeviceGroup(2, 3), DeviceGroup(8, 1)):  # 3 and 6 do not divide its 8 devices
         assert not crosses_machines(group, alone)
         assert (latency_s(group, alone), bytes_per_s(group, alone)) == (1.0, 100.0)
         steps = group.size - 1
@@ -131,12 +110,10 @@ def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
         assert (pool.host_bytes_per_s, pool.link_latency_s) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("stride", [1, 8, 512])
-def test_a_group_of_one_costs_nothing(stride: int) -> None:
+def test_a_group_of_one_costs_nothing() -> None:
     slow = replace(CLUSTER, link_bytes_per_s=1e-9, network_bytes_per_s=1e-9)
-    assert all_gather_s(1e9, DeviceGroup(1, stride), slow) == 0.0
-    assert all_reduce_s(1e9, DeviceGroup(1, stride), slow) == 0.0
-    assert not crosses_machines(DeviceGroup(1, stride), slow)
+    assert all_gather_s(1e9, DeviceGroup(1, 8), slow) == all_reduce_s(1e9, DeviceGroup(1, 8), slow) == 0.0
+    assert not crosses_machines(DeviceGroup(1, 8), slow)
 
 
 @pytest.mark.parametrize("machines", [1, 2, 4])

@@ -1,5 +1,6 @@
 """`jaxrlhf.plan`: every shipped configuration is planned offline, and what it prints can be pasted."""
 
+import itertools
 import json
 import os
 import re
@@ -30,14 +31,17 @@ def refusal(capsys, *arguments: object) -> str:
 
 
 SMALL = [name for name, path in shipped().items() if path.parent.name == "configs"]  # recipes are planned on their own
+KINDS = ("dapo_arithmetic", "grpo_geometry3k", "prime_letters", "rlhf_reward_model", "rlhf_sft", "rloo_arithmetic")
+KINDS += ("safe_rlhf_digits", "tools_python")
+"""One of each algorithm, of images and of tools."""
+FEW = [*itertools.product(KINDS, ["h100"]), *itertools.product(["ppo_gsm8k"], MACHINES)]
 
 
 @pytest.mark.parametrize(
     ("name", "hardware"),
     [
-        pytest.param(name, hardware, marks=() if hardware == "h100" or name == "ppo_gsm8k" else pytest.mark.seeds)
-        for name in SMALL
-        for hardware in MACHINES
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.seeds)
+        for case in itertools.product(SMALL, MACHINES)
     ],
 )
 def test_every_shipped_configuration_is_planned(name, hardware, tmp_path, monkeypatch):
@@ -173,7 +177,6 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
         (("--hardware", "nowhere.json"), "no hardware file 'nowhere.json'; `python -m jaxrlhf.calibrate` writes one"),
         (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
         (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
-        (("--hardware", "h100", "--prompt-tokens", "inf"), "mean prompt_tokens must be above 0 and finite, got inf"),
         (
             ("--hardware", "h100", "--response-tokens", "nan"),
             "mean response_tokens must be above 0 and finite, got nan",
@@ -199,15 +202,6 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("picture", "start"), [("plan.svg", b"<?xml"), ("plan.pdf", b"%PDF")])
-def test_a_picture_has_the_format_of_its_name(picture, start, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    run_module("plan", "--config", "grpo_gsm8k", "--hardware", "h100", "--picture", picture, "--json")
-    assert json.loads(capsys.readouterr().out)["plans"]
-    assert (tmp_path / picture).read_bytes().startswith(start)
-
-
 def test_replicas_lie_within_the_hosts_of_a_cluster(capsys):
     model = ("--model.path", "Qwen/Qwen2.5-7B-Instruct")
     replicas = {}
@@ -227,15 +221,10 @@ def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     assert "jaxrlhf.calibrate" in message
 
 
-def test_slots_that_bind_are_named_with_what_more_would_gain(tmp_path, capsys):
-    arguments = ("--config", "ppo_gsm8k", "--hardware", "h100", "--json", "--picture", tmp_path / "x.png")
-    said = []
-    for slots in (32, 256):
-        run_module("plan", *arguments, "--rollout.slots", slots)
-        printed = json.loads(capsys.readouterr().out)
-        said.append([note for note in printed["notes"] if "rollout.slots" in note])
-    [few], many = said
-    assert many == []
+def test_slots_that_bind_are_named_with_what_more_would_gain(capsys):
+    arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--json", "--plans", 1)
+    run_module("plan", *arguments, "--rollout.slots", 32)
+    (few,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "rollout.slots" in note]
     more, fast, slow = re.search(r"=32 binds: with (\d+) .* take (\S+) s in place of (\S+) s", few).groups()
     assert int(more) > 32 and float(fast) < 0.95 * float(slow)
 

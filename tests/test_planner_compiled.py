@@ -52,7 +52,7 @@ def program(request):
     return run.lower(given((ROWS, WIDTH), "fsdp"), weights).compile(), jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.parametrize(("name", "chips"), [("v5e-1", 1), ("v6e-1", 1), ("v6e-4", 4), ("v5e-8", 8)])
+@pytest.mark.parametrize(("name", "chips"), [("v5e-1", 1), ("v6e-4", 4)])
 def test_a_slice_has_its_chips_also_one_alone(name, chips):
     assert len(topology(hardware(name))) == chips
 
@@ -213,8 +213,8 @@ from dataclasses import replace
 from jaxrlhf.config import FromScratch, ModelReward, Rewards, load, override
 
 def get_config():
-    small = FromScratch(hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2)
-    changes = {"cold_start": None, "devices": None, "compute_dtype": "bfloat16", "model": small}
+    small = FromScratch(hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=2)
+    changes = {"cold_start": None, "devices": None, "compute_dtype": "bfloat16", "model": small, "algorithm.kl": None}
     changes["rewards"] = Rewards(parts=(ModelReward("Qwen/Qwen2.5-0.5B"),))  # by its shape, wherever its weights are
     return override(load("grpo_arithmetic"), changes)
 """

@@ -41,19 +41,10 @@ SPLITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [DENSE, GROUPED, ROUTED], ids=["dense", "grouped", "experts"])
-def test_a_layer_is_the_sum_of_its_matrix_products(model: ModelConfig) -> None:
-    for tokens, context in [(1, 1), (7, 100), (1024, 16)]:
-        assert layer_flops(model, tokens=tokens, context=context) == naive_layer_flops(
-            model, tokens=tokens, context=context
-        )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None:
+def test_the_forward_pass_multiplies_as_often_as_xla_says() -> None:
     # One layer, of rows that no loop goes through by tiles: XLA counts the body of a loop once.
-    config = ModelConfig("qwen2", 512, 256, 768, 1, 8, kv_heads, 32, qkv_bias=True)
+    config = ModelConfig("qwen2", 512, 256, 768, 1, 8, 2, 32, qkv_bias=True)
     rows, width = 2, 960
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
@@ -67,13 +58,6 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None
     # Scores behind the mask are not computed, but for those in the blocks of queries that it cuts.
     assert layer_flops(config, tokens=tokens, context=width / 2) + head == pytest.approx(counted, rel=0.05)
     assert layer_flops(config, tokens=tokens, context=width * 9 / 16) + head == pytest.approx(counted, rel=0.02)
-
-
-@pytest.mark.parametrize(("every", "sums"), [(True, 4), (False, 1)])
-def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: bool, sums: int) -> None:
-    # 16 rows of a replica, 4 at a time; an all-reduce moves twice 3/4 of two bytes for each weight.
-    cost = update_cost(trained(DENSE), Layout(4), WORK, replace(HALVES, reduces_every_microbatch=every), UNIT)
-    assert cost.collective_s == pytest.approx(sums * 2 * 3 / 4 * weights_of(DENSE) * 2)
 
 
 @pytest.mark.parametrize("layout", SPLITS)
@@ -94,9 +78,12 @@ def test_an_update_is_six_operations_a_weight_and_token_however_it_is_split(layo
         cost = update_cost(trained(GROUPED, remat=remat), layout, WORK, software, UNIT)
         assert cost.compute_s == pytest.approx((expected + heads * LM_HEAD) / 16)
         assert cost.host_s == cost.overhead_s == 0
+    scored = forward_cost(trained(GROUPED, remat=remat), layout, WORK, HALVES, UNIT)
+    assert scored.compute_s == pytest.approx((layers + LM_HEAD) / 16)
+    assert scored.memory_s == scored.host_s == scored.overhead_s == 0
 
 
-@pytest.mark.parametrize(("chunk_tokens", "heads"), [(64, 4), (128, 4), (None, 3)])
+@pytest.mark.parametrize(("chunk_tokens", "heads"), [(64, 4), (None, 3)])
 def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | None, heads: int) -> None:
     config = replace(DENSE, hidden_size=512, vocab_size=2048, num_layers=1)
     rows, width = 4, 128
@@ -119,14 +106,6 @@ def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | 
     layers = 3 * naive_layer_flops(config, tokens=TOKENS, context=16)
     update_s = update_cost(trained(config), Layout(1), WORK, software, UNIT).compute_s
     assert (update_s - layers) / TOKENS * at_once == pytest.approx(counted, rel=0.02)
-
-
-@pytest.mark.parametrize("layout", SPLITS)
-def test_scoring_is_one_forward_pass_of_all_responses(layout: Layout) -> None:
-    cost = forward_cost(trained(GROUPED), layout, WORK, HALVES, UNIT)
-    expected = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=16) + LM_HEAD
-    assert cost.compute_s == pytest.approx(expected / 16)
-    assert cost.memory_s == cost.host_s == cost.overhead_s == 0
 
 
 @pytest.mark.parametrize(
@@ -194,33 +173,6 @@ def test_a_batch_that_does_not_divide_costs_as_its_largest_share() -> None:
             for responses in (65, 80, 64)
         )
         assert uneven == even == pytest.approx(less * 5 / 4)
-
-
-def test_a_budget_of_tokens_is_computed_whether_it_is_filled_or_not() -> None:
-    # 64 tokens of each of 2 shards are a row of twice the longest, 60, which holds 3 responses of 16 and 12 tokens of
-    # padding. 30 responses are 15 of a shard, in 5 microbatches.
-    cases = [(128, 32, 6, 60), (128, 30, 5, 60), (128, 34, 6, 60), (128, 2, 1, 60)]
-    # A row of 90 holds 5 of them. A row has the longest length, 30, whatever the budget: one.
-    cases += [(190, 32, 4, 90), (8, 32, 16, 30)]
-    for budget, responses, rows, row in cases:
-        work = replace(WORK, responses=responses)
-        cost = forward_cost(trained(DENSE, tokens_per_microbatch=budget), Layout(2), work, HALVES, UNIT)
-        # All tokens of a row are compared with all of them.
-        layers = 4 * naive_layer_flops(DENSE, tokens=rows * row, context=row)
-        assert cost.compute_s == pytest.approx(layers + 2 * rows * row * 32 * 64)
-
-
-def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
-    experts = Experts(8, 2, 48)
-    active, every = (replace(DENSE, experts=replace(experts, per_token=count)) for count in (2, 8))
-    dense = replace(DENSE, intermediate_size=8 * 48)
-    few, all_of_them, one = (
-        update_cost(trained(model), Layout(1), WORK, HALVES, UNIT) for model in (active, every, dense)
-    )
-    router = 3 * 2 * TOKENS * 4 * 32 * 8
-    assert all_of_them.compute_s - router == pytest.approx(one.compute_s)
-    assert one.compute_s - few.compute_s + router == pytest.approx(3 * 2 * TOKENS * 4 * 3 * 32 * 48 * 6)
-    assert few.memory_s == all_of_them.memory_s > one.memory_s
 
 
 @pytest.mark.parametrize(("layout", "moved"), [

@@ -29,7 +29,6 @@ from jaxrlhf.planner.cost.cost import (
     decoding,
     experts_read,
     generation_cost,
-    move_cost,
     switch_bytes,
     switch_cost,
 )
@@ -70,21 +69,16 @@ def cache_reads(model: ModelConfig, responses: int, *, prompt: int = 10, tokens:
     return responses * sum(lengths) * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
 
 
-@pytest.mark.parametrize("model", [DENSE, GROUPED], ids=["dense", "grouped"])
-@pytest.mark.parametrize("at_once", [1, 2, 64])
+@pytest.mark.parametrize(("model", "at_once"), [(DENSE, 1), (GROUPED, 64)], ids=["dense", "grouped"])
 def test_a_token_reads_all_weights_once_and_the_cache_of_every_response(model: ModelConfig, at_once: int) -> None:
     cost = generated(how=Decoding(1, at_once, 1), model=model)
     # Responses are 6 tokens long on average; until the longest ends, weights are read for it alone.
     assert cost.memory_s == pytest.approx(NEW_TOKENS * read_weights(model) * 2 + cache_reads(model, at_once))
-    slow = replace(READS, memory_bytes_per_s=0.5, memory_efficiency=0.25)
-    assert generated(how=Decoding(1, at_once, 1), model=model, hardware=slow).memory_s == pytest.approx(
-        8 * cost.memory_s
-    )
 
 
-@pytest.mark.parametrize(("waves", "at_once", "by_products"), [
-    (1, 1, False), (1, 333, False), (1, 334, True), (1, 1000, True), (2, 216, False), (2, 217, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("waves", "at_once", "by_products"), [(1, 333, False), (1, 334, True), (2, 216, False), (2, 217, True)]
+)
 def test_many_responses_are_bound_by_products(waves: int, at_once: int, by_products: bool) -> None:
     hardware = replace(READS, matmul_flops_per_s=200.0, matmul_efficiency=0.5)
     cost = generated(how=Decoding(waves, at_once, 1), work=replace(WORK, prompts=0), hardware=hardware)
@@ -98,16 +92,11 @@ def test_many_responses_are_bound_by_products(waves: int, at_once: int, by_produ
 
 
 @pytest.mark.parametrize(("devices", "layout", "fit", "slots", "expected"), [
-    (4, Layout(4), 100, None, Decoding(1, 16, 4)),
     (4, Layout(4), 16, None, Decoding(1, 16, 4)),
-    (4, Layout(4), 8, None, Decoding(2, 8, 4)),
     (4, Layout(4), 15, None, Decoding(2, 8, 4)),
-    (4, Layout(4), 4, None, Decoding(4, 4, 4)),
-    (4, Layout(4), 1, None, Decoding(16, 1, 4)),
     (4, Layout(4), 100, 32, Decoding(2, 8, 4)),
     (4, Layout(4), 4, 32, Decoding(4, 4, 4)),
     (8, Layout(1, 1, 2, 4, 1, 2), 100, None, Decoding(1, 16, 4)),
-    (8, Layout(1, 1, 2, 4, 2, 2), 100, None, Decoding(1, 32, 2)),
     (3, Layout(3), 100, None, Decoding(1, 22, 3)),
 ])  # fmt: skip
 def test_responses_take_as_many_waves_as_the_room_asks_for(
@@ -135,9 +124,8 @@ def test_room_for_more_responses_never_takes_longer() -> None:
     assert gained > 100
 
 
-@pytest.mark.parametrize("hardware", [READS, replace(UNIT, link_bytes_per_s=FREE)], ids=["reading", "both"])
-def test_stages_of_generation_save_no_time(hardware: Hardware) -> None:
-    how = Decoding(1, 8, 2)
+def test_stages_of_generation_save_no_time() -> None:
+    how, hardware = Decoding(1, 8, 2), replace(UNIT, link_bytes_per_s=FREE)
     whole = generated(Layout(4, 1, 1, 1), how, hardware=hardware)
     for stage in (2, 4):
         staged = generated(Layout(1, 1, 4, 1, stage, 1), how, hardware=hardware)
@@ -152,14 +140,13 @@ def test_stages_of_generation_save_no_time(hardware: Hardware) -> None:
     assert sent == pytest.approx(3 * 8 * 6 * 32 * 2)
 
 
-@pytest.mark.parametrize(("count", "per_token"), [(4, 1), (4, 2), (3, 2), (4, 4)])
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_experts_are_read_if_any_token_draws_them(count: int, per_token: int, tokens: int) -> None:
-    draws = list(itertools.combinations(range(count), per_token))
-    hit = [len(set().union(*drawn)) for drawn in itertools.product(draws, repeat=tokens)]
-    model = replace(ROUTED, experts=Experts(count, per_token, 16))
-    assert experts_read(model, tokens) == pytest.approx(sum(hit) / len(hit))
-    assert experts_read(DENSE, tokens) is None
+def test_experts_are_read_if_any_token_draws_them() -> None:
+    for (count, per_token), tokens in itertools.product([(4, 1), (4, 2), (3, 2), (4, 4)], [1, 2, 3]):
+        draws = list(itertools.combinations(range(count), per_token))
+        hit = [len(set().union(*drawn)) for drawn in itertools.product(draws, repeat=tokens)]
+        model = replace(ROUTED, experts=Experts(count, per_token, 16))
+        assert experts_read(model, tokens) == pytest.approx(sum(hit) / len(hit))
+    assert experts_read(DENSE, 1) is None
 
 
 M = weights_of(ALL_SPLIT) * 2
@@ -200,7 +187,7 @@ def test_the_hybrid_engine_moves_what_is_predicted(layout: Layout) -> None:
     assert (predicted == 0) == (layout in (Layout(8), Layout(1, 1, 2, 4, 2, 4)))
 
 
-@pytest.mark.parametrize("generation", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 8), (8, 1)])
+@pytest.mark.parametrize("generation", [(1, 1), (2, 2), (1, 8)])
 def test_whole_weights_on_each_device_switch_for_nothing_to_any_split(generation: tuple[int, int]) -> None:
     layout = Layout(8, 1, 1, 1, *generation)
     assert switch_bytes(ALL_SPLIT, layout, itemsize=2) == 0
@@ -215,33 +202,12 @@ def test_where_training_does_not_refine_a_switch_moves_no_more_than_a_generation
     assert predicted / 2 < really_moved(layout) <= predicted + (2 * 8 + 1) * 32 * 2
 
 
-LLAMA_70B = ModelConfig("llama", 32_000, 8192, 28_672, 80, 64, 8, 128)
 A100S = replace(
     UNIT, machines=16, devices_per_machine=8, memory_bytes=80e9, matmul_flops_per_s=312e12, memory_bytes_per_s=2039e9,
     link_bytes_per_s=300e9, network_bytes_per_s=200e9 / 8 / 8, host_bytes_per_s=25e9,
     network_latency_s=1e-3, dispatch_overhead_s=0.5, link_efficiency=0.8,
 )  # fmt: skip
 """The paper's: 600 GB/s in both directions, 200 Gb/s of a machine over its eight devices."""
-
-
-def test_the_papers_largest_switch() -> None:
-    # 69 billion weights in two bytes: a device receives 1/8 - 1/64 of 138 GB over an eighth of 25 GB/s.
-    received = 7 / 64 * 68.98e9 * 2
-    layout = Layout(2, 1, 8, 8, 1, 8)
-    cost = switch_cost(LLAMA_70B, layout, HALVES, A100S)
-    assert cost.collective_s == pytest.approx(received / (0.8 * 25e9 / 8) + 7 * 1e-3, rel=1e-3)
-    assert cost.overhead_s == 0.5
-    # Section 8.4: 78.2 s less than the baseline, which is 89.1 % of the baseline.
-    measured = 78.2 / 0.891 * (1 - 0.891)
-    assert 0.5 < cost.seconds / measured < 2
-
-
-def test_a_switch_inside_a_machine_takes_its_links() -> None:
-    # 7B at 1-8-2 to two tensor shards: half of the weights less an eighth.
-    model = ModelConfig("llama", 32_000, 4096, 11_008, 32, 32, 32, 128)
-    cost = switch_cost(model, Layout(2, 1, 1, 8, 1, 2), HALVES, A100S)
-    assert cost.collective_s == pytest.approx((1 / 2 - 1 / 8) * 6.738e9 * 2 / (0.8 * 300e9), rel=1e-3)
-    assert switch_cost(model, Layout(2, 1, 1, 8, 1, 8), HALVES, A100S) == Cost()
 
 
 ONE_MACHINE = replace(UNIT, devices_per_machine=8, network_bytes_per_s=1e-9, network_latency_s=1e9)
@@ -283,18 +249,3 @@ def test_a_switch_takes_the_network_where_parts_of_a_shard_lie_in_two_machines()
             assert (switch_cost(ALL_SPLIT, layout, HALVES, hardware).seconds > 1) == far, layout
             seen.append(far)
     assert 20 < sum(seen) < len(seen) - 20
-
-
-def test_weights_for_another_pool_leave_all_senders_and_arrive_at_every_replica() -> None:
-    hardware = replace(A100S, link_efficiency=0.5, link_latency_s=1e-6)
-    whole = weights_of(ALL_SPLIT) * 2
-    # Four replicas of one device from four senders inside a machine: each sends one whole copy, and receives one.
-    near = move_cost(ALL_SPLIT, 4, Layout(4), 4, HALVES, hardware)
-    assert near.collective_s == pytest.approx(whole / 150e9 + 1e-6)
-    assert near.overhead_s == 0.5
-    # From another machine. Eight replicas of 4 senders: two copies each.
-    far = move_cost(ALL_SPLIT, 4, Layout(8), 8, HALVES, hardware)
-    assert far.collective_s == pytest.approx(2 * whole / (0.5 * 25e9 / 8) + 1e-3)
-    # One replica of 8 shards from 64 senders: each sends little, and a shard receives an eighth.
-    shards = move_cost(ALL_SPLIT, 64, Layout(1, 1, 1, 1, 2, 4), 8, HALVES, hardware)
-    assert shards.collective_s == pytest.approx(whole / 8 / (0.5 * 25e9 / 8) + 1e-3)

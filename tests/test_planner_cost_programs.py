@@ -1,7 +1,6 @@
 """Seconds of what programs do beside the model's products: rows that are not full, buckets, and gradients added up."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -28,29 +27,14 @@ def batched(budget: int, layout: Layout, width: int, length: int, responses: int
     return batch_of(trained(DENSE, tokens_per_microbatch=budget), layout, responses, work, HALVES)
 
 
-@pytest.mark.parametrize(
-    ("budget", "layout", "width", "expected"),
-    [(16_384, Layout(12), 1024, 88_064), (16_384, Layout(8), 1536, 196_608), (16_384, Layout(4), 1024, 262_144)],
-)
-def test_a_device_computes_whole_rows_of_the_longest_length(
-    budget: int, layout: Layout, width: int, expected: int
-) -> None:
-    # Of twelve shards each has 1365 tokens: one row, for 86 of 1024 sequences. Of eight, one of 1536 for each of 128.
-    batch = batched(budget, layout, width, width, 1024)
-    assert batch.microbatches * batch.tokens == expected
-
-
-@pytest.mark.parametrize("epochs", [1, 4])
-def test_a_response_to_each_prompt_shares_nothing_in_any_epoch(epochs: int) -> None:
-    work = replace(Workload(64, 64, 512, 512, 1024), epochs=epochs, updates=epochs)
-    batch = batch_of(
-        trained(DENSE, tokens_per_microbatch=4096), Layout(1), 64, work, replace(HALVES, shares_prompts=True)
-    )
+def test_a_response_to_each_prompt_shares_nothing_in_any_epoch() -> None:
+    work, software = Workload(64, 64, 512, 512, 1024, epochs=4, updates=4), replace(HALVES, shares_prompts=True)
+    batch = batch_of(trained(DENSE, tokens_per_microbatch=4096), Layout(1), 64, work, software)
     assert not batch.shares and batch.microbatches * batch.tokens == 64 * 1024
 
 
-@pytest.mark.parametrize("responses", [1, 7, 100])
-@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(3, 4), Layout(1, 2, 2), Layout(2, 1, 4, 2)])
+@pytest.mark.parametrize("responses", [7, 100])
+@pytest.mark.parametrize("layout", [Layout(1), Layout(3, 4), Layout(2, 1, 4, 2)])
 def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
     sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "expert", "stage", "tensor")}
     mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
@@ -73,8 +57,8 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(2, 2), Layout(1, 1, 2)])
-@pytest.mark.parametrize("responses", [2, 5, 8])
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, 2), Layout(1, 1, 2)])
+@pytest.mark.parametrize("responses", [2, 5])
 def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
     sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "expert", "stage", "tensor")}
     mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
@@ -109,23 +93,17 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
 def test_each_microbatch_reads_two_gradients_and_writes_their_sum() -> None:
     role = trained(DENSE)  # 64 rows, 4 at a time
     work = Workload(8, 64, 10, 6, 30)
-    for layout, microbatches in [(Layout(1), 16), (Layout(4), 4), (Layout(1, 4), 4), (Layout(1, 1, 2, 2), 16)]:
-        held = weights_of(DENSE) / (layout.fsdp * layout.stage * layout.tensor)
-        for gradient_bytes in (2, 4):
-            software = replace(HALVES, gradient_bytes=gradient_bytes)
-            apart, in_place = (
-                update_cost(role, layout, work, replace(software, adds_gradients=adds), UNIT) for adds in (True, False)
-            )
-            added = microbatches * 3 * gradient_bytes * held
-            assert apart.memory_s - in_place.memory_s == pytest.approx(added)
-            assert replace(apart, memory_s=0.0) == replace(in_place, memory_s=0.0)
-    # As often in every update, and for every epoch.
-    adds, twice = replace(HALVES, adds_gradients=True), replace(work, updates=2, epochs=3)
-    more = [update_cost(role, Layout(1), twice, software, UNIT).memory_s for software in (adds, HALVES)]
-    assert more[0] - more[1] == pytest.approx(3 * 16 * 3 * 2 * weights_of(DENSE))
+    twice = replace(work, updates=2, epochs=3)  # as often in every update, and for every epoch
+    for layout, step, microbatches in [(Layout(1), work, 16), (Layout(1, 4), work, 4), (Layout(1), twice, 3 * 16)]:
+        apart, in_place = (
+            update_cost(role, layout, step, replace(HALVES, adds_gradients=adds), UNIT) for adds in (True, False)
+        )
+        added = microbatches * 3 * 2 * weights_of(DENSE) / layout.fsdp
+        assert apart.memory_s - in_place.memory_s == pytest.approx(added)
+        assert replace(apart, memory_s=0.0) == replace(in_place, memory_s=0.0)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 20])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_a_program_starts_once_for_the_tokens_that_it_decodes(tokens: int) -> None:
     starts, work = replace(READS, dispatch_overhead_s=1.0), Workload(8, 64, 10, 6, 30)
     software = replace(HALVES, decode_tokens_per_dispatch=tokens)
@@ -146,12 +124,11 @@ def test_capacities_are_few_even_and_reach_the_longest() -> None:
         assert len(capacities) <= 8 and capacities[-1] == longest and sorted(set(capacities)) == list(capacities)
 
 
-@pytest.mark.parametrize(("longest", "prompt", "response"), [
-    (1024, 128, 896), (1024, 200, 100), (1024, 256, 256), (1024, 600, 424), (1024, 100, 20), (1024, 500, 30),
-    (2048, 128, 1920), (4096, 1000, 700), (256, 128, 1), (256, 127, 129), (128, 64, 64), (128, 10, 118),
-])  # fmt: skip
-@pytest.mark.parametrize("responses", [1, 8])
-def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, response: int, responses: int) -> None:
+@pytest.mark.parametrize(
+    ("longest", "prompt", "response"), [(1024, 128, 896), (1024, 500, 30), (4096, 1000, 700), (256, 127, 129)]
+)
+def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, response: int) -> None:
+    responses = 8
     work = Workload(1, responses, prompt, response, longest)
     software, how = replace(HALVES, decode_tokens_per_dispatch=10**9), Decoding(1, responses, 1)
     buckets = cache_capacities(longest)
@@ -165,17 +142,3 @@ def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, respo
     )
     assert in_buckets - exact == pytest.approx((read - written) * per_token)
     assert in_buckets > exact
-
-
-def test_buckets_that_do_not_halve_evenly_are_about_those_of_the_engine() -> None:
-    for longest in (999, 1100, 3001):
-        buckets = cache_capacities(longest)
-        positions = range(150, 900)
-        read = math.fsum(next(bucket for bucket in buckets if bucket > position) for position in positions)
-        work, software = Workload(1, 1, 150, 750, longest), replace(HALVES, decode_tokens_per_dispatch=16)
-        in_buckets, exact = (
-            generation_cost(GROUPED, Layout(1), Decoding(1, 1, 1), work, each, READS).memory_s
-            for each in (software, HALVES)
-        )
-        extra = (in_buckets - exact) / (4 * 2 * 2 * 8 * 2)
-        assert extra + 750 * (150 + 375) == pytest.approx(read, rel=0.01)

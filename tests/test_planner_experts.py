@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import _INSTRUCTION, _groups
+from compiled import _INSTRUCTION, _groups, to_read
 from jax.sharding import NamedSharding, PartitionSpec
 from made_plans import machines
 from unit_machines import HALVES, STEPS, UNIT, WORK, trained
@@ -63,7 +63,7 @@ def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, back
 
     program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)
     params = described(models.param_shapes(model, "lm"), how)
-    return program.lower(params, token_RW, token_RW, token_RW).compile()
+    return to_read(program.lower(params, token_RW, token_RW, token_RW))
 
 
 def actor(model: ModelConfig) -> Role:

@@ -3,30 +3,24 @@
 What the planner says that a device holds is compared with a sum over the trees themselves, split as the rules say.
 """
 
-import json
 import math
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from command_lines import run_module
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jaxrlhf import models
 from jaxrlhf.config import Layout, load, override
-from jaxrlhf.engine import programs
 from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.plan import Infeasible
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search import layouts
 from jaxrlhf.planner.search.mapping import search
-from jaxrlhf.planner.shapes import SHAPES
-from jaxrlhf.sharding.described import described
-from jaxrlhf.sharding.mesh import AXES, BATCH_AXES
+from jaxrlhf.sharding.mesh import AXES
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, shardings
 
 GIB = 2**30
@@ -208,69 +202,3 @@ def test_copies_that_the_compiler_of_tpus_makes_leave_no_room_for_a_mixture_on_6
         search(problem, keep=1)
     plain = replace(problem.software, casts_ahead=False, copies_gradients=False)
     assert search(replace(problem, software=plain), keep=1).plans
-
-
-def test_a_step_of_training_has_the_shapes_of_its_state(planned):
-    name, devices, _, problem, plan = planned
-    model, layout = problem.roles[0].model, plan.pools[0].layouts["actor"]
-    (masters, train), _ = trees(model, layout, devices)
-    mesh = mesh_of(layout, devices)
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-    token_RW = jax.ShapeDtypeStruct((128, 1024), jnp.int32, sharding=rows)
-    masters = described(masters, train)
-
-    def step(params, state, token_RW):
-        def loss(params):
-            position_RW = jnp.broadcast_to(jnp.arange(1024), token_RW.shape)
-            execution = models.Execution(BFLOAT16, remat=True, mesh=mesh, row_axes=BATCH_AXES)
-            tokens = token_RW, position_RW, jnp.ones_like(token_RW)
-            hidden_RWD = models.hidden_states(params, model, *tokens, execution=execution).hidden_RWD
-            return -models.token_logp(params, model, hidden_RWD, token_RW, chunk_tokens=512 * 16).logp.mean()
-
-        changes, state = OPTIMIZER.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, changes), state
-
-    state = jax.eval_shape(OPTIMIZER.init, masters)
-    params, after = jax.eval_shape(step, masters, state, token_RW)
-    assert shapes_of(params) == shapes_of(masters)
-    assert shapes_of(after) == shapes_of(state)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((params, after[0].mu, after[0].nu)))
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == WEIGHTS[name]
-
-
-def shapes_of(tree):
-    return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)]
-
-
-def test_prefill_and_decoding_have_the_shapes_of_their_cache():
-    model, slots, prompts = SHAPES[LLAMA], 64, 4
-    weights = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32), dtype=BFLOAT16)
-    shape = programs.Shape(model, 16, 8, 16, models.Execution(BFLOAT16))
-    token_PS, length_P = jax.ShapeDtypeStruct((prompts, 512), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
-    prompted = jax.eval_shape(partial(programs.prefill, shape=shape), weights, None, token_PS, length_P)
-    assert prompted.hidden_PD.shape == (prompts, 8192)
-    assert {leaf.shape for leaf in jax.tree.leaves(prompted.prefix)} == {(80, prompts, 512, 8, 128)}
-    cache = jax.eval_shape(lambda: programs.empty_cache(slots=slots, capacity=1024, shape=shape))
-    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(slots, 8, 128, 1024), (slots, 8, 1024, 128)] * 80
-    # Decoding unrolls the layers; a few of them are traced in a moment.
-    weights["layers"] = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((4, *leaf.shape[1:]), leaf.dtype), weights["layers"]
-    )
-    shape, cache = replace(shape, config=replace(model, num_layers=4)), cache[:4]
-    state = jax.eval_shape(lambda: programs.empty_slots(slots=slots, shape=shape))
-    layers = jax.eval_shape(partial(programs.unstack, shape=shape), weights)
-    assert len(layers) == 4
-    after, _, window = jax.eval_shape(partial(programs.decode, shape=shape), layers, weights, cache, state)
-    assert shapes_of(after) == shapes_of(cache)
-    assert window.token_WB.shape == (17, slots)
-
-
-def test_the_plan_command_prints_a_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    settings = ("--model.path", LLAMA, "--actor.tokens-per-microbatch", "131072", "--hardware", "v5p-128", "--json")
-    run_module("plan", "--config", "grpo_gsm8k", *settings)
-    printed = json.loads(capsys.readouterr().out)
-    devices, memory_bytes = MACHINES["v5p-128"]
-    [pool] = printed["plans"][0]["pools"]
-    assert (pool["devices"], printed["hardware"]["memory_bytes"]) == (devices, memory_bytes)
-    assert pool["peak_bytes"] < memory_bytes

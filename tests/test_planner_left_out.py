@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import pytest
 from made_plans import a_config, machines
 from test_planner_layouts import MODELS, actor, factorisations, refused, sizes, trained
 from test_planner_problem import roles
@@ -58,8 +57,8 @@ def test_kinds_of_layers_are_divided_by_their_repeats_and_their_key_heads():
     assert {stage for stage, _ in generation_layouts(whole, 4, hardware)} == {1}
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_numbers_that_share_a_scale_are_not_parted(devices):
+def test_numbers_that_share_a_scale_are_not_parted():
+    devices = 8
     model, lora = ModelConfig("llama", 64, 96, 128, 2, 8, 8, 12), Lora(quantize="nf4")
     weights = RoleWeights("actor", model, "lm", np.float32, lora)
     accepted = set()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import to_read
 from made_plans import a_config, machines
 from unit_machines import DENSE, HALVES, STEPS, UNIT, WORK, trained
 
@@ -43,7 +44,7 @@ def test_an_update_multiplies_as_often_as_xla_says(lora, remat):
             models.hidden_states(whole, MODEL, *ints, execution=models.Execution(remat=remat)).hidden_RWD
         ).sum()
 
-    counted = jax.jit(jax.grad(loss)).lower(learnt, shapes, ints, ints, ints).compile().cost_analysis()["flops"]
+    counted = to_read(jax.jit(jax.grad(loss)).lower(learnt, shapes, ints, ints, ints)).cost_analysis()["flops"]
     work = replace(WORK, prompts=ROWS, responses=ROWS, prompt_tokens=WIDTH / 2, response_tokens=WIDTH / 2)
     role = trained(MODEL, head="value", rows_per_microbatch=ROWS, remat=remat, lora=lora)
     predicted = update_cost(role, Layout(1), work, replace(HALVES, skips_masked=True), UNIT).compute_s

@@ -1,5 +1,6 @@
 """Bytes that are predicted, against what XLA says a compiled program needs and what real parameters take."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,8 @@ from jaxrlhf.models.memory import (
     weights_held,
 )
 from jaxrlhf.planner.cost.memory import weights_generating
-from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
+from jaxrlhf.planner.cost.simulate import update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
-from jaxrlhf.planner.workload import Role
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shard_bytes, shardings
 
@@ -61,8 +61,7 @@ def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> Non
     assert 0.7 < training_activation_bytes(config, "lm", ALONE, **sizes) / allocated < 1.5
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
-@pytest.mark.parametrize(("rows", "width"), [(8, 256), (2, 512), (1, 2048)])
+@pytest.mark.parametrize(("dtype", "itemsize", "rows", "width"), [(jnp.float32, 4, 8, 256), (jnp.bfloat16, 2, 1, 2048)])
 def test_layers_keep_about_what_their_derivative_takes_over_from_the_forward_pass(
     dtype: Any, itemsize: int, rows: int, width: int
 ) -> None:
@@ -71,22 +70,6 @@ def test_layers_keep_about_what_their_derivative_takes_over_from_the_forward_pas
     if width < LONG_ROW:
         estimated += score_bytes(config, row_tokens=width, itemsize=itemsize)
     assert 0.75 < estimated / kept_bytes(config, dtype, rows, width) < 1.1
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_activations_counted_by_hand(itemsize: int) -> None:
-    config, layout = ModelConfig("llama", 4096, 128, 384, 8, 4, 4, 32), Layout(1, 1, 4, 2)
-    # The residual stream twice, as layers are split, and what two norms are given; queries, keys, values and mixed
-    # heads, which are kept once more in float32; six arrays of the MLP. Two devices split all but the first.
-    layer = 4 * 128 * itemsize + ((4 * 128 + 6 * 384) * itemsize + 4 * 4 * 32) / 2
-    # 4 heads with half of 256 positions: scores in float32, weights in the dtype; a gradient of one layer's.
-    scores, logits = 4 * 128 * (4 + itemsize) / 2, 2 * 512 * 4096 * 4 / 8
-    sizes = {"tokens": 4096, "row_tokens": 256, "itemsize": itemsize}
-    kept, again = (training_activation_bytes(config, "lm", layout, **sizes, remat=remat) for remat in (False, True))
-    # What four stages are fed and give; logits are gone when a layer's scores have gradients.
-    between = 5 * 128 * itemsize
-    assert kept == 4096 * (2 * (layer + scores) + between) + max(4096 * scores, logits)
-    assert again == 4096 * (2 * 128 * itemsize + between) + max(4096 * (layer + 2 * scores), logits)
 
 
 @pytest.mark.parametrize("config", [
@@ -128,17 +111,14 @@ def test_rows_keep_their_scores_up_to_the_width_that_the_estimate_says(width: in
     assert (max(leaf.size for leaf in jax.tree.leaves(kept)) >= 2 * (width // 8) * width) == keeps
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize(
-    "sizes",
-    [{}, {"tie_embeddings": True}, {"num_kv_heads": 1}, {"num_kv_heads": 2}],
-    ids=["plain", "tied", "one", "two"],
+    ("head", "sizes"), [("lm", {}), ("lm", {"tie_embeddings": True}), ("lm", {"num_kv_heads": 2}), ("value", {})]
 )
 @pytest.mark.parametrize("layout", [
     Layout(8), Layout(1, 8), Layout(2, 4), Layout(1, 1, 1, 8), Layout(1, 1, 8), Layout(1, 1, 2, 4, 1, 2),
     Layout(1, 2, 2, 2, 2, 1), Layout(2, 2, 1, 2, 1, 2), Layout(2, 1, 4, 1, 2, 1),
 ])  # fmt: skip
-def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout, sizes: Any, head: Any) -> None:
+def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout, head: Any, sizes: Any) -> None:
     config = replace(ALL_SPLIT, **sizes)
     dims, shapes = models.param_dims(config, head), models.param_shapes(config, head)
     # What is split by stage alone, or not at all: the norms, and the vector of a value head.
@@ -168,42 +148,32 @@ def test_key_value_heads_that_do_not_split_are_whole_on_every_device(layout: Lay
     assert adapters_held(config, lora, layout) == shard_bytes(adapter_shapes(config, "lm", lora), adapters) / 4
 
 
-def test_an_expert_model_holds_all_its_experts() -> None:
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 32 * (8 * 16 + 24) + 2 * 32
-    assert weights_held(ROUTED, "lm", Layout(2, 2, 2, 1)) == (4 * layer + 2 * 64 * 32 + 32) / 4
+@pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)], ids=str)
+def test_copies_that_compilers_make_are_counted(layout: Layout) -> None:
+    """Of the layers' weights in the compute dtype; where weights are split by width, of gradients and of matrices.
 
+    The matrices are attention's output, the second one of the MLP or of what experts share, and all of the experts.
+    """
+    lora, width, shards = Lora(rank=2), layout.fsdp > 1, layout.fsdp * layout.tensor
 
-@pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])
-def test_weights_that_are_cast_ahead_are_there_in_both_dtypes(layout: Layout) -> None:
-    """A device holds its layers' weights in float32 and in bfloat16; weights stored in bfloat16 are not copied."""
+    def more(flag: str, model: ModelConfig = DENSE, adapters: Lora | None = None, **changes: Any) -> float:
+        role, software = trained(model, remat=True, lora=adapters), replace(HALVES, **{"weight_bytes": 4} | changes)
+        plain, copied = (
+            update_bytes(PlacementProblem((role,), WORK, each, UNIT), role, layout)
+            for each in (software, replace(software, **{flag: True}))
+        )
+        return copied - plain
+
     layers = 4 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32)
-
-    def needed(role: Role, **changes: Any) -> float:
-        problem = PlacementProblem((role,), WORK, replace(HALVES, **{"weight_bytes": 4} | changes), UNIT)
-        return update_bytes(problem, role, layout)
-
-    role = trained(DENSE, remat=True)
-    more = needed(role, casts_ahead=True) - needed(role)
-    assert more == pytest.approx(2 * layers / (layout.fsdp * layout.tensor), rel=0.05)
-    assert needed(role, weight_bytes=2, casts_ahead=True) == needed(role, weight_bytes=2)
-
-
-@pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])
-def test_gradients_that_are_copied_are_there_once_more_where_weights_are_split_by_width(layout: Layout) -> None:
-    def needed(role: Role, **changes: Any) -> float:
-        return update_bytes(PlacementProblem((role,), WORK, replace(HALVES, **changes), UNIT), role, layout)
-
-    lora, width = Lora(rank=2), layout.fsdp > 1
-    learnt = {
-        None: DENSE.num_parameters("lm") / (layout.fsdp * layout.tensor),
-        lora: adapters_held(DENSE, lora, layout),
-    }
-    for adapters, count in learnt.items():
-        role = trained(DENSE, remat=True, lora=adapters)
-        more = needed(role, copies_gradients=True) - needed(role)
-        assert more == pytest.approx(HALVES.compute_bytes * count * width)
-        whole = needed(role, copies_gradients=True, gradient_bytes=4) - needed(role, gradient_bytes=4)
-        assert whole == pytest.approx(more), "layers' gradients are gathered in the compute dtype"
+    assert more("casts_ahead") == pytest.approx(2 * layers / shards, rel=0.05)
+    assert more("casts_ahead", weight_bytes=2) == 0
+    learnt = {None: DENSE.num_parameters("lm") / shards, lora: adapters_held(DENSE, lora, layout)}
+    for (adapters, count), gradient_bytes in itertools.product(learnt.items(), (2, 4)):
+        copied = more("copies_gradients", adapters=adapters, gradient_bytes=gradient_bytes)
+        assert copied == pytest.approx(HALVES.compute_bytes * count * width), "gathered in the compute dtype"
+    for model, inner, experts in ((DENSE, 48, 0), (ROUTED, 24, 4 * 8 * 3 * 32 * 16)):
+        turned = 4 * (4 * 8 + inner) * 32 + experts
+        assert more("orders_weights", model, skips_masked=True) == pytest.approx(4 * turned * width / shards)
 
 
 def test_scoring_holds_about_what_xla_allocates() -> None:
@@ -268,19 +238,6 @@ def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
     assert 0.9 * gradient < added.temp_size_in_bytes - alone.temp_size_in_bytes < 1.05 * gradient
 
 
-@pytest.mark.parametrize("layout", [Layout(8), Layout(2, 4), Layout(1, 2, 2, 2)])
-def test_an_update_holds_the_gradients_that_exist_at_a_time(layout: Layout) -> None:
-    role, work = Role("actor", ALL_SPLIT, "lm", trained=True), replace(WORK, updates=2)
-
-    def updates(**changes: Any) -> float:
-        problem = PlacementProblem((role,), work, replace(HALVES, gradient_bytes=4, **changes), UNIT)
-        steps = Simulator(problem).role(role, layout, 8, (), generates=False).steps
-        return max(step.held_bytes for step in steps if step.verb == "update")
-
-    held = weights_of(ALL_SPLIT) / (layout.fsdp * layout.stage * layout.tensor)
-    assert updates(adds_gradients=True) - updates(adds_gradients=False) == pytest.approx(4 * held)
-
-
 def test_activations_grow_with_tokens_and_shrink_with_everything_that_splits_or_recomputes_them() -> None:
     config = ModelConfig("llama", 4096, 128, 384, 8, 4, 4, 32)
 
@@ -310,25 +267,3 @@ def test_activations_grow_with_tokens_and_shrink_with_everything_that_splits_or_
     # Of few tokens all logits exist at a time, with their gradient in float32, when the layers' activations are gone.
     few = {"tokens": 64, "row_tokens": 64, "itemsize": 2, "remat": True}
     assert training_activation_bytes(config, "lm", ALONE, **few) == 2 * 64 * 4096 * 4 + 64 * config.num_layers * 128 * 2
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"), [(Layout(2, 4), DENSE), (Layout(1, 2, 1, 4), DENSE), (Layout(2, 4), ROUTED)]
-)
-def test_matrices_that_gathering_appends_to_along_another_than_their_first_dimension_are_there_twice(
-    layout: Layout, model: ModelConfig
-) -> None:
-    role = trained(model, remat=True)
-
-    def needed(**changes: Any) -> float:
-        problem = PlacementProblem((role,), WORK, replace(HALVES, weight_bytes=4, skips_masked=True, **changes), UNIT)
-        return update_bytes(problem, role, layout)
-
-    # Attention's output and the second matrix of the MLP, or of what experts share; and all of the experts.
-    inner = 48 if model.experts is None else 24
-    turned = 4 * (4 * 8 + inner) * 32 + (0 if model.experts is None else 4 * 8 * 3 * 32 * 16)
-    assert needed(orders_weights=True) - needed() == pytest.approx(4 * turned / (layout.fsdp * layout.tensor))
-    alone = replace(layout, data=layout.data * layout.fsdp, fsdp=1)
-    assert update_bytes(
-        PlacementProblem((role,), WORK, replace(HALVES, orders_weights=True), UNIT), role, alone
-    ) == update_bytes(PlacementProblem((role,), WORK, HALVES, UNIT), role, alone)

@@ -204,12 +204,9 @@ def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert [row["staleness"] for row in printed["schedules"]][:2] == [0, 2]
     assert printed["workload"]["response_tokens"] == pytest.approx(150, rel=0.05)
-    run_module("plan", *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
-    assert json.loads(capsys.readouterr().out)["schedules"] == printed["schedules"]
-    run_module("plan", *asked, "--staleness", 1)
+    run_module("plan", *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5)
     shown = capsys.readouterr().out
-    assert "schedules, simulated" in shown
-    assert "staleness" in shown
+    assert "schedules, simulated" in shown and f"{printed['schedules'][0]['step_s']:.1f}" in shown
     assert "give both" in refusal(capsys, *asked[:4], "--length-mean", 3)
     assert "give that too" in refusal(capsys, *asked[:4], "--over-provision", 1.5)
     assert "give one" in refusal(capsys, *asked, "--response-tokens", 3)
