@@ -218,7 +218,7 @@ def judge_answer(body, number):
 
 def score(part, responses, records=None, **rewards):
     """Scores of the part, and its failures."""
-    with Scorer(config.Rewards(parts=(part,), **rewards)) as scorer:
+    with Scorer(config.Rewards(parts=(part,), **{"workers": 1} | rewards)) as scorer:
         rows = len(responses)
         scores = scorer.score([f"p{n}" for n in range(rows)], responses, ["7"] * rows, records or [{}] * rows)
         return [float(value) for value in scores.parts[scorer.names[0]]], scorer.failures
@@ -256,8 +256,9 @@ def test_what_the_judge_is_asked(serve):
     assert bodies == [{"model": "m", "messages": [{"role": "user", "content": "{} p0 | {r} | 7"}], "max_tokens": 9}]
 
 
-@pytest.mark.parametrize(("concurrency", "workers"), [(4, 2), (1, 1)])
-def test_no_more_requests_are_open_than_allowed(serve, concurrency, workers):
+def test_no_more_requests_are_open_than_allowed(serve):
+    concurrency, workers = 4, 2
+
     def answer(body, number):
         time.sleep(0.2)
         return said("Score: 10")

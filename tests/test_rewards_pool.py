@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,19 @@ from hostile_functions import HOSTILE
 from jaxrlhf.rewards import crew
 from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.functions import resolve
-from jaxrlhf.rewards.pool import RewardPool
+from jaxrlhf.rewards.pool import Outcome, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Function
+
+FUNCTIONS = ("single", "many", "waits", "waits_for_many", "short", "one_for_all", "a_number", "a_set", "out_of_memory")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[tuple[int, float], RewardPool]]:
+    """Pools of all functions by workers and limit, which every test finds as those before have left them."""
+    made: dict[tuple[int, float], RewardPool] = {}
+    yield made
+    for pool in made.values():
+        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +36,31 @@ def hostile(tmp_path_factory) -> Path:
     return path
 
 
-def run(hostile: Path, name: str, responses: list[str], *, workers: int = 2, timeout_s: float = 1.0):
-    """Values by index, failures by index, seconds."""
-    examples = [Example("p", response, None, {}) for response in responses]
+@pytest.fixture
+def run(hostile, pools):
+    """Function that gives values by index, failures by index, and seconds; what is printed is in `output.txt`."""
     output = hostile.parent / "output.txt"
-    with RewardPool(
-        Crew([Function(name, f"{hostile}:{name}")], workers=workers, timeout_s=timeout_s, output=output)
-    ) as pool:
+    output.write_text("")
+
+    def run(name: str, responses: list[str], *, workers: int = 2, timeout_s: float = 1.0):
+        if (workers, timeout_s) not in pools:
+            functions = [Function(each, f"{hostile}:{each}") for each in FUNCTIONS]
+            crew = Crew(functions, workers=workers, timeout_s=timeout_s, output=output)
+            pools[workers, timeout_s] = RewardPool(crew)
+        pool = pools[workers, timeout_s]
+        examples = [Example("p", response, None, {}) for response in responses]
         start = time.monotonic()
-        outcomes = list(pool.run(examples))
-        seconds = time.monotonic() - start
+        outcomes = list(pool.finish(pool.begin(map(pack, examples), lambda _: [FUNCTIONS.index(name)])))
+        return *read(outcomes, responses), time.monotonic() - start
+
+    return run
+
+
+def read(outcomes: list[Outcome], responses: list[str]) -> tuple[dict, dict]:
+    """Values by index, and failures by index; each response has one or the other."""
     assert sorted(outcome.index for outcome in outcomes) == list(range(len(responses)))
     failures = {outcome.index: outcome.failure for outcome in outcomes if outcome.failure}
-    return {outcome.index: outcome.value for outcome in outcomes if not outcome.failure}, failures, seconds
+    return {outcome.index: outcome.value for outcome in outcomes if not outcome.failure}, failures
 
 
 CAUSES = {
@@ -57,11 +81,11 @@ CAUSES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
-def test_only_the_misbehaving_examples_are_lost(hostile, name):
+def test_only_the_misbehaving_examples_are_lost(run, name):
     responses = [f"value {index}" for index in range(60)]
     for position, kind in enumerate(CAUSES):
         responses[5 * position] = kind
-    values, failures, seconds = run(hostile, name, responses, workers=3)
+    values, failures, seconds = run(name, responses)
     assert {responses[index]: failure.cause for index, failure in failures.items()} == CAUSES
     assert all(failure.part == name and failure.index == index for index, failure in failures.items())
     assert values == {index: float(index) for index in range(60) if index % 5}
@@ -70,13 +94,13 @@ def test_only_the_misbehaving_examples_are_lost(hostile, name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_where_memory_runs_out_a_reward_process_is_ended_and_not_the_run(hostile):
-    values, _, _ = run(hostile, "out_of_memory", ["any"], workers=1)
+def test_where_memory_runs_out_a_reward_process_is_ended_and_not_the_run(run):
+    values, _, _ = run("out_of_memory", ["any"])
     assert values == {0: 1000.0}  # the first of all that Linux would choose from
 
 
-def test_failures_say_what_happened(hostile):
-    _, failures, _ = run(hostile, "single", ["hang", "exit", "segfault", "raise", "nan", "text"])
+def test_failures_say_what_happened(run, hostile):
+    _, failures, _ = run("single", ["hang", "exit", "segfault", "raise", "nan", "text"])
     details = [failures[index].detail for index in range(6)]
     assert "1 s" in details[0]
     assert "status 3" in details[1]
@@ -89,9 +113,9 @@ def test_failures_say_what_happened(hostile):
 
 
 @pytest.mark.slow
-def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
+def test_a_child_of_a_hung_function_dies_with_it(run, tmp_path):
     note = tmp_path / "pid"
-    run(hostile, "single", [f"child {note}"])
+    run("single", [f"child {note}"])
     pid = int(note.read_text())
     assert gone_within(pid, 2.0)
 
@@ -99,15 +123,15 @@ def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
 @pytest.mark.parametrize("environment", ["", " none"], ids=["its environment", "no environment"])
 def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path, environment):
     note = tmp_path / "pid"
-    values, _, _ = run(hostile, "single", [f"daemon {note}{environment}"])
-    assert values == {0: 1.0}
+    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=1, timeout_s=5.0)) as pool:
+        assert next(pool.run([Example("p", f"daemon {note}{environment}", None, {})])).value == 1.0
     assert gone_within(int(note.read_text()), 2.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many"])
-def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(hostile, name):
-    values, failures, _ = run(hostile, name, ["builtins", "length abc", "sysexit", "length ab"], workers=1)
+def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(run, hostile, name):
+    values, failures, _ = run(name, ["builtins", "length abc", "sysexit", "length ab"], workers=1)
     assert values == {0: 1.0, 1: 3.0, 3: 2.0}
     assert failures[2].cause == "exception"
     printed = (hostile.parent / "output.txt").read_text(errors="replace")
@@ -128,27 +152,27 @@ def gone_within(pid: int, limit_s: float) -> bool:
 
 
 @pytest.mark.slow
-def test_hangs_run_side_by_side(hostile):
-    _, failures, seconds = run(hostile, "single", ["hang"] * 6, workers=6, timeout_s=0.5)
+def test_hangs_run_side_by_side(run):
+    _, failures, seconds = run("single", ["hang"] * 6, workers=6, timeout_s=0.5)
     assert len(failures) == 6
     assert seconds < 2.9  # six in a row would take 3 s or more
 
 
-def test_async_calls_overlap(hostile):
-    values, failures, seconds = run(hostile, "waits", ["value 9"] * 40 + ["await"], timeout_s=1.0)
+def test_async_calls_overlap(run):
+    values, failures, seconds = run("waits", ["value 9"] * 40 + ["await"])
     assert len(values) == 40  # 0.3 s each
     assert failures[40].cause == "timeout"
     assert seconds < 3
 
 
-def test_async_batches(hostile):
-    values, failures, _ = run(hostile, "waits_for_many", ["value 1", "none", "raise", "value 4"])
+def test_async_batches(run):
+    values, failures, _ = run("waits_for_many", ["value 1", "none", "raise", "value 4"])
     assert values == {0: 1.0, 3: 4.0}
     assert {index: failure.cause for index, failure in failures.items()} == {1: "none", 2: "exception"}
 
 
-def test_a_batch_of_the_wrong_length(hostile):
-    values, failures, _ = run(hostile, "short", ["value 1"] * 3, workers=1)
+def test_a_batch_of_the_wrong_length(run):
+    values, failures, _ = run("short", ["value 1"] * 3, workers=1)
     assert not values
     assert {failure.cause for failure in failures.values()} == {"exception"}
     assert "returned 2 scores for 3 responses; a batched function gives a list" in failures[0].detail
@@ -157,37 +181,37 @@ def test_a_batch_of_the_wrong_length(hostile):
 @pytest.mark.parametrize(
     ("name", "given"), [("one_for_all", "1 scores"), ("a_number", "a float: 1.0"), ("a_set", "a set: {0.0, 0.5, 1.0}")]
 )
-def test_one_score_for_a_whole_batch_is_nobodys(hostile, name, given):
+def test_one_score_for_a_whole_batch_is_nobodys(run, name, given):
     # Tried one by one it would look like each one's own.
-    values, failures, _ = run(hostile, name, ["value 1"] * 3, workers=1)
+    values, failures, _ = run(name, ["value 1"] * 3, workers=1)
     assert not values
     assert {failure.detail.partition(" for ")[0] for failure in failures.values()} == {f"returned {given}"}
 
 
-def test_an_array_is_no_number(hostile):
-    values, failures, _ = run(hostile, "single", ["array 0", "array 1", "array 2"])
+def test_an_array_is_no_number(run):
+    values, failures, _ = run("single", ["array 0", "array 1", "array 2"])
     assert values == {0: 1.0}
     assert [failures[index].cause for index in (1, 2)] == ["not-a-number"] * 2
     assert failures[2].detail == "returned a ndarray: array([[1.]]), not a number"
 
 
-def test_printing_does_not_disturb_the_pipe(hostile):
-    values, failures, _ = run(hostile, "single", ["print"] * 20)
+def test_printing_does_not_disturb_the_pipe(run):
+    values, failures, _ = run("single", ["print"] * 20)
     assert values == dict.fromkeys(range(20), 5.0) and not failures
 
 
-def test_a_function_that_destroys_the_pipe_costs_its_example(hostile):
+def test_a_function_that_destroys_the_pipe_costs_its_example(run):
     responses = ["value 0", "scribble", "value 2", "closeall", "value 4", "scribble text"]
-    values, failures, _ = run(hostile, "single", responses)
+    values, failures, _ = run("single", responses)
     assert values == {0: 0.0, 2: 2.0, 4: 4.0}
     assert {index: failure.cause for index, failure in failures.items()} == dict.fromkeys((1, 3, 5), "crash")
 
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
-def test_only_the_parent_of_a_fork_answers(hostile, name):
+def test_only_the_parent_of_a_fork_answers(run, name):
     responses = [f"value {index}" for index in range(20)]
     responses[3], responses[8] = "fork", "fork raise"
-    values, failures, _ = run(hostile, name, responses, workers=1)
+    values, failures, _ = run(name, responses, workers=1)
     assert values == {**{index: float(index) for index in range(20)}, 3: 6.0, 8: 6.0} and not failures
 
 
@@ -282,8 +306,8 @@ time.sleep(100)
         assert gone_within(worker, 4.0)
 
 
-def test_a_thousand_fast_calls(hostile):
-    _, _, seconds = run(hostile, "single", ["value 1"] * 1000)
+def test_a_thousand_fast_calls(run):
+    _, _, seconds = run("single", ["value 1"] * 1000)
     assert seconds < 2.0
 
 

@@ -71,7 +71,7 @@ def test_weighted_sum_with_each_part_unweighted(functions):
 def test_failures_are_unscorable_counted_and_logged(functions, caplog):
     parts = (config.ArithmeticReward(), config.FunctionReward(f"{functions}:moody"))
     responses = ["#### 7", "raise", "hang", "nan", "none", "#### 8"]
-    with Scorer(config.Rewards(parts=parts, timeout_s=0.5)) as scorer, caplog.at_level(logging.WARNING):
+    with Scorer(config.Rewards(parts=parts, workers=1, timeout_s=0.5)) as scorer, caplog.at_level(logging.WARNING):
         scores = score(scorer, responses)
         np.testing.assert_array_equal(scores.scorable_B, [True, False, False, False, False, True])
         np.testing.assert_array_equal(scores.score_B, np.float32([1, 0, 0, 0, 0, 0]))
@@ -85,17 +85,19 @@ def test_failures_are_unscorable_counted_and_logged(functions, caplog):
 
 def test_a_part_of_no_weight_cannot_make_a_row_unscorable(functions):
     parts = (config.ArithmeticReward(), config.FunctionReward(f"{functions}:moody", weight=0.0))
-    with Scorer(config.Rewards(parts=parts)) as scorer:
+    with Scorer(config.Rewards(parts=parts, workers=1)) as scorer:
         scores = score(scorer, ["nan", "#### 7"])
     assert scores.scorable_B.all()
     assert scorer.counts == {"not-finite": 1}
     np.testing.assert_array_equal(scores.score_B, np.float32([0, 1]))
 
 
-def test_a_missing_reference_answer_is_unscorable():
-    with Scorer(config.Rewards()) as scorer:
+def test_a_missing_reference_answer_is_unscorable_and_no_rows_have_no_scores():
+    with Scorer(config.Rewards(workers=1)) as scorer:
         scores = score(scorer, ["#### 7"], answer=None)
-    assert not scores.scorable_B.any() and scorer.counts == {"exception": 1}
+        assert not scores.scorable_B.any() and scorer.counts == {"exception": 1}
+        scores = score(scorer, [])
+    assert scores.score_B.shape == scores.scorable_B.shape == scores.parts["arithmetic"].shape == (0,)
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_batches_that_nobody_asks_for_are_dropped(noting):
 
 def test_failures_of_what_was_begun_are_those_of_its_row(functions):
     parts = (config.FunctionReward(f"{functions}:moody"),)
-    with Scorer(config.Rewards(parts=parts, timeout_s=0.5)) as scorer:
+    with Scorer(config.Rewards(parts=parts, workers=1, timeout_s=0.5)) as scorer:
         for response in ("nan", "raise", "fine", "hang"):
             scorer.begin("p", lambda response=response: response, "7", {})
         scores = score(scorer, ["fine", "hang", "raise", "nan"])
@@ -196,22 +198,17 @@ def test_models_score_through_the_same_door():
 
 def test_sums_beyond_float32_are_no_scores(functions):
     parts = (config.FunctionReward(f"{functions}:length", weight=1e38),)
-    with Scorer(config.Rewards(parts=parts)) as scorer:
+    with Scorer(config.Rewards(parts=parts, workers=1)) as scorer:
         scores = score(scorer, ["123", "1234"])
     np.testing.assert_array_equal(scores.scorable_B, [True, False])
 
 
-def test_no_rows():
-    with Scorer(config.Rewards()) as scorer:
-        scores = score(scorer, [])
-    assert scores.score_B.shape == scores.scorable_B.shape == scores.parts["arithmetic"].shape == (0,)
-
-
 def test_bad_input_is_refused_with_its_reason():
-    with Scorer(config.Rewards()) as scorer, pytest.raises(ValueError, match="one prompt, response, answer"):
-        scorer.score(["p"], ["a", "b"], [None], [{}])
-    with Scorer(config.Rewards()) as scorer, pytest.raises(ValueError, match="got 1, 1, 1, 1 and 2"):
-        scorer.score(["p"], ["a"], [None], [{}], finished=[True, False])
+    with Scorer(config.Rewards(workers=1)) as scorer:
+        with pytest.raises(ValueError, match="one prompt, response, answer"):
+            scorer.score(["p"], ["a", "b"], [None], [{}])
+        with pytest.raises(ValueError, match="got 1, 1, 1, 1 and 2"):
+            scorer.score(["p"], ["a"], [None], [{}], finished=[True, False])
     with pytest.raises(ValueError, match="not a regular expression"):
         Scorer(config.Rewards(parts=(config.FormatReward(pattern="("),)))
     with pytest.raises(ValueError, match="no_such_module"):

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,9 +22,14 @@ def ends_descendants() -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in descendants(os.getpid(), b""):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill(descendants(os.getpid(), b""))
+
+
+def kill(pids: Iterable[int]) -> None:
+    """End processes by force, those that are there and may be ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int, mark: bytes) -> list[int]:

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Protocol
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Channel
-from jaxrlhf.processes.descendants import adopt_orphans, children, descendants
+from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, kill
 from jaxrlhf.processes.guards import settle
 
 COMMAND = struct.Struct("!cq")  # FORK with a socket beside it, or END and a process
@@ -237,9 +237,7 @@ class _Server:
             if not orphans:
                 return
             for orphan in orphans:
-                for pid in [*descendants(orphan, b""), orphan]:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
+                kill([*descendants(orphan, b""), orphan])
                 with suppress(ChildProcessError):
                     os.waitpid(orphan, 0)
 
@@ -256,9 +254,7 @@ class _Server:
                     select.select([], [], [], 0.02)
         for _ in range(MOST_ROUNDS):
             left = descendants(os.getpid(), b"")
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(left)
             with suppress(ChildProcessError):
                 while os.waitpid(-1, 0)[0]:
                     pass

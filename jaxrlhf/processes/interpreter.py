@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from jaxrlhf.processes.descendants import descendants
+from jaxrlhf.processes.descendants import descendants, kill
 
 STDERR = 2
 MARK = "JAXRLHF_PROCESS"  # the variable that tells an interpreter's own descendants
@@ -53,9 +53,7 @@ class Interpreter:
         left = descendants(self.process.pid, self._mark)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in left:  # those in sessions of their own
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill(left)  # those in sessions of their own
         return how_it_ended(self.process.wait())
 
 
