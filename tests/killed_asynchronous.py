@@ -1,10 +1,10 @@
-"""Runs at a staleness: each whole, and each killed and gone on with; some whole twice, and killed at five moments.
+"""Runs at a staleness: each whole, and each killed and gone on with; some killed at five moments.
 
     python killed_asynchronous.py FOLDER [NAME ...]
 
-FOLDER/NAME/whole, FOLDER/NAME/again and FOLDER/NAME/cut are the workdirs. FOLDER/NAME/ends.json has for each run how
-it ended and the step of the last whole checkpoint that it left. Each run is a fork of this process, which has imported
-everything and started no device.
+FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs. FOLDER/NAME/ends.json has for each run how it ended and the
+step of the last whole checkpoint that it left. Each run is a fork of this process, which has imported everything and
+started no device.
 """
 
 import gc
@@ -56,36 +56,31 @@ class Case:
 
     config: Config
     deaths: tuple[Death, ...]
-    twice: bool = False
 
 
 FIVE = (Death("generate", 2, 3), Death("update", 3), Death("log", 4), Death("write", 4), Death("commit", 5))
-LEFT = (1, 2, 3, 3, 4)
-"""Step of the last whole checkpoint at each of them."""
+"""Every moment once."""
 
 
 def cases() -> dict[str, Case]:
     """By name."""
     grpo = replace(config_of(GRPO(responses_per_update=64)), devices=None)
     ppo = config_of(PPO(responses_per_update=64))
+    ppo = replace(ppo, devices=None, checkpoint=replace(ppo.checkpoint, every_steps=1))
+    with_critic = (Pool("policy", 1, ("actor", "critic")), APART[1])
     updates = Death("update", 4), Death("update", 5)
     return {
         "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), updates),
         "in parts on two pools": Case(
             replace(grpo, pools=APART, rollout=in_parts(grpo.rollout)), (Death("update", 4, 2), Death("update", 6))
         ),
-        "1 put off": five_kills(replace(ppo, rollout=over(ppo.rollout, 1))),
-        "2 put off, two pools": five_kills(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2))),
-        "4 on one pool": five_kills(
-            replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4, decode_tokens_per_dispatch=1))
+        "1 put off": Case(replace(grpo, rollout=over(grpo.rollout, 1)), updates),
+        "2 put off, two pools": Case(replace(ppo, pools=with_critic, rollout=over(ppo.rollout, 2)), FIVE),
+        "4 on one pool": Case(
+            replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4)), (Death("write", 4), Death("update", 5))
         ),
         "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), updates),
     }
-
-
-def five_kills(config: Config) -> Case:
-    """The run, saved after every step."""
-    return Case(replace(config, checkpoint=replace(config.checkpoint, every_steps=1)), FIVE, twice=True)
 
 
 def over(rollout: Rollout, staleness: int, **changes: str) -> Rollout:
@@ -196,7 +191,6 @@ def main() -> None:
         own = Path(folder) / name
         own.mkdir()
         ends = [forked(case.config, own / "whole")]
-        ends += [forked(case.config, own / "again")] if case.twice else []
         ends += [forked(case.config, own / "cut", death) for death in (*case.deaths, None)]
         (own / "ends.json").write_text(json.dumps(ends))
 

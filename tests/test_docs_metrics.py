@@ -1,14 +1,9 @@
-"""Every number that a run writes is explained in docs/metrics.md."""
+"""Every number that a run writes is explained in docs/metrics.md: what tests of whole runs ask of theirs."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from tiny_runs import get_config, records
-
-import jaxrlhf
-from jaxrlhf.config import GRPO, SFT, ColdStart, KLInLoss
+from tiny_runs import records
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 STANDS_FOR = {  # what the page leaves open in a name
@@ -48,20 +43,10 @@ def test_a_name_on_the_page_stands_for_these():
 
 
 def unexplained(workdir: Path, *, files: int) -> list[str]:
-    """Names that a run wrote and the page does not have."""
+    """Names that a run wrote and the page does not have, for tests of whole runs."""
     found = list(workdir.rglob("metrics.jsonl"))
     written = {name for file in found for record in records(file) for name in record}
     assert {"eval/accuracy", "kl/ref", "policy/entropy", "time/eval_s"} <= written
     assert len(found) == files
     return [name for name in sorted(written) if not PATTERN.fullmatch(name)]
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("programs", "undrawn")
-def test_what_a_run_writes_is_on_the_page(tmp_path):
-    """Runs of SFT and GRPO; `test_run_policy.py` looks at a run of PPO."""
-    cold_start = ColdStart(steps=1, algorithm=SFT(examples_per_update=8))
-    algorithm = GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.1))
-    config = replace(get_config(), steps=1, workdir=str(tmp_path), cold_start=cold_start, algorithm=algorithm)
-    jaxrlhf.run(config)
-    assert unexplained(tmp_path, files=2) == []

@@ -85,6 +85,9 @@ def test_readmes_main_job_learns(
     assert (workdir / "curve.png").stat().st_size > 10_000
 
 
+ONE_STEP = {"steps": 1, "evaluation.every_steps": 1, "evaluation.problems": 32, "rollout.prompts_per_step": 8}
+
+
 def cold_start_of(name: str) -> tuple[object, ...]:
     """All that the cold start of a shipped configuration depends on."""
     config = jaxrlhf.load(name)
@@ -95,7 +98,7 @@ def cold_start_of(name: str) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"steps": 1, "evaluation.every_steps": 1}, marks=pytest.mark.slow, id="one step"),
+        pytest.param(ONE_STEP, marks=pytest.mark.slow, id="one step"),
         pytest.param({}, marks=pytest.mark.seeds, id="whole"),
     ],
 )

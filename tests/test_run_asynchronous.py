@@ -23,12 +23,11 @@ PUT_OFF = {"1 put off": (0, 1), "2 put off, two pools": (1, 2), "1 put off and k
 """Least and most age of tokens, once the run is under way."""
 
 PARTS = "in parts on two pools"
-FIVE_KILLS = ("1 put off", "2 put off, two pools", "4 on one pool")
-SLOW = ("1 on two pools", *FIVE_KILLS, PARTS)
+SLOW = ("2 put off, two pools", "4 on one pool", PARTS)
 
 
 def cases(names):
-    """Each of the slow tier, which has whole batches and others, one pool and two, or before a release."""
+    """Each of the slow tier, which has whole batches and others, one pool and two, a critic once, or before a release."""
     return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.seeds) for name in names]
 
 
@@ -48,21 +47,13 @@ def folder(programs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", cases([name for name in [*AGES, *PUT_OFF, PARTS] if name not in FIVE_KILLS]))
-def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
-    ends = json.loads((folder(name) / "ends.json").read_text())
-    assert [code for code, _ in ends] == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
+@pytest.mark.parametrize("name", cases([*AGES, *PUT_OFF, PARTS]))
+def test_a_run_that_was_killed_again_and_again_is_equal_to_the_last_bit(name, folder):
+    case = killed_asynchronous.cases()[name]
+    saved = case.config.checkpoint.every_steps
+    killed = [[-signal.SIGKILL, (death.step - 1) // saved * saved] for death in case.deaths]
+    assert json.loads((folder(name) / "ends.json").read_text()) == [[0, 6], *killed, [0, 6]]
     assert_equal(folder(name) / "cut", folder(name) / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIVE_KILLS)
-def test_two_runs_and_one_that_was_killed_at_five_moments_are_equal_to_the_last_bit(name, folder):
-    ends = json.loads((folder(name) / "ends.json").read_text())
-    killed = [[-signal.SIGKILL, step] for step in killed_asynchronous.LEFT]
-    assert ends == [[0, 6], [0, 6], *killed, [0, 6]]
-    for other in ("again", "cut"):
-        assert_equal(folder(name) / other, folder(name) / "whole")
 
 
 def assert_equal(workdir: Path, other: Path) -> None:
@@ -120,17 +111,14 @@ def test_groups_that_are_put_off_have_tokens_of_several_policies_and_none_too_ol
 
 @pytest.mark.slow
 def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder):
-    whole = folder("1 on two pools") / "whole"
+    whole = folder("2 put off, two pools") / "whole"
     events = json.loads((whole / "timeline.json").read_text())
     spans = {
         verb: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == verb]
-        for verb in ("generate_sequences", "compute_log_prob", "update_actor")
+        for verb in ("continue_sequences", "compute_log_prob", "update_actor")
     }
     learning = spans["compute_log_prob"] + spans["update_actor"]
-    overlapping = [
-        span for span in spans["generate_sequences"] if any(a < span[1] and span[0] < b for a, b in learning)
-    ]
-    assert overlapping
+    assert any(a < end and start < b for a, b in learning for start, end in spans["continue_sequences"])
     shares = [record["time/generation_idle_share"] for record in records(whole / "metrics.jsonl")]
     assert all(0 <= share <= 1 for share in shares)
 

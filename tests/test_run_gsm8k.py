@@ -26,7 +26,7 @@ OVERRIDES = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.seeds  # the notebook has made-up problems in the same files, and test_data_sources.py reads the real ones
 @pytest.mark.skipif(
     not (GSM8K / "train.jsonl").is_file() and not list(GSM8K.glob("**/train*.parquet")),
     reason=f"no GSM8K in {GSM8K}; name its directory in JAXRLHF_GSM8K",

@@ -12,6 +12,7 @@ import safetensors.numpy
 import torch
 import transformers
 from placed_runs import assert_same_numbers
+from test_docs_metrics import unexplained
 from tiny_runs import get_config, numbers, records, training, write_policy
 
 import jaxrlhf
@@ -78,6 +79,11 @@ def test_a_run_that_died_goes_on_with_the_same_numbers(undisturbed, model, tmp_p
     drift = [record["kl/ref"] for record in numbers(tmp_path / "metrics.jsonl")]
     assert drift[0] == pytest.approx(0, abs=1e-9)
     assert drift[-1] > 1e-6
+
+
+@pytest.mark.slow
+def test_what_the_run_wrote_is_on_the_page_of_metrics(undisturbed):
+    assert unexplained(undisturbed, files=1) == []
 
 
 @pytest.mark.slow

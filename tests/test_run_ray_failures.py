@@ -257,6 +257,20 @@ def test_a_pool_that_is_closed_while_it_is_launched_anew_leaves_no_processes():
     assert died.value.host is launches[0].hosts[0], "no call goes to processes that were launched after it"
 
 
+def test_a_pool_comes_back_with_as_many_hosts_as_there_is_room_for():
+    asked = []
+
+    def launch(*, hosts):
+        asked.append(hosts)
+        if len(asked) > 1 and hosts > 2:
+            raise HostNotStarted(HostId("generation"), "generation.start", f"asks for {hosts} host processes")
+        return Launched(len(asked))
+
+    ranks = ray_backend.RayRanks("generation", launch, print, hosts=6, multiple=2, relaunches=1)
+    assert ranks.relaunch(HostDied(HostId("generation", 0, pid=1), "rollout.generate_sequences", "died"))
+    assert asked == [6, 6, 4, 2]
+
+
 @pytest.mark.slow
 def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undisturbed, tmp_path, monkeypatch):
     sniper = Sniper(monkeypatch, "generation", {"generate_sequences": 3, "load_weights": 3, "take_metrics": 4})
@@ -266,7 +280,7 @@ def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undis
     assert_same_run(tmp_path, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.seeds  # shown above without processes
 def test_a_pool_that_only_generates_comes_back_with_fewer_hosts_where_there_is_no_room_for_all(
     undisturbed, tmp_path, monkeypatch
 ):

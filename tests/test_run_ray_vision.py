@@ -69,5 +69,6 @@ def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp
     passing = ray_world.message_bytes(monkeypatch.setattr)
     there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=LAYOUT, **own)
     assert_same_numbers(there, here)
+    assert {path.name for path in (there / "hosts").glob("all-?.log")} == {"all-0.log", "all-1.log"}
     episodes = 2 * 8 * 2
     assert 0 < passing["written"] + passing["read"] < episodes * 2 * seeing_environments.PADDING / 10
