@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from unittest import mock
 
 import bench_workload as bench
 from matplotlib.figure import Figure
+from pages import DOCS
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, SFT, Agent, Checkpointing, Config, Evaluation, Generated, Pretrained, Tools, load
@@ -31,7 +33,6 @@ from jaxrlhf.conversations.conversation import Conversation, TokenSequence
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "agents_learning.json"
 HELD_OUT = 256
 BLUE, GREY = "#3b6fb6", "#999999"
@@ -59,106 +60,67 @@ def useless() -> Config:
     return replace(load("tools_arithmetic"), steps=8, environment=tools)
 
 
-def unmasked() -> Config:
-    """Calculator whose answers are trained on like the policy's own tokens; `learn` takes the masks away."""
-    return calculator()
-
-
 def client() -> Config:
     """Called by a program that talks through OpenAI's client."""
     config = load("agent_openai")
     return replace(config, steps=4, rollout=replace(config.rollout, prompts_per_step=8))
 
 
-def framework() -> Config:
-    """Called by an agent of a framework."""
+def agent_of(file: str) -> Config:
+    """Called by an agent of a framework, in a file beside this one."""
     config = client()
     assert isinstance(config.environment, Agent)
-    program = f"{Path(__file__).resolve().with_name('openai_agents_agent.py')}:run"
-    return replace(config, environment=replace(config.environment, program=program))
-
-
-def graph() -> Config:
-    """Called by a graph of LangGraph."""
-    config = client()
-    assert isinstance(config.environment, Agent)
-    program = f"{Path(__file__).resolve().with_name('langgraph_agent.py')}:run"
+    program = f"{Path(__file__).resolve().with_name(file)}:run"
     return replace(config, environment=replace(config.environment, program=program))
 
 
 def smol() -> Config:
     """Called by an agent of smolagents, whose demonstrations are in its form."""
-    config, there = client(), Path(__file__).resolve().with_name("smolagents_agent.py")
-    assert isinstance(config.environment, Agent) and config.cold_start is not None
+    config, there = agent_of("smolagents_agent.py"), Path(__file__).resolve().with_name("smolagents_agent.py")
+    assert config.cold_start is not None
     steps = Generated(f"{there}:steps", train_problems=12_800)
     shorter = replace(config.cold_start, steps=250, algorithm=SFT(examples_per_update=16))
     return replace(
         config,
         steps=6,
         algorithm=GRPO(responses_per_update=16),
-        environment=replace(config.environment, program=f"{there}:run"),
         cold_start=replace(shorter, data=steps, max_prompt_tokens=192),
         rollout=replace(config.rollout, max_prompt_tokens=192, max_response_tokens=192),
     )
 
 
-def treasure() -> Config:
-    """A game, whose demonstrations go towards the treasure six times out of ten."""
-    return load("game_treasure")
-
-
 def treasure_without_states() -> Config:
-    """The same by GRPO, which gives all steps of a game the same advantage."""
-    return replace(treasure(), algorithm=GRPO(responses_per_update=64))
-
-
-def higher_lower() -> Config:
-    """A secret number, whose demonstrations guess any number that is left."""
-    return load("game_higher_lower")
+    """By GRPO, which gives all steps of a game the same advantage."""
+    return replace(load("game_treasure"), algorithm=GRPO(responses_per_update=64))
 
 
 def higher_lower_without_states() -> Config:
-    """The same by GRPO."""
-    return replace(higher_lower(), algorithm=GRPO(responses_per_update=256))
+    """By GRPO, likewise."""
+    return replace(load("game_higher_lower"), algorithm=GRPO(responses_per_update=256))
 
 
 def higher_lower_with_critic() -> Config:
-    """The same by PPO, whose critic and advantages are of turns."""
-    config = higher_lower()
+    """By PPO, whose critic and advantages are of turns."""
+    config = load("game_higher_lower")
     return replace(config, algorithm=PPO(responses_per_update=256, actions="turns", lam=0.95, critic=config.actor))
-
-
-def lake() -> Config:
-    """A game of gymnasium's."""
-    return load("game_frozen_lake")
-
-
-def python() -> Config:
-    """Programs, some of which never end."""
-    return load("tools_python")
-
-
-def retrieval() -> Config:
-    """A search engine, asked twice."""
-    return load("tools_retrieval")
 
 
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
-    "no mask": unmasked,
+    "no mask": calculator,  # `learn` trains on its answers as on the policy's own tokens
     "OpenAI's client": client,
-    "openai-agents": framework,
-    "LangGraph": graph,
+    "openai-agents": partial(agent_of, "openai_agents_agent.py"),
+    "LangGraph": partial(agent_of, "langgraph_agent.py"),
     "smolagents": smol,
-    "Python": python,
-    "search": retrieval,
-    "treasure": treasure,
+    "Python": partial(load, "tools_python"),
+    "search": partial(load, "tools_retrieval"),
+    "treasure": partial(load, "game_treasure"),
     "treasure, GRPO": treasure_without_states,
-    "higher or lower": higher_lower,
+    "higher or lower": partial(load, "game_higher_lower"),
     "higher or lower, GRPO": higher_lower_without_states,
     "higher or lower, PPO": higher_lower_with_critic,
-    "frozen lake": lake,
+    "frozen lake": partial(load, "game_frozen_lake"),
 }
 GUESSES = ("higher or lower", "higher or lower, GRPO", "higher or lower, PPO")
 GAMES = ("treasure", "treasure, GRPO", "frozen lake", *GUESSES)
@@ -247,13 +209,7 @@ def core_seconds() -> float:
 def about() -> dict[str, Any]:
     """Machine, versions and date of a measurement."""
     there = {package.name for package in distributions()}
-    return {
-        "processor": bench.processor(),
-        "versions": bench.versions(*[package for package in PACKAGES if package in there]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
-        "load": os.getloadavg()[2],
-    }
+    return bench.about(*[package for package in PACKAGES if package in there]) | {"load": os.getloadavg()[2]}
 
 
 def main() -> None:

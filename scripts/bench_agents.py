@@ -14,7 +14,6 @@ one episode after those of another, so that its time grows with their number.
 import argparse
 import json
 import os
-import subprocess
 import tempfile
 import threading
 import time
@@ -184,8 +183,7 @@ def measure_trl(flags: argparse.Namespace) -> Figures:
         command = [environment("trl", flags.environments), str(Path(__file__).parent / "peers" / "trl_tools.py")]
         command += ["--model", folder, *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))]
         load = os.getloadavg()[0]
-        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(told.strip().splitlines()[-1]) | {"load_before": load}
+        return bench.printed(command) | {"load_before": load}
 
 
 def main() -> None:
@@ -234,8 +232,8 @@ def shown(way: str, figures: Figures) -> Figures:
 def write(flags: argparse.Namespace, found: dict[str, Figures], same: Figures, beside: dict[str, Figures]) -> None:
     """Write the page."""
     names = ("episodes", "trl_episodes", "turns", "pause", "slots", "width", "layers")
-    about: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": bench.commit()}
-    about |= {"processor": bench.processor(), "versions": bench.versions("jax") | (PINS["trl"] if beside else {})}
+    about = bench.about("jax")
+    about["versions"] |= PINS["trl"] if beside else {}
     about |= {name: getattr(flags, name) for name in names}
     PAGE.write_text(
         json.dumps({"about": about, "ways": found, "same_replies": same, "beside_trl": beside}, indent=2) + "\n"

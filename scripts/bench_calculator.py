@@ -10,7 +10,6 @@ at 0.2 and no KL. Scores are of each step's sampled episodes. Writes docs/agents
 import argparse
 import json
 import os
-import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import agents_learning
+import bench_workload as bench
 from bench_peers import environment
 
 import jaxrlhf
@@ -57,8 +57,7 @@ def tunix(policy: Path, folder: Path, steps: int, environments: Path) -> dict[st
     command = [environment("tunix", environments), str(Path(__file__).parent / "peers" / "tunix_agents.py")]
     command += ["--policy", str(policy), "--problems", str(folder / "problems.json")]
     command += ["--responses", str(RESPONSES), "--learning_rate", str(LEARNING_RATE)]
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return dict(json.loads(told.strip().splitlines()[-1]))
+    return bench.printed(command)
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
+
+import bench_workload as bench
 
 WORDS = ("the", "train", "leaves", "at", "some", "hour", "and", "how", "many", "apples", "does", "each", "left")
 
@@ -83,46 +84,12 @@ def start(path: str, tokenizer: str | None) -> tuple[float, float, int, int]:
     from jaxrlhf.data.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
-    with Resident() as resident:
+    with bench.Held(period_s=0.1) as held:
         begun, busy = time.perf_counter(), time.process_time()
         problems = load_problems(PromptFile(path), loaded, split="train", max_prompt_tokens=512).problems
         Loader(problems, per_step=256, seed=0, fingerprint=problems.fingerprint).next()
         seconds, processor = time.perf_counter() - begun, time.process_time() - busy
-    return seconds, processor, *resident.peaks
-
-
-class Resident:
-    """Resident memory of this process during a block, looked at ten times a second, over what it was before.
-
-    Attributes:
-      peaks: Most bytes of its own, and of mapped files.
-    """
-
-    def __enter__(self) -> "Resident":
-        self._before, self.peaks = self._now(), (0, 0)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.wait(0.1):
-            self._note()
-        self._note()
-
-    def _note(self) -> None:
-        own, mapped = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        self.peaks = max(self.peaks[0], own), max(self.peaks[1], mapped)
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        own, mapped = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
-        return own, mapped
+    return seconds, processor, *held.peaks
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,9 @@ import bench_workload as bench
 from jaxrlhf.models.config import ModelConfig
 
 MB = 1e6
-LIMIT_S = 600
+LIMIT_S, LOOK_S = 600, 0.002
 KINDS = {"single": 10**12, "sharded": 200_000_000}
 """Bytes of a file."""
-
-
-class Held:
-    """The most memory that this process has of its own, files it maps left out, while the block runs."""
-
-    def __init__(self, period_s: float = 0.002) -> None:
-        self._period_s, self._done = period_s, threading.Event()
-
-    def __enter__(self) -> "Held":
-        self.before_bytes = self.peak_bytes = _held_bytes()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(self._period_s):
-            self.peak_bytes = max(self.peak_bytes, _held_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-
-def _held_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
 
 
 def model(gigabytes: float) -> ModelConfig:
@@ -70,12 +44,8 @@ def make(folder: Path, gigabytes: float) -> dict[str, Any]:
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     figures: dict[str, Any] = {"model_mb": round(num_bytes / MB)}
     for kind, file_bytes in KINDS.items():
-        with Held() as held:
-            start, busy = time.perf_counter(), time.process_time()
-            models.save_params(params, config, folder / kind, max_shard_bytes=file_bytes)
-            seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        extra = held.peak_bytes - held.before_bytes
-        figures[f"save_{kind}"] = {"s": round(seconds, 2), "cpu_s": round(busy, 2), "extra_mb": round(extra / MB)}
+        save = partial(models.save_params, params, config, folder / kind, max_shard_bytes=file_bytes)
+        figures[f"save_{kind}"] = taken(save)
     return figures
 
 
@@ -102,18 +72,20 @@ def measure(load: Callable[[Path], Any], place: Path) -> dict[str, Any]:
     """Load twice."""
     import jax
 
-    figures: dict[str, Any] = {}
     jax.devices()
-    for name in ("first", "again"):
-        with Held() as held:
-            start, busy = time.perf_counter(), time.process_time()
-            loaded = load(place)
-            seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded))
-        extra = held.peak_bytes - held.before_bytes - num_bytes
-        figures[name] = {"s": round(seconds, 2), "cpu_s": round(busy, 2), "extra_mb": round(extra / MB)}
-        del loaded
-    return figures
+    return {name: taken(partial(load, place)) for name in ("first", "again")}
+
+
+def taken(work: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of the clock and of the processor, and memory beyond that of the result."""
+    import jax
+
+    with bench.Held(LOOK_S) as held:
+        start, busy = time.perf_counter(), time.process_time()
+        result = work()
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    extra = held.peaks[0] - sum(leaf.nbytes for leaf in jax.tree.leaves(result))
+    return {"s": round(seconds, 2), "cpu_s": round(busy, 2), "extra_mb": round(extra / MB)}
 
 
 def main() -> None:

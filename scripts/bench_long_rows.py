@@ -96,7 +96,7 @@ def main() -> None:
     flags.models, flags.environments = flags.models.absolute(), flags.environments.absolute()
     bench.checkpoint(flags.preset, flags.models)
     measures: Points = {framework: {} for framework in (OURS, *flags.peers)}
-    about = {"processor": bench.processor(), "commit": bench.commit(), "preset": flags.preset, "trained": TRAINED}
+    about = bench.about("jax") | {"preset": flags.preset, "trained": TRAINED}
     for tokens in sorted(flags.tokens):
         for framework, points in measures.items():
             if not any("failed" in point for point in points.values()):

@@ -13,18 +13,16 @@ there are: the figure is reported only.
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from concurrent.futures import wait
 from contextlib import closing
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 # Before JAX starts. Hosts inherit it; without collectives one thread is enough for them.
-os.environ["NPROC"] = "1" if {"ray", "--cluster=ray"} & {*sys.argv} else os.environ.get("NPROC", "32")
+os.environ["NPROC"] = "1" if any(word.endswith("ray") for word in sys.argv) else os.environ.get("NPROC", "32")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import bench_workload as bench
@@ -119,9 +117,7 @@ def main() -> None:
         "backend": "Ray, a process for each pool" if config.cluster else "one process",
         "platform": jax.default_backend(),
         "cores": cores,
-        "machine": platform.machine(),
-        "jax": version("jax"),
-        "commit": bench.commit(),
+        **bench.about("jax"),
     }
     table = Table("alone: critic", "alone: reference", "together", "together / sum")
     table.add_row(

@@ -12,12 +12,10 @@ docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,11 +25,10 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import bench_workload as bench
 import numpy as np
-from pages import written
-from reproduce_hybridflow import DOCS
+from pages import DOCS, renew
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import track
-from rich.table import Table
 
 from jaxrlhf.config import (
     PPO,
@@ -205,17 +202,12 @@ def main() -> None:
             lengths = Lengths(prompt_tokens, found.pop("response_tokens"))
             rows[name] = {"measured_s": found, "predicted_s": predicted(name, lengths, machine)}
     result = summary(rows)
-    print_table(rows, result)
+    Console().print(Markdown(in_markdown(rows, result)))
     if flags.write:
-        processor = platform.processor() or platform.machine()
-        about = {"machine": f"{os.cpu_count()} x {processor}", "hardware": asdict(machine)}
-        versions = {"python": platform.python_version(), "jax": version("jax"), "commit": bench.commit()}
-        (DOCS / "predictions.json").write_text(
-            json.dumps({"about": about | versions, **result, "runs": rows}, indent=2) + "\n"
-        )
+        about = {"hardware": asdict(machine), **bench.about("jax")}
+        (DOCS / "predictions.json").write_text(json.dumps({"about": about, **result, "runs": rows}, indent=2) + "\n")
         draw(rows, result, DOCS / "predictions.png")
-        page = DOCS / "planning.md"
-        page.write_text(written(page.read_text(), {"predictions": in_markdown(rows, result)}))
+        renew(DOCS / "planning.md", {"predictions": in_markdown(rows, result)})
 
 
 def summary(rows: dict[str, Any]) -> dict[str, float]:
@@ -228,17 +220,6 @@ def summary(rows: dict[str, Any]) -> dict[str, float]:
         "largest_ratio": max(ratios),
         "stages_within_2x": sum(0.5 <= ratio <= 2 for ratio in ratios) / len(ratios),
     }
-
-
-def print_table(rows: dict[str, Any], result: dict[str, float]) -> None:
-    table = Table("run", *STAGES, "step", title="seconds measured / predicted")
-    for name, row in rows.items():
-        pairs = [(row["measured_s"][stage], row["predicted_s"][stage]) for stage in STAGES]
-        pairs.append((sum(one for one, _ in pairs), sum(other for _, other in pairs)))
-        table.add_row(name, *(f"{one:.2f} / {other:.2f}  {other / one:.2f}x" for one, other in pairs))
-    console = Console()
-    console.print(table)
-    console.print(result)
 
 
 def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
@@ -257,12 +238,10 @@ def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
 
 def draw(rows: dict[str, Any], result: dict[str, float], path: Path) -> None:
     """Predicted over measured seconds of a step."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 5.5), layout="constrained")
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    axes = figure.subplots()
     for name, row in rows.items():
         x, y = sum(row["measured_s"].values()), sum(row["predicted_s"].values())
         axes.scatter(x, y, s=50)

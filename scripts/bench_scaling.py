@@ -9,9 +9,7 @@ in its tokens.
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ def figures(script: str, **settings: Any) -> dict[str, Any]:
     """What a script prints."""
     texts = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, str(SCRIPTS / script), *texts]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = bench.printed(command)
     print(script, *texts, json.dumps(found), flush=True)
     return found
 
@@ -95,10 +92,7 @@ def main() -> None:
     ]
     slope, start, off = line([each["tokens"] for each in updates], [each["update_s"] for each in updates])
     content = {
-        "processor": bench.processor(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
-        "versions": bench.versions("jax"),
+        **bench.about("jax"),
         "generation_spread": round(spread([each["tokens_per_s"] for each in generation]), 3),
         "update": {"seconds_a_token": slope, "seconds_at_none": start, "farthest_from_line": round(off, 3)},
         "generation_points": generation,

@@ -8,14 +8,12 @@ Problems have every choice open: any number of devices for a pool, fsdp, three w
 
 import argparse
 import json
-import platform
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import numpy as np
-from pages import written
-from reproduce_hybridflow import DOCS, MODELS, STEP
+import bench_workload as bench
+from pages import DOCS, renew
+from reproduce_hybridflow import MODELS, STEP
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -103,11 +101,9 @@ def main() -> None:
     Console().print(Markdown(table(rows)))
     slow = [row for row in rows if row.cpu_s > row.limit_s]
     if flags.write:
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
-        text = json.dumps({"about": versions, "searches": [asdict(row) for row in rows]}, indent=2)
-        (Path(DOCS) / "search.json").write_text(text + "\n")
-        page = DOCS / "planning.md"
-        page.write_text(written(page.read_text(), {"search": table(rows)}))
+        text = json.dumps({"about": bench.about("numpy"), "searches": [asdict(row) for row in rows]}, indent=2)
+        (DOCS / "search.json").write_text(text + "\n")
+        renew(DOCS / "planning.md", {"search": table(rows)})
     if slow:
         raise SystemExit(f"slower than their limits: {slow}")
 

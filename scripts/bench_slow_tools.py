@@ -10,10 +10,8 @@ pool of their own while models are updated. Its two CPU devices share the thread
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import bench_workload as bench
-from pages import written
+from pages import DOCS, renew
 from talking import ANSWER_DIGITS, TURNS
 
 import jaxrlhf
@@ -42,7 +40,6 @@ from jaxrlhf.config import (
 )
 
 SCRIPTS = Path(__file__).parent
-DOCS = SCRIPTS.parent / "docs"
 PAGE = DOCS / "slow_tools.json"
 REPLY_TOKENS, ANSWER_TOKENS = 16, ANSWER_DIGITS + 8
 APART = (Pool("policy", 1, ("actor",)), Pool("generation", 1, ("rollout", "reward")))
@@ -103,8 +100,7 @@ def measured(name: str, steps: int) -> dict[str, Any]:
     devices = "2" if ROWS[name].get("apart") else "1"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
     command = [sys.executable, __file__, "--row", name, "--steps", str(steps)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return bench.printed(command, env=environment)
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
@@ -132,11 +128,10 @@ def main() -> None:
     rows = {name: measured(name, flags.steps) for name in ROWS}
     print(table(rows))
     if flags.write:
-        about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
+        about = bench.about("jax")
         PAGE.write_text(json.dumps({"rows": rows, "about": about}, indent=1) + "\n")
         text = f"{table(rows)}\n\n{about['processor']}, at commit `{about['commit']}`, {about['date']}."
-        document = DOCS / "async.md"
-        document.write_text(written(document.read_text(), {"slow tools": text}))
+        renew(DOCS / "async.md", {"slow tools": text})
 
 
 if __name__ == "__main__":

@@ -11,18 +11,15 @@ two pools that learn from a step at once or in parts, in files and tables of the
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import bench_workload as bench
-from pages import written
+from pages import DOCS, renew
 
 SCRIPTS = Path(__file__).parent
-DOCS = SCRIPTS.parent / "docs"
 
 ROWS: dict[str, list[str]] = {
     "0": [],
@@ -51,8 +48,7 @@ PARTS: dict[str, list[str]] = {
 def measured(flags: list[str], *, workload: str, steps: int) -> dict[str, Any]:
     """Figures of a run of `bench_step.py`, by name."""
     command = [sys.executable, str(SCRIPTS / "bench_step.py"), "--workload", workload, "--steps", str(steps), *flags]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return bench.printed(command)
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -102,15 +98,13 @@ def main() -> None:
     for name, own in rows.items():
         runs[name] = measured([*own, *further], workload=flags.workload, steps=flags.steps)
         print(name, runs[name]["step_s"], flush=True)
-    about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
-    about |= {"flags": " ".join(further)} if further else {}
+    about = bench.about("jax") | ({"flags": " ".join(further)} if further else {})
     about["load"] = f"{load:.0f} to {os.getloadavg()[0]:.0f}"
     (DOCS / page).write_text(json.dumps({"rows": runs, "about": about}, indent=1) + "\n")
     shown = (table_of_pools if flags.parts else table)(runs)
     where = ", ".join([about["processor"], *further])
     text = f"{shown}\n\n{where}, at commit `{about['commit']}`, {about['date']}, load {about['load']}."
-    document = DOCS / "async.md"
-    document.write_text(written(document.read_text(), {place: text}))
+    renew(DOCS / "async.md", {place: text})
 
 
 if __name__ == "__main__":

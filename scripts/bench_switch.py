@@ -13,14 +13,12 @@ the command fails if the compiled switch is slower than `jax.device_put`, there 
 import argparse
 import json
 import os
-import platform
 import runpy
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -212,11 +210,7 @@ def machine(devices: list[jax.Device]) -> dict[str, Any]:
     """Where and with what the figures were measured."""
     return {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "processor": bench.processor(),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
+        **bench.about("jax"),
         "load_average": round(os.getloadavg()[0], 1),  # of the minute before the end; others may have used the machine
         "parameters": MODEL.num_parameters(),
         "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),

@@ -10,7 +10,6 @@ other problems first, and other samples. Takes five minutes on two CPU cores.
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ import learning_task as task
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pages import DOCS
 
 import jaxrlhf
 from jaxrlhf.config import Evaluation, Pretrained
 from jaxrlhf.tracking.plots import read_curves
 
-DOCS = Path(__file__).parents[1] / "docs"
 EVERY_STEPS = 2
 COLUMNS = 5
 BLUE, GREY = "#3b6fb6", "#c8c8c8"
@@ -62,10 +61,7 @@ def about(seeds: int) -> dict[str, Any]:
         "steps": task.STEPS,
         "responses_per_step": 64,
         "seeds": list(range(seeds)),
-        "processor": bench.processor(),
-        "versions": bench.versions("jax", "numpy"),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
+        **bench.about("jax", "numpy"),
     }
 
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pages import written
+from pages import DOCS, renew
 
 from jaxrlhf.config import Config, Layout, Lora, load, override
 from jaxrlhf.models.huggingface.config import write_fields
@@ -34,7 +34,6 @@ from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.trainer.programs import lower_plan
 
-DOCS = Path(__file__).parent.parent / "docs"
 COMPARED = ("actor.gradient", "actor.forward", "generation.prefill", "generation.decode")
 GIB = 2**30
 
@@ -190,14 +189,14 @@ def row_of(name: str, chips: str, program: CompiledProgram) -> dict[str, Any]:
 
 def write(rows: list[dict[str, Any]]) -> None:
     """Put rows in place of those of the same programs, and renew the table of the page."""
-    file, page = DOCS / "compiled.json", DOCS / "accelerators.md"
+    file = DOCS / "compiled.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     by_name = {(row["chips"], row["case"], row["program"]): row for row in [*known, *rows]}
     cases = list(CASES)
     order = sorted(by_name, key=lambda key: (key[0], cases.index(key[1]), COMPARED.index(key[2])))
     known = [by_name[key] for key in order]
     file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    page.write_text(written(page.read_text(encoding="utf-8"), {"compiled": table(known)}), encoding="utf-8")
+    renew(DOCS / "accelerators.md", {"compiled": table(known)})
 
 
 def estimate_again(cases: list[str], chips: list[str]) -> None:

@@ -19,7 +19,7 @@ import bench_staleness
 import bench_step
 import bench_workload as bench
 import numpy as np
-from pages import written
+from pages import DOCS, renew
 
 from jaxrlhf.config import Config
 from jaxrlhf.planner.hardware import Hardware
@@ -28,7 +28,6 @@ from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 from jaxrlhf.planner.search.mapping import search
 
-DOCS = Path(__file__).parents[1] / "docs"
 STEPS, SEEDS = 8, 20
 """Steps that are measured, and simulated runs of as many, whose spread is told."""
 
@@ -170,8 +169,7 @@ def main() -> None:
     rows = compared(flags.models)
     (DOCS / "staleness_predicted.json").write_text(json.dumps(rows, indent=1) + "\n")
     text = table(rows)
-    document = DOCS / "async.md"
-    document.write_text(written(document.read_text(), {"predicted": text}))
+    renew(DOCS / "async.md", {"predicted": text})
     print(text)
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from pages import written
+from pages import DOCS, renew
 from transformers import AutoConfig
 
 from jaxrlhf import models
@@ -36,7 +36,6 @@ from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.sharding.described import lowering_for
 
-DOCS = Path(__file__).parent.parent / "docs"
 CHIPS = {"h100": "h100x1", "b200": "b200x1", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
 """Hardware of which one device is compiled for."""
 
@@ -194,7 +193,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def write(rows: list[dict[str, Any]]) -> None:
     """Put rows in place of those of the same operations, and renew the table of the page."""
-    file, page = DOCS / "kernels.json", DOCS / "accelerators.md"
+    file = DOCS / "kernels.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     by_name = {(row["family"], row["chip"], row["operation"]): row for row in [*known, *rows]}
     orders = list(FAMILIES), list(CHIPS), OPERATIONS
@@ -203,7 +202,7 @@ def write(rows: list[dict[str, Any]]) -> None:
         for key in sorted(by_name, key=lambda key: [order.index(each) for order, each in zip(orders, key, strict=True)])
     ]
     file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    page.write_text(written(page.read_text(encoding="utf-8"), {"kernels": table(known)}), encoding="utf-8")
+    renew(DOCS / "accelerators.md", {"kernels": table(known)})
 
 
 def main() -> None:

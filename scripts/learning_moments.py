@@ -15,6 +15,7 @@ from typing import Any
 import compare_algorithms
 import learning_task as task
 import numpy as np
+from pages import DOCS
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Evaluation, Pretrained
@@ -48,7 +49,7 @@ def main() -> None:
                 accuracy = list(found[dtype][-1]["eval/accuracy"].values())
                 print(dtype, seed, np.round(accuracy, 2), flush=True)
     result = {"about": compare_algorithms.about(seeds), "runs": found}
-    (compare_algorithms.DOCS / "moments.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (DOCS / "moments.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,14 @@
 """Parts of the pages in docs/ that scripts write: each lies between two marks."""
 
 from collections.abc import Mapping
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def renew(page: Path, parts: Mapping[str, str]) -> None:
+    """Renew parts of a page."""
+    page.write_text(written(page.read_text(encoding="utf-8"), parts), encoding="utf-8")
 
 
 def written(page: str, parts: Mapping[str, str]) -> str:

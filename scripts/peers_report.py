@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pages
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pages import written
 
 OURS = "jaxrlhf"
 NAMES = {OURS: "jaxrlhf", "trl": "TRL", "tunix": "Tunix"}
@@ -222,4 +222,4 @@ def renew(docs: Path) -> None:
     }
     for page, tables in parts.items():
         if page.exists():
-            page.write_text(written(page.read_text(), tables))
+            pages.renew(page, tables)

@@ -14,9 +14,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 
-from pages import written
+from pages import DOCS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -29,7 +28,7 @@ from jaxrlhf.planner.schedules.lengths import LognormalLengths
 from jaxrlhf.planner.schedules.predict import predictions
 from jaxrlhf.planner.search.mapping import search
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = DOCS / "recipes.md"
 COMPILED = PAGE.with_suffix(".json")
 EXPORTED = {
     "models/hh_reward_model": "Qwen/Qwen2.5-7B-Instruct",
@@ -234,7 +233,7 @@ def main() -> None:
     found = table(planned, compiled())
     Console(width=240).print(Markdown(found))
     if flags.write:
-        PAGE.write_text(written(PAGE.read_text(), {"recipes": found}))
+        renew(PAGE, {"recipes": found})
         for name, path in shipped().items():
             if of := [one for one in planned if one.recipe.name == name]:
                 path.write_text(described(path.read_text(), of))

@@ -9,12 +9,10 @@ learning curves `docs/<job>.png`, and prints README's table.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,21 +48,10 @@ def measure(job: str) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, str]:
-    """Where and with what the figures were measured."""
-    return {
-        "processor": bench.processor(),
-        "python": platform.python_version(),
-        "jax": version("jax"),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
-    }
-
-
 def main() -> None:
     """Measure, write and print."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    results: dict[str, Any] = {"machine": machine(), "jobs": {job: measure(job) for job in JOBS}}
+    results: dict[str, Any] = {"machine": bench.about("jax"), "jobs": {job: measure(job) for job in JOBS}}
     (ROOT / "docs" / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print("| | " + " | ".join(JOBS) + " |\n|---|" + "---|" * len(JOBS))
     for name in results["jobs"][JOBS[0]]:

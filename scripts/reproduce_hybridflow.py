@@ -14,10 +14,9 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from pages import written
+from pages import DOCS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -31,7 +30,6 @@ from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import SHAPES
 from jaxrlhf.planner.workload import Role, Software, Workload
 
-DOCS = Path(__file__).parents[1] / "docs"
 MODELS: dict[str, ModelConfig] = {
     "7B": SHAPES["meta-llama/Llama-2-7b-hf"],
     "13B": SHAPES["meta-llama/Llama-2-13b-hf"],
@@ -255,8 +253,7 @@ def main() -> None:
     Console().print(Markdown("\n\n".join(found.values())))
     if flags.write:
         (DOCS / "hybridflow.json").write_text(json.dumps(result, indent=2) + "\n")
-        page = DOCS / "planning.md"
-        page.write_text(written(page.read_text(), found))
+        renew(DOCS / "planning.md", found)
 
 
 if __name__ == "__main__":

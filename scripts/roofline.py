@@ -24,11 +24,10 @@ from typing import Any
 import bench_workload as bench
 import numpy as np
 from bench_workload import END_PROBABILITY, SHORTEST_PROMPT, Preset, Workload
-from pages import written
+from pages import DOCS, renew
 
 BYTES = 4  # of a float32
 ADAMW_NUMBERS = 7  # of a weight: it, its gradient and two moments are read, all but the gradient are written
-DOCS = Path(__file__).parents[1] / "docs"
 PHASES = ("generate_s", "prepare_s", "update_s", "step_s")
 
 
@@ -190,15 +189,11 @@ def main() -> None:
     found = compare(machine, json.loads(peers.read_text()) if peers.exists() else {})
     content = {
         "machine": {"flops_per_s": round(machine.flops_per_s), "bytes_per_s": round(machine.bytes_per_s)},
-        "processor": bench.processor(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": bench.commit(),
-        "versions": bench.versions("jax"),
+        **bench.about("jax"),
         "workloads": found,
     }
     (docs / "roofline.json").write_text(json.dumps(content, indent=2) + "\n")
-    page = docs / "benchmarks.md"
-    page.write_text(written(page.read_text(), {"roofline": table(machine, found)}))
+    renew(docs / "benchmarks.md", {"roofline": table(machine, found)})
     print(table(machine, found))
 
 

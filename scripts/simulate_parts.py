@@ -11,16 +11,14 @@ Learning takes as long as its share of the tokens, on another pool, part after p
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import bench_workload as bench
 import numpy as np
 from compare_schedules import GeometricLengths
-from pages import written
+from pages import DOCS, renew
 
 from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 
-DOCS = Path(__file__).parents[1] / "docs"
 STEPS, SEED = 2000, 0
 PARTS = (1, 2, 4, 8)
 LEARNING = (0.5, 1.0, 2.0)
@@ -72,8 +70,7 @@ def main() -> None:
     print(table)
     if flags.write:
         (DOCS / "staleness_parts_predicted.json").write_text(json.dumps(found, indent=1) + "\n")
-        document = DOCS / "async.md"
-        document.write_text(written(document.read_text(), {"parts predicted": table}))
+        renew(DOCS / "async.md", {"parts predicted": table})
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ learn in the same seconds. No accelerator is needed. `--write` renews the table 
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from pages import written
+from pages import DOCS, renew
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -29,7 +28,6 @@ from jaxrlhf.planner.schedules.predict import times_of
 from jaxrlhf.planner.schedules.simulation import Schedule, simulate
 from jaxrlhf.planner.search.mapping import search
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 H20 = replace(
     KNOWN_HARDWARE["h100"],
     name="h20",
@@ -123,7 +121,7 @@ def main() -> None:
         lines += rows_of(devices, console)
     Console().print(Markdown("\n".join(lines)))
     if flags.write:
-        PAGE.write_text(written(PAGE.read_text(), {"staleness": "\n".join(lines)}))
+        renew(DOCS / "planning.md", {"staleness": "\n".join(lines)})
 
 
 if __name__ == "__main__":

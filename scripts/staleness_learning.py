@@ -10,7 +10,6 @@ learnt from does not depend on how long they take.
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from typing import Any
 import bench_workload as bench
 from agents_learning import imitating
 from matplotlib.figure import Figure
-from pages import written
+from pages import DOCS, renew
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, load
 from jaxrlhf.tracking.plots import read_curves
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "staleness_learning.json"
 HELD_OUT, EVERY_STEPS, STEPS = 256, 4, 20
 BLUE, ORANGE, GREEN, GREY = "#3b6fb6", "#e07b39", "#4a9e5c", "#8c8c8c"
@@ -124,12 +122,10 @@ def main() -> None:
             for name in flags.only:
                 found = learn(schedules()[name], flags.folder or Path(place), name, seed)
                 measured["runs"].setdefault(name, {})[str(seed)] = found
-                about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
-                PAGE.write_text(json.dumps(measured | {"about": about}, indent=1) + "\n")
+                PAGE.write_text(json.dumps(measured | {"about": bench.about("jax")}, indent=1) + "\n")
     runs = json.loads(PAGE.read_text())["runs"]
     in_order = {name: runs[name] for name in schedules() if name in runs}
-    page = DOCS / "async.md"
-    page.write_text(written(page.read_text(), {"learning": table(in_order)}))
+    renew(DOCS / "async.md", {"learning": table(in_order)})
     draw(in_order).savefig(DOCS / "staleness_learning.png", dpi=110)
 
 

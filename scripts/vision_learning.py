@@ -19,10 +19,10 @@ from typing import Any
 
 import bench_workload as bench
 from matplotlib.figure import Figure
+from pages import DOCS
 
 from jaxrlhf.tracking.plots import read_curves
 
-DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "vision_learning.json"
 RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled"])}
 """Colour of the lines, and what is changed."""
@@ -62,8 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     flags = parser.parse_args()
-    about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
-    measured: dict[str, Any] = {"about": about | {"versions": bench.versions("jax")}, "runs": {}}
+    measured: dict[str, Any] = {"about": bench.about("jax"), "runs": {}}
     for seed in flags.seeds:
         for name, (_, changes) in RUNS.items():
             measured["runs"].setdefault(name, {})[str(seed)] = learn(changes, seed)
