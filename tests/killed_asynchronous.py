@@ -77,7 +77,8 @@ def cases() -> dict[str, Case]:
         "1 put off": Case(replace(grpo, rollout=over(grpo.rollout, 1)), updates),
         "2 put off, two pools": Case(replace(ppo, pools=with_critic, rollout=over(ppo.rollout, 2)), FIVE),
         "4 on one pool": Case(
-            replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4)), (Death("write", 4), Death("update", 5))
+            replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4)),
+            (Death("write", 4), Death("update", 5)),
         ),
         "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), updates),
     }

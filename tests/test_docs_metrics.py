@@ -49,4 +49,3 @@ def unexplained(workdir: Path, *, files: int) -> list[str]:
     assert {"eval/accuracy", "kl/ref", "policy/entropy", "time/eval_s"} <= written
     assert len(found) == files
     return [name for name in sorted(written) if not PATTERN.fullmatch(name)]
-

@@ -27,7 +27,7 @@ SLOW = ("2 put off, two pools", "4 on one pool", PARTS)
 
 
 def cases(names):
-    """Each of the slow tier, which has whole batches and others, one pool and two, a critic once, or before a release."""
+    """Each of the slow tier, which has whole batches and others, one pool and two, or before a release."""
     return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.seeds) for name in names]
 
 

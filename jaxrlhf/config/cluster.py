@@ -39,13 +39,9 @@ class RayCluster(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.address is not None:
-            self._check_address()
-
-    def _check_address(self) -> None:
         host, _, port = str(self.address).rpartition(":")
         require(
-            self.address == "auto" or (bool(host) and "/" not in host and port.isdigit()),
+            self.address in (None, "auto") or (bool(host) and "/" not in host and port.isdigit()),
             f"RayCluster.address must be 'auto' or host:port, such as 10.0.0.1:6379, got {self.address!r}; "
             "Ray Client (ray://) is not supported, start the run on a machine of the cluster",
         )

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrlhf.config.named_functions import check_reference
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, Positive, Settings
 
@@ -75,7 +76,7 @@ class Tools(Turns):
         super().__post_init__()
         require(len(self.functions) > 0, "Tools.functions is empty; name at least one function")
         for function in self.functions:
-            _check_reference(function, "Tools.functions")
+            check_reference(function, "Tools.functions")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Environment(Turns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_reference(self.factory, "Environment.factory")
+        check_reference(self.factory, "Environment.factory")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Agent(Episodes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_reference(self.program, "Agent.program")
+        check_reference(self.program, "Agent.program")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,3 @@ def choice(environment: AnyEnvironment, record: object) -> int:
         "name one of them in every record",
     )
     return names.index(given)
-
-
-def _check_reference(reference: str, what: str) -> None:
-    require(":" in reference, f"{what} must be 'module:name' or 'file.py:name', got {reference!r}")

@@ -130,11 +130,7 @@ class GSPOLoss(RatioLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.aggregation == "seq-mean-token-mean",
-            "GSPOLoss has one ratio per response, so each response must count once and not by its tokens: "
-            f"aggregation must be 'seq-mean-token-mean', got {self.aggregation!r}",
-        )
+        _check_one_ratio(self)
 
 
 @dataclass(frozen=True)
@@ -195,11 +191,7 @@ class GMPOLoss(RatioLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.aggregation == "seq-mean-token-mean",
-            "GMPOLoss has one ratio per response, so each response must count once and not by its tokens: "
-            f"aggregation must be 'seq-mean-token-mean', got {self.aggregation!r}",
-        )
+        _check_one_ratio(self)
 
 
 @dataclass(frozen=True)
@@ -245,8 +237,7 @@ class ClipCovLoss(PolicyLoss):
 
     Attributes:
       share: Share of a step's tokens that are left out, drawn from those whose covariance lies in the range.
-      covariance_low: Lower end of that range.
-      covariance_high: Upper end of that range.
+      covariance_low, covariance_high: Ends of that range.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:clip_cov_loss"
@@ -336,3 +327,11 @@ class Rejection(Settings):
             self.low is None or self.low <= 0,
             f"Rejection.low must be None or at most 0, the estimate where both agree, got {self.low}",
         )
+
+
+def _check_one_ratio(loss: GSPOLoss | GMPOLoss) -> None:
+    require(
+        loss.aggregation == "seq-mean-token-mean",
+        f"{type(loss).__name__} has one ratio per response, so each response must count once and not by its tokens: "
+        f"aggregation must be 'seq-mean-token-mean', got {loss.aggregation!r}",
+    )

@@ -1,6 +1,5 @@
 """Data sets side by side: mixtures to train on, sets to evaluate on, and which of their records are used."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +7,7 @@ from typing import Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ModelReward, RewardPart
-from jaxrlhf.config.settings import NotNegative, Positive, Settings
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import DataSet
 from jaxrlhf.config.training import Sampling
 
@@ -69,14 +68,13 @@ class Source(Settings):
 
     name: str
     data: DataSet
-    weight: Positive[float] = 1.0
+    weight: Finite[Positive[float]] = 1.0
     rewards: tuple[RewardPart, ...] | None = None
     system_prompt: str | None = None
     environment: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(math.isfinite(self.weight), f"Source.weight must be finite, got {self.weight}")
         _check_rewards(self.rewards, "Source")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config.refusal import Refusal
+from jaxrlhf.config.refusal import Refusal, require
 
 
 def function_of(settings: object, attribute: str) -> Callable[..., Any]:
@@ -41,6 +41,11 @@ def imported(given: object, what: str) -> Any:
     if not callable(function):
         raise Refusal(f"{where}: {module} has no function {name!r}")
     return function
+
+
+def check_reference(reference: str, what: str) -> None:
+    """Refuse what names no function or class as `module:name` or `path/to/file.py:name`."""
+    require(":" in reference, f"{what} must be 'module:name' or 'file.py:name', got {reference!r}")
 
 
 def find_neighbours(file: Path) -> None:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxrlhf.config.named_functions import check_reference
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.training import Layout
@@ -106,10 +107,7 @@ class FunctionReward:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require(
-            ":" in self.function,
-            f"FunctionReward.function must be 'module:function' or 'file.py:function', got {self.function!r}",
-        )
+        check_reference(self.function, "FunctionReward.function")
 
 
 @dataclass(frozen=True)
@@ -220,8 +218,8 @@ class JudgeReward(Settings):
     model: str
     template: str = JUDGE_TEMPLATE
     pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
-    lowest: float = 1.0
-    highest: float = 10.0
+    lowest: Finite[float] = 1.0
+    highest: Finite[float] = 10.0
     temperature: float | None = 0.0
     max_tokens: Positive[int] = 512
     api_key_env: str | None = None
@@ -234,7 +232,7 @@ class JudgeReward(Settings):
         super().__post_init__()
         _check_url(self, self.url)
         require(
-            math.isfinite(self.lowest) and math.isfinite(self.highest) and self.lowest < self.highest,
+            self.lowest < self.highest,
             f"JudgeReward.lowest={self.lowest} must be below highest={self.highest}",
         )
         try:
@@ -247,8 +245,7 @@ class JudgeReward(Settings):
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise Refusal(
                 "JudgeReward.template takes {prompt}, {response}, {answer} and {record[FIELD]}; other braces are "
-                "doubled. Formatting "
-                f"it fails with {type(error).__name__}: {error}"
+                f"doubled. Formatting it fails with {type(error).__name__}: {error}"
             ) from error
         require("\0" in shown, "JudgeReward.template does not show the response; put {response} where it goes")
 

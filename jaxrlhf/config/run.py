@@ -99,6 +99,8 @@ class Config(Settings):
             "where the run goes is workdir",
         )
         require(self.workdir != "", "Config.workdir is empty; name a folder, or None for runs/<name>")
+        wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
+        require(not wrong, f"profile_steps names {wrong}, and the run has steps 1 to {self.steps}; name some of those")
         self._check_placement()
         self._check_lora()
         self._check_sampler()
@@ -112,7 +114,6 @@ class Config(Settings):
         self._check_environment()
         self._check_weights()
         self.checkpoint.check(self.evaluation.every_steps)
-        self._check_profile()
         self.algorithm.check(self)
 
     def _check_placement(self) -> None:
@@ -198,10 +199,14 @@ class Config(Settings):
         return (first, self)
 
     @property
+    def sources(self) -> tuple[Source, ...]:
+        """The data sets of a mixture; none of another data set."""
+        return self.data.sources if isinstance(self.data, Mixture) else ()
+
+    @property
     def source_rewards(self) -> dict[str, tuple[RewardPart, ...]]:
         """The parts that score responses to each source, or set of an evaluation, that has some of its own."""
-        sources = self.data.sources if isinstance(self.data, Mixture) else ()
-        own: list[Source | EvaluationSet] = [*sources, *self.evaluation.sets]
+        own: list[Source | EvaluationSet] = [*self.sources, *self.evaluation.sets]
         return {one.name: one.rewards for one in own if one.rewards is not None}
 
     @property
@@ -304,13 +309,12 @@ class Config(Settings):
 
     def _check_sources(self) -> None:
         """Refuse names that mean two data sets, and sources of environments that are not there."""
-        sources = self.data.sources if isinstance(self.data, Mixture) else ()
-        names = [*(one.name for one in sources), *(one.name for one in self.evaluation.sets)]
+        names = [*(one.name for one in self.sources), *(one.name for one in self.evaluation.sets)]
         if names:
             check_names(names, "Mixture.sources and Evaluation.sets")
         for parts in self.source_rewards.values():
             self.rewards.check_limits(parts)
-        for source in sources:
+        for source in self.sources:
             there = [one.name for one in choices(self.environment)] if self.environment is not None else []
             require(
                 source.environment is None
@@ -379,8 +383,7 @@ class Config(Settings):
         )
 
     def _check_weights(self) -> None:
-        sources = self.data.sources if isinstance(self.data, Mixture) else ()
-        own = {f"data.sources.{number}.rewards": one.rewards or () for number, one in enumerate(sources)}
+        own = {f"data.sources.{number}.rewards": one.rewards or () for number, one in enumerate(self.sources)}
         for name, parts in {"rewards.parts": self.rewards.parts, **own}.items():
             for index, part in enumerate(parts):
                 require(math.isfinite(part.weight), f"{name}.{index}.weight must be finite, got {part.weight}")
@@ -394,7 +397,3 @@ class Config(Settings):
         """True if scores of episodes have a part that an environment pays; tools alone pay nothing."""
         environment = self.environment
         return environment is not None and not all(isinstance(one, Tools) for one in choices(environment))
-
-    def _check_profile(self) -> None:
-        wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
-        require(not wrong, f"profile_steps names {wrong}, and the run has steps 1 to {self.steps}; name some of those")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from jaxrlhf.config.named_functions import check_reference
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, literals, within
 
@@ -105,8 +106,7 @@ class Arithmetic(Settings):
 
     Attributes:
       difficulty: 1 to 5: more steps and larger numbers.
-      train_problems: Size of the training split.
-      eval_problems: Size of the held-out split; no problem text is in both.
+      train_problems, eval_problems: Records of each split; no problem text is in both.
       unfinished_share: Share of the training solutions that stop one step early, with a wrong answer: supervised
         training imitates them, rewards do not.
     """
@@ -123,8 +123,7 @@ class Shapes(Settings):
     """Drawn pictures, with the digit of one colour or the two of a row to read.
 
     Attributes:
-      train_problems: Size of the training split.
-      eval_problems: Size of the held-out split.
+      train_problems, eval_problems: Records of each split.
       hasty_share: Share of the training solutions that read the digit of another colour, always the same one, or from
         right to left, and say so by their first word: supervised training imitates them, rewards do not.
       shuffled: Each question has the picture of another one, so that only what text tells can be learned.
@@ -242,11 +241,8 @@ class Generated(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            ":" in self.function,
-            f"Generated.function must be 'module:function' or 'file.py:function', got {self.function!r}",
-        )
-        assert self.keywords is not None  # refuses what is no literal
+        check_reference(self.function, "Generated.function")
+        _ = self.keywords  # refuses what is no literal
 
     @property
     def keywords(self) -> dict[str, Any]:

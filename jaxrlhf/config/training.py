@@ -235,14 +235,10 @@ class Training(Settings):
     tokens_per_microbatch: Positive[int] = 16_384
     remat: Remat = "auto"
     lora: Lora | None = None
-    router_loss: float | None = None
+    router_loss: Finite[NotNegative[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.router_loss is None or 0 <= self.router_loss < math.inf,
-            f"Training.router_loss must be 0 or more, or None, got {self.router_loss}",
-        )
         require(
             self.lora is None or self.optimizer.average_decay is None,
             f"Optimizer.average_decay={self.optimizer.average_decay} averages whole weights, and lora trains adapters "
@@ -285,7 +281,7 @@ class Sampling(Settings):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: NotNegative[int] = 0
     min_p: float = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
@@ -299,7 +295,6 @@ class Sampling(Settings):
             f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
         )
         require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
-        require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
         require(0 <= self.min_p < 1, f"Sampling.min_p must be in [0, 1), got {self.min_p}")
         require(
             not (self.ignore_eos and self.stop_tokens),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints, Item
-from jaxrlhf.config import Config, Mixture, Refusal, function_of
+from jaxrlhf.config import Config, Refusal, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, mean_scores
 from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
@@ -164,7 +164,7 @@ class Loop:
     def _observe(self, collected: Any) -> Metrics:
         """Tell the loader of the scores, and report the mean of each source of a mixture."""
         online = self.config.selection.online
-        if not (isinstance(collected, ScoredRollout) and (online or isinstance(self.config.data, Mixture))):
+        if not (isinstance(collected, ScoredRollout) and (online or self.config.sources)):
             return {}
         score_P = mean_scores(collected)
         if online:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Mixture, PolicyGradient, Refusal, to_json
+from jaxrlhf.config import Config, PolicyGradient, Refusal, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.loader import Band, Part
@@ -57,8 +57,7 @@ class RunData:
 
     def loader(self, config: Config) -> Loader:
         """The training problems in the order of a phase."""
-        data, selection = config.data, config.selection
-        weights = [source.weight for source in data.sources] if isinstance(data, Mixture) else [1.0]
+        selection, weights = config.selection, [source.weight for source in config.sources] or [1.0]
         names = [name for name, _ in self.train.problems.sources]
         columns = zip(self.selected, weights, names, strict=True)
         return Loader(

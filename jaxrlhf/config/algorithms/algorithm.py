@@ -213,6 +213,17 @@ def _check_sampling(config: Config) -> None:
     )
 
 
+def check_whole_responses(algorithm: PolicyGradient) -> None:
+    """Raise `Refusal` if settings do not fit a loss on whole responses, kept near the reference by a `beta` in it."""
+    name, aggregation = type(algorithm).__name__, algorithm.policy.aggregation
+    require(
+        aggregation == "seq-mean-token-sum",
+        f"{name} has the log-probability of whole responses in its loss: policy.aggregation must be "
+        f"'seq-mean-token-sum', got {aggregation!r}",
+    )
+    require(algorithm.kl is None, f"{name} is kept near the reference by beta, and kl={algorithm.kl} would do so twice")
+
+
 def check_schedule(config: Config) -> None:
     """Raise `Refusal` if responses cannot wait for the policy, or groups not be put off, as the rollout says."""
     rollout, algorithm = config.rollout, type(config.algorithm).__name__

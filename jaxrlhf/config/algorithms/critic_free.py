@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient, check_whole_responses
 from jaxrlhf.config.environments import AnyEnvironment, Environment, choices
 from jaxrlhf.config.losses import CISPOLoss, GMPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
 from jaxrlhf.config.refusal import Refusal, require
@@ -187,7 +187,7 @@ class GDPO(GroupCompared):
             f"GDPO normalises several rewards by themselves, and rewards has {weighed} of a weight that is not 0; add "
             "one, or choose GRPO",
         )
-        own = [source.name for source in getattr(config.data, "sources", ()) if source.rewards is not None]
+        own = [source.name for source in config.sources if source.rewards is not None]
         require(
             not own,
             f"GDPO normalises each of the run's rewards, and sources {', '.join(own)} have others in their place; give "
@@ -230,12 +230,7 @@ class OnlineDPO(GroupCompared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.policy.aggregation == "seq-mean-token-sum",
-            "OnlineDPO has the log-probability of whole responses in its loss: policy.aggregation must be "
-            f"'seq-mean-token-sum', got {self.policy.aggregation!r}",
-        )
-        require(self.kl is None, f"OnlineDPO is kept near the reference by beta, and kl={self.kl} would do so twice")
+        check_whole_responses(self)
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), reference(), REWARD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient, check_whole_responses
 from jaxrlhf.config.losses import PolicyLoss
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
@@ -44,12 +44,7 @@ class NashMD(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.policy.aggregation == "seq-mean-token-sum",
-            "NashMD has the log-probability of whole responses in its loss: policy.aggregation must be "
-            f"'seq-mean-token-sum', got {self.policy.aggregation!r}",
-        )
-        require(self.kl is None, f"NashMD is kept near the reference by beta, and kl={self.kl} would do so twice")
+        check_whole_responses(self)
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), reference(), REWARD)

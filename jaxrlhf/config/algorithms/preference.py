@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
@@ -28,6 +29,7 @@ class Preference(Algorithm):
       pairs_per_update: Pairs in one optimizer update.
     """
 
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
     places_after: ClassVar[int | None] = 0
     reads: ClassVar[str | None] = None
@@ -42,15 +44,8 @@ class Preference(Algorithm):
 
     def check(self, config: Config) -> None:
         name = type(self).__name__
-        require(
-            isinstance(config.data, PairFields | ArithmeticPairs),
-            f"{name} learns from preference pairs, and data is {type(config.data).__name__}; "
-            "give PairFile, HubPairs or ArithmeticPairs",
-        )
-        require(
-            config.rewards == Rewards(),
-            f"{name} scores nothing by rewards, and rewards are given; drop them",
-        )
+        kinds = PairFields | ArithmeticPairs
+        check_labelled(self, config, kinds, "preference pairs", give="PairFile, HubPairs or ArithmeticPairs")
         fields = ("margin_key", "safe_keys")
         unread = [key for key in fields if key != self.reads and getattr(config.data, key, None) is not None]
         require(not unread, f"{name} does not read data.{' and data.'.join(unread)}; leave that out")
@@ -64,8 +59,6 @@ class DPO(Preference):
       beta: Strength of the pull to the reference.
       label_smoothing: Share of pairs assumed to be labelled the wrong way round.
     """
-
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
 
     beta: Positive[float] = 0.1
     label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
@@ -93,8 +86,6 @@ class IPO(Preference):
       beta: 1 / (2 beta) is the target for the difference of log-ratios.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
-
     beta: Positive[float] = 0.1
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
@@ -114,7 +105,6 @@ class KTO(Preference):
       undesirable_weight: Weight of the others.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
     further_passes: ClassVar[tuple[str, ...]] = ("actor", "reference")
 
     beta: Positive[float] = 0.1
@@ -150,8 +140,6 @@ class SimPO(ReferenceFree):
       margin: gamma, by how much the preferred answer's reward should be higher at least.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
-
     beta: Positive[float] = 2.0
     margin: NotNegative[float] = 1.0
 
@@ -166,8 +154,6 @@ class CPO(ReferenceFree):
       nll_coefficient: Weight of the preferred answers' negative log-likelihood per token.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
-
     beta: Positive[float] = 0.1
     label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
     nll_coefficient: NotNegative[float] = 1.0
@@ -180,8 +166,6 @@ class ORPO(ReferenceFree):
     Attributes:
       odds_coefficient: lambda, weight of the preference beside the likelihood.
     """
-
-    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
 
     odds_coefficient: Positive[float] = 0.1
 
@@ -211,6 +195,16 @@ class RewardModel(Preference):
     def check(self, config: Config) -> None:
         super().check(config)
         check_critic_alone(self, config)
+
+
+def check_labelled(algorithm: Algorithm, config: Config, kinds: UnionType, what: str, *, give: str) -> None:
+    """Refuse data of other kinds than the labelled answers that an algorithm learns from, and rewards."""
+    name = type(algorithm).__name__
+    require(
+        isinstance(config.data, kinds),
+        f"{name} learns from {what}, and data is {type(config.data).__name__}; give {give}",
+    )
+    require(config.rewards == Rewards(), f"{name} scores nothing by rewards, and rewards are given; drop them")
 
 
 def check_critic_alone(algorithm: Algorithm, config: Config) -> None:

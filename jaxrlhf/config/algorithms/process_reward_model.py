@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.algorithms.preference import check_critic_alone
-from jaxrlhf.config.refusal import require
-from jaxrlhf.config.rewards import Rewards
+from jaxrlhf.config.algorithms.preference import check_critic_alone, check_labelled
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Positive
 from jaxrlhf.config.sources import HubSteps, StepFile
@@ -48,13 +46,5 @@ class ProcessRewardModel(Algorithm):
         return 1
 
     def check(self, config: Config) -> None:
-        require(
-            isinstance(config.data, StepFile | HubSteps),
-            f"ProcessRewardModel learns from labelled steps, and data is {type(config.data).__name__}; give "
-            "StepFile or HubSteps",
-        )
-        require(
-            config.rewards == Rewards(),
-            "ProcessRewardModel scores nothing by rewards, and rewards are given; drop them",
-        )
+        check_labelled(self, config, StepFile | HubSteps, "labelled steps", give="StepFile or HubSteps")
         check_critic_alone(self, config)

@@ -129,7 +129,7 @@ class SafeRLHF(PPO):
             f"rewards.parts.{index} is the cost of algorithm.constraint, whose multiplier weighs it, and has "
             f"weight={parts[index].weight}, so it would count twice; set that to 0",
         )
-        own = [source.name for source in getattr(config.data, "sources", ()) if source.rewards is not None]
+        own = [source.name for source in config.sources if source.rewards is not None]
         require(
             not own or isinstance(parts[index], ModelReward),
             f"rewards.parts.{index} is the cost of algorithm.constraint, and sources {', '.join(own)} have rewards of "
