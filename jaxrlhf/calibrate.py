@@ -78,7 +78,7 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
 
     from jaxrlhf.planner.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from jaxrlhf.planner.hardware import save_hardware
-    from jaxrlhf.tracking import SettingsTable, default_console
+    from jaxrlhf.tracking import SettingsTable, default_console, say
     from jaxrlhf.tracking.console import is_live
 
     console = default_console()
@@ -93,11 +93,9 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     if jax.process_index() > 0:
         return  # every process has measured; the first one tells
     save_hardware(measured, flags.out)
-    console.print(f"{measured.source}\n", markup=False, highlight=False, soft_wrap=True)
+    say(f"{measured.source}\n")
     console.print(SettingsTable(measured_rows(measured, datasheet(devices))))
-    console.print(f"\nwrote {flags.out}; plan with it:", highlight=False, soft_wrap=True)
-    use = f"  python -m jaxrlhf.plan --config NAME --hardware {flags.out}"
-    console.print(use, markup=False, highlight=False, soft_wrap=True)
+    say(f"\nwrote {flags.out}; plan with it:\n  python -m jaxrlhf.plan --config NAME --hardware {flags.out}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf.planner.schedules.predict import predictions
     from jaxrlhf.planner.schedules.report import recommendation, recommended, schedules_table, schedules_to_json
     from jaxrlhf.planner.search.mapping import binding_slots, search
-    from jaxrlhf.tracking import default_console
+    from jaxrlhf.tracking import default_console, say
 
     config = planner.freed(written) if flags.afresh else written
     hardware = planner.hardware_of(config, flags.hardware)
@@ -142,14 +142,12 @@ def _plan(written: Config, flags: Namespace) -> None:
     if scheduled:
         console.print()
         console.print(schedules_table(scheduled))
-        console.print(recommendation(scheduled), markup=False, highlight=False, soft_wrap=True)
+        say(recommendation(scheduled))
         if (chosen := recommended(scheduled)) is not None:
             best, code = chosen.plan, planner.snippet(config, chosen.plan, written=written)
             named = f"staleness={ahead}" if parts == 1 else f"stream_parts={parts}"
-            console.print(f"set rollout.{named}", end="", highlight=False)
-            console.print(f" and rollout.over_provision={more:g}" if more > 1 else "", highlight=False)
-    advice = _advice(code)
-    console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)
+            say(f"set rollout.{named}" + (f" and rollout.over_provision={more:g}" if more > 1 else ""))
+    say(f"\n{_advice(code)}")
 
 
 def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":

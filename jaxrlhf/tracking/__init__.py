@@ -1,6 +1,6 @@
 """Metrics, samples, progress, timing and pictures of a run."""
 
-from jaxrlhf.tracking.console import BytesBar, RunConsole, SettingsTable, default_console
+from jaxrlhf.tracking.console import BytesBar, RunConsole, SettingsTable, default_console, say
 from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter
 from jaxrlhf.tracking.plots import save_learning_curve

@@ -202,6 +202,11 @@ def default_console() -> Console:
     return console if console.file.isatty() else _Output(width=PLAIN_WIDTH, force_interactive=False)
 
 
+def say(text: str) -> None:
+    """Print a text as it is, with no markup in it and in lines of any length."""
+    default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def is_live(console: Console) -> bool:
     """True if the console can redraw what it has printed."""
     return console.is_terminal and console.is_interactive and not console.is_jupyter

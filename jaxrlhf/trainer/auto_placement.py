@@ -11,7 +11,7 @@ from jaxrlhf.planner.plan import PLAN, PlacementPlan, read_plan, save_plan
 from jaxrlhf.planner.problem import placed_roles, question_of
 from jaxrlhf.planner.report import report, timeline_title
 from jaxrlhf.planner.search.mapping import binding_slots, search
-from jaxrlhf.tracking import default_console
+from jaxrlhf.tracking import default_console, say
 
 _SHOWN, _PICTURE = 3, "plan.png"
 
@@ -66,7 +66,7 @@ def placed_for_evaluation(config: Config, workdir: Path) -> Config:
     """The configuration with the placement of a run's plan, where that fits the devices here; else with one pool."""
     plan = saved_plan(config, workdir, hardware_of(config))
     if plan is None:
-        _say(f"no plan in {workdir} serves here: one pool answers, with a copy of the policy on each device")
+        say(f"no plan in {workdir} serves here: one pool answers, with a copy of the policy on each device")
         return config
     return planned_config(config, plan)
 
@@ -78,11 +78,7 @@ def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> PlacementPl
         return None
     reason = saved.why_not(devices=hardware.devices, roles=placed_roles(config))
     if reason is not None:
-        _say(f"placement: the plan of {workdir / PLAN} is not used again: {reason}")
+        say(f"placement: the plan of {workdir / PLAN} is not used again: {reason}")
         return None
-    _say(f"placement: the plan of {workdir / PLAN} is used again")
+    say(f"placement: the plan of {workdir / PLAN} is used again")
     return saved.plan
-
-
-def _say(text: str) -> None:
-    default_console().print(text, markup=False, highlight=False, soft_wrap=True)

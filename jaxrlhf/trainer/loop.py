@@ -120,7 +120,8 @@ class Loop:
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         with self._profiled(number, log):
             start, busy_s = time.perf_counter(), self.roles.timeline.busy_s()
-            collected, result = self._checked(*self.schedule.step(number - 1, state, doing=self._doing))
+            collected, returned = self.schedule.step(number - 1, state, doing=self._doing)
+            result = self._checked(returned)
             self._task = "writing responses"
             self._keep_responses(number, collected, result, log)  # models may be trained meanwhile
             by_source = self._observe(collected)
@@ -146,14 +147,14 @@ class Loop:
     def _doing(self, task: str) -> None:
         self._task = task
 
-    def _checked(self, collected: Any, result: object) -> tuple[Any, StepResult]:
+    def _checked(self, result: object) -> StepResult:
         """Refuse what an algorithm's `learn` returned unless it is a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"learn of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
                 "return a StepResult of jaxrlhf.dataflows.step, as that of jaxrlhf.dataflows.grpo does"
             )
-        return collected, result
+        return result
 
     def _keep_responses(self, number: int, collected: Any, result: StepResult, log: PhaseLog) -> None:
         if isinstance(collected, ScoredRollout):

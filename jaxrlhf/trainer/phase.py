@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -127,14 +127,9 @@ def load_sets(config: Config, tokenizer: Any) -> list[HeldOutSet]:
     return sets
 
 
-def load_training(config: Config, tokenizer: Any) -> Loaded:
-    """Read and tokenise the prompts of the training split alone; errors as of `load_data`."""
-    return load_problems(config.data, tokenizer, split="train", **_limits(config, tokenizer))
-
-
-def load_evaluation(config: Config, tokenizer: Any) -> Loaded:
-    """Read and tokenise the held-out split alone; errors as of `load_data`."""
-    return load_problems(config.data, tokenizer, split="evaluation", **_limits(config, tokenizer))
+def load_split(config: Config, tokenizer: Any, split: Literal["train", "evaluation"]) -> Loaded:
+    """Read and tokenise one split alone; errors as of `load_data`."""
+    return load_problems(config.data, tokenizer, split=split, **_limits(config, tokenizer))
 
 
 def _reader(config: Config, tokenizer: Any) -> ImageReader | None:

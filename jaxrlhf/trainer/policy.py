@@ -24,11 +24,11 @@ from jaxrlhf.models.parameters import param_shapes, path_name
 from jaxrlhf.optimizers.average import place_of
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
-from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
+from jaxrlhf.tracking import RunConsole, SettingsTable, say, show_samples
 from jaxrlhf.trainer.auto_placement import placed_for_evaluation
 from jaxrlhf.trainer.evaluation import evaluate, evaluations
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
-from jaxrlhf.trainer.phase import first_of_sources, load_evaluation, load_sets
+from jaxrlhf.trainer.phase import first_of_sources, load_sets, load_split
 from jaxrlhf.trainer.publishing.card import Exported, write_card
 from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
@@ -103,7 +103,7 @@ def export_policy(
         save_each(arrays, config, head, directory, dtype=dtype, progress=progress, source=model)
     write_card(run, directory, Exported(step, scores=not trained, average=average, name=name))
     if note := misread(directory):
-        default_console().print(note, markup=False, highlight=False, soft_wrap=True)
+        say(note)
     return step
 
 
@@ -221,7 +221,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         )
     chosen = choose_policy(config, policy, step)
     config, tokenizer = chosen.config, chosen.tokenizer
-    held_out, sets = first_of_sources(load_evaluation(config, tokenizer), config), load_sets(config, tokenizer)
+    held_out, sets = first_of_sources(load_split(config, tokenizer, "evaluation"), config), load_sets(config, tokenizer)
     if not (held_out or sets):
         raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
     with RunConsole(steps=0) as console, chosen.roles(console) as roles:

@@ -178,31 +178,26 @@ def described(config: Config, folder: Path) -> Config:
     return dataclasses.replace(described_in(config), tokenizer=None)
 
 
-def _problems(config: Config) -> list[Problem]:
+def _problems(config: Config) -> Sequence[Problem]:
     """A step's records, with texts as long as they may be."""
-    rollout, count = config.rollout, config.algorithm.problems_per_step(config)
-    prompt, answer = (1,) * rollout.max_prompt_tokens, (1,) * (rollout.max_response_tokens - 1)
+    solved = _solved(config, config.algorithm.problems_per_step(config))
     if isinstance(config.algorithm, Preference):
-        return [
-            Pair(number, "", prompt, solution_tokens=answer, rejected_tokens=answer, safe=(True, False))
-            for number in range(count)
-        ]
+        return [Pair(**vars(one), rejected_tokens=one.solution_tokens, safe=(True, False)) for one in solved]
     if isinstance(config.algorithm, ProcessRewardModel):
-        ends = (len(answer),)
-        return [
-            LabelledSteps(number, "", prompt, "", answer, step_ends=ends, step_labels=(True,))
-            for number in range(count)
-        ]
-    return [Problem(number, "", prompt, "", answer) for number in range(count)]
+        ends = (config.rollout.max_response_tokens - 1,)
+        return [LabelledSteps(**vars(one), step_ends=ends, step_labels=(True,)) for one in solved]
+    return solved
 
 
 def _examples(config: Config) -> Sequence[Problem]:
     """Records of the algorithm's own data."""
     examples = config.algorithm.examples(config)
-    if examples is None:
-        return ()
+    return () if examples is None else _solved(config, examples[1])
+
+
+def _solved(config: Config, count: int) -> list[Problem]:
     prompt, answer = (1,) * config.rollout.max_prompt_tokens, (1,) * (config.rollout.max_response_tokens - 1)
-    return [Problem(number, "", prompt, "", answer) for number in range(examples[1])]
+    return [Problem(number, "", prompt, "", answer) for number in range(count)]
 
 
 def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: int) -> ScoredRollout:

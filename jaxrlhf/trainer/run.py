@@ -12,7 +12,7 @@ from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
-from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages
+from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages, say
 from jaxrlhf.trainer.asynchronous.arrivals import read_arrivals
 from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
@@ -82,8 +82,7 @@ def run(
                 beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, LAUNCHED_ANEW)
                 if beside or left == 0 or context.stop.asked:
                     raise
-                text = f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed"
-                default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+                say(f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed")
                 context = replace(context, launched=replace(context.launched, resume=True))
     if context.stop.interrupted:
         raise KeyboardInterrupt(f"{'finished' if finished else STOPPED} {workdir}")
@@ -154,5 +153,5 @@ def _trained(phase: Config) -> Path | None:
     with closing(Checkpoints(phase.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         if checkpoints.latest() != phase.steps:
             return None
-        default_console().print(resuming(phase, phase.steps), markup=False, highlight=False, soft_wrap=True)
+        say(resuming(phase, phase.steps))
         return checkpoints.folder(phase.steps, "actor")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.tracking import default_console
+from jaxrlhf.tracking import say
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
@@ -31,6 +31,5 @@ def locked(workdir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise Refusal(f"another run is at work in {workdir}; wait for its end, or choose another") from error
         except OSError as error:
-            text = f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it"
-            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it")
         yield

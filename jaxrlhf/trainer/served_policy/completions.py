@@ -17,7 +17,7 @@ from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.tracking import RunConsole
 from jaxrlhf.tracking.records import jsonable
-from jaxrlhf.trainer.phase import load_training
+from jaxrlhf.trainer.phase import load_split
 from jaxrlhf.trainer.policy import ChosenPolicy, choose_policy
 from jaxrlhf.workers.reward import response_texts
 
@@ -51,7 +51,7 @@ def write_completions(
       Number of completions.
     """
     chosen = choose_policy(config, policy, step)
-    loaded = load_training(chosen.config, chosen.tokenizer)
+    loaded = load_split(chosen.config, chosen.tokenizer, "train")
     _check_fields(loaded, chosen.config, out)
     count, kept = 0, list[dict[str, Any]]()
     steps = -(-len(loaded.problems) // chosen.config.rollout.prompts_per_step)
