@@ -149,8 +149,8 @@ def test_samples_there_and_back(tmp_path):
     path = tmp_path / "samples.jsonl"
     file = SampleFile(path)
     odd = sample(2, 0, score=float("nan"), parts={"format": np.float32(0.5), "f": float("nan")}, answer="é\ud800\n")
-    file.append([sample(1, n) for n in range(3)])
-    file.append([odd, *(sample(2, n) for n in range(1, 10))])
+    file.add([sample(1, n) for n in range(3)])
+    file.add([odd, *(sample(2, n) for n in range(1, 10))])
     file.close()
     read = read_samples(path, n=5)
     assert [each.prompt for each in read] == [f"prompt {n}" for n in (0, 2, 4, 6, 8)]
@@ -158,7 +158,7 @@ def test_samples_there_and_back(tmp_path):
     assert "é" in path.read_text()
     assert len(read_samples(path, n=99)) == 10
     file = SampleFile(path, resumed_step=1)
-    file.append([sample(2, 0)])
+    file.add([sample(2, 0)])
     file.close()
     assert [record["step"] for record in read_records(path)] == [1, 1, 1, 2]
 

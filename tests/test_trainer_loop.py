@@ -308,7 +308,7 @@ class FileLog(PhaseLog):
     ("target", "error", "named"),
     [
         ("jaxrlhf.trainer.log.JsonLines.log", FULL, "metrics.jsonl"),
-        ("jaxrlhf.trainer.log.SampleFile.append", FULL, "samples.jsonl"),
+        ("jaxrlhf.trainer.log.SampleFile.add", FULL, "samples.jsonl"),
         ("jaxrlhf.trainer.log.save_learning_curve", FULL, "curve.png"),
         ("", FROM_TENSORSTORE, "checkpoints"),
     ],

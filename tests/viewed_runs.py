@@ -23,7 +23,7 @@ def write_runs(root: Path, *, steps: int = STEPS) -> Path:
         append_steps(root / name, range(1, steps + 1), number)
         answers = SampleFile(root / name / "evaluation.jsonl")
         for step in (0, steps // 2, steps):
-            answers.append(sample(step, problem, 0, float(step > 10 * problem)) for problem in range(4))
+            answers.add(sample(step, problem, 0, float(step > 10 * problem)) for problem in range(4))
         answers.close()
     return root
 
@@ -38,7 +38,7 @@ def append_steps(workdir: Path, steps: range, number: int, *, resumed_step: int 
         metrics.log(
             step, {"score/mean": score, "kl/ref": step / 1000, "time/step_s": 1.5, "mine": 1.0, "odd": math.nan}
         )
-        samples.append(sample(step, row // 4, row % 4, float((row + step) % 3 == 0)) for row in range(8))
+        samples.add(sample(step, row // 4, row % 4, float((row + step) % 3 == 0)) for row in range(8))
         calls = (("actor", "generate_sequences", 0.0, 0.7), ("reward", "compute_reward", 0.3, 0.8))
         calls += (("actor", "update_actor", 0.9, 1.5),)
         timeline.append(Call(role, verb, 1.5 * step + a, 1.5 * step + b, "pool") for role, verb, a, b in calls)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Protocol
 
 from jaxrlhf.tracking.records import RecordFile
@@ -41,18 +40,8 @@ class MetricsWriter:
         self.close()
 
 
-class JsonLines:
-    """`metrics.jsonl`: an object a step, `step` first; numbers that are not finite are null.
-
-    Args:
-      resumed_step: See `RecordFile`.
-    """
-
-    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        self._file = RecordFile(path, resumed_step=resumed_step)
+class JsonLines(RecordFile):
+    """`metrics.jsonl`: an object a step, `step` first; numbers that are not finite are null."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.append([{"step": step, **metrics}])
-
-    def close(self) -> None:
-        self._file.close()
+        self.append([{"step": step, **metrics}])

@@ -21,7 +21,7 @@ class RecordFile:
       ValueError: If the file to go on with holds something else.
     """
 
-    def __init__(self, path: Path, *, resumed_step: int | None) -> None:
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._last_step = -math.inf if resumed_step is None else resumed_step
@@ -48,6 +48,13 @@ class RecordFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of JSON; a kill or a full disk leaves that before it whole."""
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps(content, indent=2) + "\n")
+    written.replace(path)
 
 
 def read_records(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -48,21 +48,11 @@ class Sample:
     tokens: dict[str, list[Any]] | None = None
 
 
-class SampleFile:
-    """Appends samples to `samples.jsonl`.
+class SampleFile(RecordFile):
+    """`samples.jsonl`."""
 
-    Args:
-      resumed_step: See `RecordFile`.
-    """
-
-    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        self._file = RecordFile(path, resumed_step=resumed_step)
-
-    def append(self, samples: Iterable[Sample]) -> None:
-        self._file.append(asdict(sample) for sample in samples)
-
-    def close(self) -> None:
-        self._file.close()
+    def add(self, samples: Iterable[Sample]) -> None:
+        self.append(asdict(sample) for sample in samples)
 
 
 def read_samples(path: Path | str, *, n: int) -> list[Sample]:

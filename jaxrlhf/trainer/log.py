@@ -91,13 +91,13 @@ class PhaseLog:
     def rollout(self, samples: Sequence[Sample]) -> None:
         """Keep the responses that a step was trained on."""
         with writing(self._directory / SAMPLES):
-            self._samples.append(samples)
+            self._samples.add(samples)
         self._trackers.samples("samples", samples)
 
     def evaluation(self, samples: Sequence[Sample]) -> None:
         """Keep the answers to the held-out problems."""
         with writing(self._directory / EVALUATION):
-            self._evaluation.append(samples)
+            self._evaluation.add(samples)
         self._trackers.samples("evaluation", samples)
 
     def calls(self, calls: Sequence[Call]) -> None:

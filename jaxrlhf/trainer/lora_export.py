@@ -22,6 +22,7 @@ from jaxrlhf.models.linear import Adapter
 from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
+from jaxrlhf.tracking.files import SETTINGS
 from jaxrlhf.trainer.workdir import CHECKPOINTS
 
 SUFFIX = "_adapters"
@@ -47,7 +48,7 @@ class AdaptedRun:
     @classmethod
     def of(cls, run: Path, role: str) -> "AdaptedRun":
         """Read it from the run's workdir."""
-        config = json.loads((run / "config.json").read_text())
+        config = json.loads((run / SETTINGS).read_text())
         training = config["actor"] if role == "actor" else config["algorithm"][role]
         lora = {name: value for name, value in training["lora"].items() if name != "class"}
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (FromScratch, Pretrained)}

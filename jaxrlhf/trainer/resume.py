@@ -6,10 +6,11 @@ from typing import Any
 
 from jaxrlhf.checkpoint import identity
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Refusal, to_json
+from jaxrlhf.tracking.files import SETTINGS
+from jaxrlhf.tracking.records import write_json
 
 Described = dict[str, Any]
 
-DESCRIBED = "config.json"
 STARTED_FROM = "weights.json"
 _FREE = ("name", "workdir", "resume", "trackers")
 """Settings that change nothing in training."""
@@ -17,20 +18,18 @@ _FREE = ("name", "workdir", "resume", "trackers")
 
 def describe_start(workdir: Path, run: Config) -> None:
     """Write down the settings of a run, and which weights it starts from."""
-    start = {DESCRIBED: to_json(run)}
+    start = {SETTINGS: to_json(run)}
     if isinstance(run.model, Pretrained):
         start[STARTED_FROM] = identity(run.model.path)
     for name, content in start.items():
-        written = (workdir / name).with_suffix(".tmp")  # a kill or a full disk leaves what a resume reads whole
-        written.write_text(json.dumps(content, indent=2) + "\n")
-        written.replace(workdir / name)
+        write_json(workdir / name, content)
 
 
 def changed_settings(workdir: Path, run: Config) -> list[str]:
     """Settings that are not what the run was last started with, as `name before -> now`."""
-    if not (workdir / DESCRIBED).exists():
+    if not (workdir / SETTINGS).exists():
         return []
-    before, now = _flat(_read(workdir / DESCRIBED)), _flat(to_json(run))
+    before, now = _flat(_read(workdir / SETTINGS)), _flat(to_json(run))
     changed = [name for name in now if name in before and before[name] != now[name] and name not in _FREE]
     return [f"{name} {before[name]} -> {now[name]}" for name in changed]
 
@@ -48,7 +47,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
       Refusal: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
         it says what adapters are.
     """
-    file, trained = workdir / DESCRIBED, config.trained
+    file, trained = workdir / SETTINGS, config.trained
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
             raise Refusal(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrlhf.tracking.metrics import Logger
+from jaxrlhf.tracking.records import write_json
 from jaxrlhf.tracking.samples import Sample
 
 PROJECT = "jaxrlhf"
@@ -46,10 +47,7 @@ class TrackedRun:
 
     def keep_id(self, tracker: str, identity: str) -> None:
         """Write down the identity that a tracker knows this run by."""
-        ids = {**self._ids(), tracker: identity}
-        written = (self.directory / IDS).with_suffix(".tmp")  # a kill leaves the file whole
-        written.write_text(json.dumps(ids, indent=2) + "\n")
-        written.replace(self.directory / IDS)
+        write_json(self.directory / IDS, {**self._ids(), tracker: identity})
 
     def _ids(self) -> dict[str, str]:
         file = self.directory / IDS
