@@ -121,17 +121,6 @@ def add_flags(parser: argparse.ArgumentParser, *, workload: str = "fixed") -> No
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
 
 
-def long_row_flags(what: str) -> argparse.Namespace:
-    """Flags of a peer's update of one long sequence."""
-    parser = argparse.ArgumentParser(description=what.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--trained", type=int, required=True, help="of them, at the end")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
-    return parser.parse_args()
-
-
 def workload_of(flags: argparse.Namespace) -> Workload:
     """The workload that flags choose."""
     sizes = {name: getattr(flags, name) for name in ("preset", "prompts", "responses", "prompt_tokens", "new_tokens")}

@@ -6,18 +6,17 @@ Its own loss, with gradient checkpointing, backward, clipping and AdamW; scaled 
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bench_workload as bench
+import long_row
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
@@ -68,7 +67,7 @@ def trainer_of(flags: argparse.Namespace, folder: str) -> Any:
 
 def main() -> None:
     """Update, and print."""
-    flags = bench.long_row_flags(__doc__ or "")
+    flags = long_row.arguments(__doc__ or "")
     token_BT = torch.randint(2, bench.PRESETS[flags.preset].vocab, (1, flags.tokens))
     prompt_BT, completion_BT = token_BT[:, : -flags.trained], token_BT[:, -flags.trained :]
     logp_BT = torch.full(completion_BT.shape, -9.0)
@@ -91,12 +90,7 @@ def main() -> None:
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             times.append(time.perf_counter() - start)
-    figures = {
-        "tokens": flags.tokens,
-        "update_s": round(median(times[1:] or times), 4),
-        "peak_rss_mb": round(memory.peak_mb),
-    }
-    print(json.dumps(figures | {"versions": bench.versions("trl", "torch", "transformers")}))
+    long_row.report(flags, times, memory, "trl", "torch", "transformers")
 
 
 if __name__ == "__main__":

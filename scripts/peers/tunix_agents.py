@@ -21,21 +21,18 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "WANDB_MODE": "disabled"}
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
 from transformers import PreTrainedTokenizerFast
-from tunix.models.qwen2 import model as qwen2
-from tunix.models.qwen2 import params as qwen2_params
 from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.agentic.agents.model_agent import ModelAgent
 from tunix.rl.agentic.environments.base_environment import BaseTaskEnv, EnvStepResult
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix_model import MESH, load
 
 logging.set_verbosity(logging.ERROR)
-MESH = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 PROMPT_TOKENS, RESPONSE_TOKENS, TURNS = 32, 48, 3
 
 
@@ -93,27 +90,6 @@ class Template:
         return "".join(parts) + ("<|assistant|>" if add_generation_prompt else "")
 
 
-def policy(folder: Path) -> qwen2.Qwen2:
-    """The checkpoint's weights, in float32."""
-    shape = json.loads((folder / "config.json").read_text())
-    config = qwen2.ModelConfig(
-        num_layers=shape["num_hidden_layers"],
-        vocab_size=shape["vocab_size"],
-        embed_dim=shape["hidden_size"],
-        hidden_dim=shape["intermediate_size"],
-        num_heads=shape["num_attention_heads"],
-        head_dim=shape["head_dim"],
-        num_kv_heads=shape["num_key_value_heads"],
-        rope_theta=shape["rope_theta"],
-        norm_eps=shape["rms_norm_eps"],
-        use_tied_embedding=shape["tie_word_embeddings"],
-        remat_config=qwen2.RematConfig.NONE,
-        dtype=jnp.float32,
-        param_dtype=jnp.float32,
-    )
-    return qwen2_params.create_model_from_safe_tensors(str(folder), config, MESH, dtype=jnp.float32)
-
-
 def main() -> None:
     """Train, and print seconds and scores by step."""
     flags = arguments()
@@ -121,7 +97,7 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.policy, bos_token=None)
     prompts = len(steps[0])
     cluster = RLCluster(
-        actor=policy(flags.policy),
+        actor=load(flags.policy),
         tokenizer=tokenizer,
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), MESH),

@@ -24,7 +24,7 @@ PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
 
 def load() -> Any:
     """The workload's weights, without rematerialisation."""
-    return tunix_model.load(WORKLOAD.preset, FLAGS.models)
+    return tunix_model.load(bench.checkpoint(WORKLOAD.preset, FLAGS.models))
 
 
 def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:

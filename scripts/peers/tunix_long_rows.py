@@ -5,12 +5,10 @@
 Its own model with decoder layers recomputed, its loss, gradient, clipping and AdamW in one compiled step, float32.
 """
 
-import json
 import os
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,6 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
 import bench_workload as bench
 import jax
 import jax.numpy as jnp
+import long_row
 import numpy as np
 import optax
 import tunix_model
@@ -46,7 +45,7 @@ def update(model: Any, optimizer: Any, example: TrainExample) -> None:
 
 def main() -> None:
     """Update, and print."""
-    flags = bench.long_row_flags(__doc__ or "")
+    flags = long_row.arguments(__doc__ or "")
     token_BT = np.random.default_rng(0).integers(2, bench.PRESETS[flags.preset].vocab, (1, flags.tokens), np.int32)
     prompt_BT, completion_BT = (jnp.asarray(part) for part in np.split(token_BT, [flags.tokens - flags.trained], 1))
     logp_BT = jnp.full(completion_BT.shape, -9.0)
@@ -61,7 +60,7 @@ def main() -> None:
     )
     times = []
     with bench.Memory() as memory, jax.set_mesh(tunix_model.MESH):
-        model = tunix_model.load(flags.preset, flags.models, qwen2.RematConfig.DECODER)
+        model = tunix_model.load(bench.checkpoint(flags.preset, flags.models), qwen2.RematConfig.DECODER)
         adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.0))
         optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
         for _ in range(1 + flags.repeats):
@@ -69,12 +68,7 @@ def main() -> None:
             update(model, optimizer, example)
             jax.block_until_ready(nnx.state(model))
             times.append(time.perf_counter() - start)
-    figures = {
-        "tokens": flags.tokens,
-        "update_s": round(median(times[1:] or times), 4),
-        "peak_rss_mb": round(memory.peak_mb),
-    }
-    print(json.dumps(figures | {"versions": bench.versions("google-tunix", "jax", "flax", "optax")}))
+    long_row.report(flags, times, memory, "google-tunix", "jax", "flax", "optax")
 
 
 if __name__ == "__main__":
