@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,11 @@ def write_card(run: Path, directory: Path, exported: Exported) -> None:
     from huggingface_hub import ModelCard
 
     settings = json.loads((run / SETTINGS).read_text())
-    records = [record for record in _records(run) if record["step"] <= exported.step]
+    logged = read_records(run / METRICS) if (run / METRICS).is_file() else ()
+    records = [record for record in logged if record["step"] <= exported.step]
     exported = replace(exported, name=exported.name or directory.name)
     text = _text(settings, records, exported, curve=_drawn(run, directory))
     ModelCard(f"---\n{_metadata(settings, exported)}\n---\n\n{text}").save(directory / CARD)
-
-
-def _records(run: Path) -> Iterator[dict[str, Any]]:
-    metrics = run / METRICS
-    return iter(read_records(metrics)) if metrics.is_file() else iter(())
 
 
 def _drawn(run: Path, directory: Path) -> bool:
@@ -80,13 +76,14 @@ def _metadata(settings: Settings, exported: Exported) -> str:
     from huggingface_hub import ModelCardData
 
     base = _hub_id(settings["model"].get("path"))
+    tags = ["jaxrlhf", "reward-model" if exported.scores else "reinforcement-learning"]
     fields: dict[str, Any] = {"base_model_relation": "adapter" if exported.adapters else "finetune"} if base else {}
     return ModelCardData(
         base_model=base,
         datasets=sorted({one for data in _data_sets(settings["data"]) if (one := _hub_id(data.get("path")))}) or None,
         library_name="peft" if exported.adapters else "transformers",
         pipeline_tag="text-classification" if exported.scores else "text-generation",
-        tags=["jaxrlhf", "reward-model" if exported.scores else "reinforcement-learning", _algorithm(settings)],
+        tags=[*tags, str(settings["algorithm"]["class"]).lower()],
         **fields,
     ).to_yaml()
 
@@ -99,10 +96,6 @@ def _hub_id(path: object) -> str | None:
 
 def _data_sets(data: Settings) -> list[Settings]:
     return [source["data"] for source in data["sources"]] if data["class"] == "Mixture" else [data]
-
-
-def _algorithm(settings: Settings) -> str:
-    return str(settings["algorithm"]["class"]).lower()
 
 
 def _text(settings: Settings, records: Sequence[Settings], exported: Exported, *, curve: bool) -> str:
