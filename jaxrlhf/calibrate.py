@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
-from jaxrlhf.config.cli.outputs import check_writable
+from jaxrlhf.config.cli.hosts import join_hosts
+from jaxrlhf.config.cli.outputs import check_file
 
 if TYPE_CHECKING:
     import jax
@@ -41,13 +42,7 @@ def main() -> None:
     import jax
 
     if flags.multihost:
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:  # what JAX raises where it finds no other host
-            raise Refusal(
-                f"--multihost joins hosts as jax.distributed.initialize() finds them, which failed with {error}; start "
-                "it on every host of a TPU slice, of Slurm or of MPI, or drop it"
-            ) from error
+        join_hosts()
     devices = jax.devices()
     if (flags.devices or 0) > len(devices):
         raise Refusal(
@@ -58,12 +53,7 @@ def main() -> None:
 
 
 def _check(flags: Namespace) -> None:
-    out = Path(flags.out)
-    if out.suffix != ".json" or out.is_dir():
-        raise Refusal(f"--out must be a file whose name ends in .json, got {flags.out!r}")
-    if not out.parent.is_dir():
-        raise Refusal(f"--out {flags.out!r}: there is no folder {str(out.parent)!r}; make it, or write elsewhere")
-    check_writable(out)
+    check_file("--out", Path(flags.out), ".json")
     if not 0 < flags.seconds <= MOST_SECONDS:
         raise Refusal(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {flags.seconds}")
     if flags.devices is not None and flags.devices < 1:

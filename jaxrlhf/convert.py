@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from jaxrlhf.config import CommandLine, run_command
+from jaxrlhf.config.cli.hosts import join_hosts
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     import jax
 
     if flags.multihost:
-        jax.distributed.initialize()
+        join_hosts()
     from jaxrlhf.checkpoint import convert
     from jaxrlhf.tracking import BytesBar
     from jaxrlhf.trainer.failures import one_message, writing

@@ -22,10 +22,9 @@ from jaxrlhf.config import (
     Rollout,
     run_command,
 )
-from jaxrlhf.config.cli.outputs import check_writable
+from jaxrlhf.config.cli.outputs import check_file
 from jaxrlhf.config.roles import REWARD, actor
 
-_SUFFIXES = (".jsonl", ".parquet")
 _AT_ONCE: dict[str, Any] = {
     "staleness": 0,
     "over_provision": 1.0,
@@ -130,13 +129,9 @@ def _check(flags: Namespace) -> None:
         raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
     if flags.best and flags.reward is None and flags.config is None:
         raise Refusal("--best keeps the answer with the highest score, and nothing scores; give --reward or --config")
-    if Path(flags.out).suffix not in _SUFFIXES:
-        raise Refusal(f"{flags.out}: completions are written to a file that ends with {' or '.join(_SUFFIXES)}")
+    check_file("OUT", Path(flags.out), ".jsonl", ".parquet")
     if Path(flags.out).exists():
         raise Refusal(f"{flags.out} is there already; name another file, or delete it")
-    if not Path(flags.out).parent.is_dir():
-        raise Refusal(f"{flags.out}: there is no folder {Path(flags.out).parent}; make it, or write elsewhere")
-    check_writable(Path(flags.out))
 
 
 def _answering(config: Config, prompts: str) -> Config:

@@ -24,15 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrlhf.config import CommandLine, Config, Refusal, on_cluster, run_command
-from jaxrlhf.config.cli.outputs import check_writable
+from jaxrlhf.config.cli.outputs import check_file
 
 if TYPE_CHECKING:
     from jaxrlhf.planner.compiled import CompiledProgram
     from jaxrlhf.planner.hardware import Hardware
     from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
     from jaxrlhf.planner.schedules.lengths import ResponseLengths
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main() -> None:
@@ -69,14 +67,8 @@ def main() -> None:
     if flags.picture is None and not flags.json:
         flags.picture = f"plan_{config.name}.png"
     if flags.picture is not None:
-        _check_picture(Path(flags.picture))
+        check_file("--picture", Path(flags.picture), ".png", ".svg", ".pdf")
     _plan(config, flags)
-
-
-def _check_picture(path: Path) -> None:
-    if path.suffix not in _PICTURES or not path.parent.is_dir():
-        raise Refusal(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
-    check_writable(path)
 
 
 def _plan(written: Config, flags: Namespace) -> None:

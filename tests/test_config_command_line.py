@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tyro
+from command_lines import run_module
 
 import jaxrlhf.serve
 from jaxrlhf.__main__ import _command
@@ -325,6 +326,13 @@ def test_an_error_that_is_no_refusal_keeps_its_traceback():
         run_command(lambda: np.zeros(3).reshape(2, 2))
     with pytest.raises(ModuleNotFoundError):
         run_command(lambda: importlib.import_module("no_module_of_this_name"))
+
+
+def test_hosts_that_are_not_there_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_module("convert", "model", "converted", "--multihost")
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --multihost joins hosts") and shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["starlette", "openai", "fcntl"])

@@ -1,0 +1,20 @@
+"""Hosts on each of which a command was started."""
+
+from jaxrlhf.config.refusal import Refusal
+
+
+def join_hosts() -> None:
+    """Join them, before JAX looks for devices.
+
+    Raises:
+      Refusal: JAX finds no others.
+    """
+    import jax
+
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise Refusal(
+            f"--multihost joins hosts as jax.distributed.initialize() finds them, which failed with {error}; start "
+            "it on every host of a TPU slice, of Slurm or of MPI, or drop it"
+        ) from error
