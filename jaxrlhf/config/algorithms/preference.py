@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import UnionType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
@@ -44,7 +43,7 @@ class Preference(Algorithm):
 
     def check(self, config: Config) -> None:
         name = type(self).__name__
-        kinds = PairFields | ArithmeticPairs
+        kinds = (PairFields, ArithmeticPairs)
         check_labelled(self, config, kinds, "preference pairs", give="PairFile, HubPairs or ArithmeticPairs")
         fields = ("margin_key", "safe_keys")
         unread = [key for key in fields if key != self.reads and getattr(config.data, key, None) is not None]
@@ -197,7 +196,7 @@ class RewardModel(Preference):
         check_critic_alone(self, config)
 
 
-def check_labelled(algorithm: Algorithm, config: Config, kinds: UnionType, what: str, *, give: str) -> None:
+def check_labelled(algorithm: Algorithm, config: Config, kinds: tuple[type, ...], what: str, *, give: str) -> None:
     """Refuse data of other kinds than the labelled answers that an algorithm learns from, and rewards."""
     name = type(algorithm).__name__
     require(

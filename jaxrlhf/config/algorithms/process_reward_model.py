@@ -46,5 +46,5 @@ class ProcessRewardModel(Algorithm):
         return 1
 
     def check(self, config: Config) -> None:
-        check_labelled(self, config, StepFile | HubSteps, "labelled steps", give="StepFile or HubSteps")
+        check_labelled(self, config, (StepFile, HubSteps), "labelled steps", give="StepFile or HubSteps")
         check_critic_alone(self, config)
