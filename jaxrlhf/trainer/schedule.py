@@ -61,8 +61,8 @@ class Synchronous:
         doing("drawing data")
         work = self.draw(index, state)
         doing("running the algorithm")
-        collected = self.collect(lambda: self.roles, work)
-        return collected, learn_from(self.roles, work, collected)
+        collected = self.collect(work)
+        return collected, self.learn(work, collected)
 
     def draw(self, index: int, state: dict[str, float]) -> StepInput[Algorithm]:
         """The next records, as the input of a step."""
@@ -70,10 +70,12 @@ class Synchronous:
         examples = () if self.examples is None else self.examples.next()
         return StepInput(self.config, problems, index, state, self.loader.next, examples)
 
-    def collect(self, roles: Callable[[], Roles], work: StepInput[Algorithm]) -> Any:
-        """Collect what the algorithm learns from; roles may still be at work on it.
+    def collect(self, work: StepInput[Algorithm]) -> Any:
+        """Collect what the algorithm learns from; roles may still be at work on it."""
+        return self.collect_with(lambda: self.roles, work)
 
-        It begins again where hosts failed that only generate, once they were launched anew.
+    def collect_with(self, roles: Callable[[], Roles], work: StepInput[Algorithm]) -> Any:
+        """Collect, and begin again where hosts failed that only generate, once they were launched anew.
 
         Args:
           roles: Gives the roles that collect, at each beginning.
@@ -92,6 +94,10 @@ class Synchronous:
                 self.loader.restore(position)
             else:
                 return collected
+
+    def learn(self, work: StepInput[Algorithm], collected: Any) -> StepResult:
+        """Update models on what was collected."""
+        return learn_from(self.roles, work, collected)
 
     @contextmanager
     def resting(self) -> Iterator[None]:

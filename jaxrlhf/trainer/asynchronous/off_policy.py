@@ -91,7 +91,7 @@ class OffPolicy(Synchronous):
                 flight.begin_step()
             return turns.pop() if turns else self.roles.as_of_now(waiting=self.config.steps_ahead + 1)
 
-        collected = self.collect(of_this_turn, work)
+        collected = self.collect_with(of_this_turn, work)
         if isinstance(flight, EpisodesInFlight) and self._arrivals is not None:
             self._arrivals.append(number, flight.rounds)
         return Collection(work, collected, {} if flight is None else flight.metrics)
