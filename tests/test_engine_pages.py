@@ -25,10 +25,11 @@ LONGEST_PROMPT, LONGEST_RESPONSE = 72, 96
 
 
 def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
-    """Few sizes of the cache, so that little is compiled."""
+    """Few sizes of prompts and of the cache, so that little is compiled."""
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 48)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
         patch.setattr("jaxrlhf.engine.cache.kv_cache._SIXTEENTHS", (4, 6, 16))
         patch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 3)

@@ -4,18 +4,21 @@ import weakref
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_workers_gradient import ALGORITHM, POLICY, agree, build, config, experience, part_of
 
 from jaxrlhf.algos import policy_objective
+from jaxrlhf.workers.offloadable import Offloadable
 
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-def updated(builder_and_workers, parts: int) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Moments and metrics of an update, made at once or in parts whose weights are times 5, as if 5 were the count."""
-    actor, batch = builder_and_workers[1]["actor"], part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
+def updated(actor, parts: int) -> tuple[list[np.ndarray], dict[str, float]]:
+    """Moments and metrics of an update, at once or in parts whose weights are times 5, as if 5 were the count."""
+    batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
+    before = jax.tree.map(jnp.copy, actor.params)
     if parts == 1:
         report = actor.update([batch], policy_objective, ALGORITHM)
     else:
@@ -25,20 +28,25 @@ def updated(builder_and_workers, parts: int) -> tuple[list[np.ndarray], dict[str
             own = jax.tree.map(lambda leaf, part=part: leaf[part::parts], undivided)
             actor.add_part(own, policy_objective, ALGORITHM, temperature=1.0)
         report = actor.update_by_parts(5)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(actor.optimizer.tree)], report.metrics
+    moments = [np.asarray(leaf) for leaf in jax.tree.leaves(actor.optimizer.tree)]
+    actor.trained.tree, actor.optimizer, actor.updates = before, Offloadable(actor._initial_state), 0
+    return moments, report.metrics
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.seeds), 2])
-def test_an_update_in_parts_is_that_of_the_whole(devices: int) -> None:
-    settings = config(devices=devices)
-    whole, metrics = updated(build(settings, roles=("actor",)), 1)
-    parts, told = updated(build(settings, roles=("actor",)), 2)
+@pytest.fixture(scope="module")
+def actor():
+    """Two replicas, each of which has a gradient of its own."""
+    return build(config(devices=2), roles=("actor",))[1]["actor"]
+
+
+def test_an_update_in_parts_is_that_of_the_whole(actor) -> None:
+    whole, metrics = updated(actor, 1)
+    parts, told = updated(actor, 2)
     agree(parts, whole)
     assert told == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
 
-def test_a_gradient_is_gone_when_that_of_the_next_minibatch_is_begun(monkeypatch) -> None:
-    actor = build(config(), roles=("actor",))[1]["actor"]
+def test_a_gradient_is_gone_when_that_of_the_next_minibatch_is_begun(actor, monkeypatch) -> None:
     batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
     made: list[weakref.ref] = []
     alive: list[int] = []
