@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from jaxrlhf.config import Arithmetic
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
 from jaxrlhf.data.sources import load_problems
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer, misread
+from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer, misread
 
 TEXTS = [
     "Mia has 12 marbles.\nShe finds 5 more.",
@@ -35,7 +35,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
-    build_embedded_tokenizer(directory)
+    embedded_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -53,7 +53,7 @@ def test_it_is_small_and_its_marks_differ(tokenizer):
 @pytest.mark.parametrize("difficulty", sorted(LEVELS))
 @pytest.mark.parametrize("split", ["train", "evaluation"])
 def test_one_token_a_word_and_a_digit(tokenizer, difficulty, split):
-    for record in arithmetic_records(difficulty=difficulty, problems=300, seed=7, split=split):
+    for record in arithmetic_records(difficulty=difficulty, problems=60, seed=7, split=split):
         for text in (record["question"], record["solution"]):
             tokens = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
             assert "".join(tokens) == text
@@ -61,7 +61,7 @@ def test_one_token_a_word_and_a_digit(tokenizer, difficulty, split):
 
 
 def test_building_is_deterministic(saved, tmp_path):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     files = sorted(file.name for file in saved.iterdir())
     assert files == sorted(file.name for file in tmp_path.iterdir())
     for name in files:
@@ -86,7 +86,7 @@ def test_chat_template(tokenizer):
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_a_model_beside_it_does_not_change_its_ids(tokenizer, saved, tmp_path, model_type):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert load_tokenizer(str(tmp_path)).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
@@ -95,7 +95,7 @@ def test_a_model_beside_it_does_not_change_its_ids(tokenizer, saved, tmp_path, m
     ("model_type", "word"), [("qwen2", "makes a Qwen2Tokenizer with other ids"), ("qwen3_moe", None), ("llama", None)]
 )
 def test_where_auto_tokenizer_makes_another_one_of_it_that_is_said(tokenizer, tmp_path, model_type, word):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     same = AutoTokenizer.from_pretrained(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
     note = misread(tmp_path)
@@ -114,7 +114,7 @@ def edit_config(directory, **changes):
 
 
 def test_without_eos_it_is_refused(refused, tmp_path):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     edit_config(tmp_path, eos_token=None)
     with refused():
         load_tokenizer(str(tmp_path))
@@ -134,13 +134,13 @@ def test_one_that_ends_prompts_is_refused(refused):
 
 
 def test_without_a_pad_token_it_is_taken_as_it_is(tmp_path):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     edit_config(tmp_path, pad_token=None)
     assert load_tokenizer(str(tmp_path)).pad_token is None
 
 
 def test_a_class_that_ignores_the_file_is_refused(refused, tmp_path):
-    build_embedded_tokenizer(tmp_path)
+    embedded_tokenizer().save_pretrained(tmp_path)
     edit_config(tmp_path, tokenizer_class="Qwen2Tokenizer")
     with refused():
         load_tokenizer(str(tmp_path))

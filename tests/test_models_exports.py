@@ -13,7 +13,7 @@ from tiny_checkpoints import KINDS, VOCAB, again, build, tiered, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Engine, Request
 
 FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.values())
@@ -29,7 +29,7 @@ NEW_TOKENS = 12
 def exported(request, tmp_path_factory):
     """A checkpoint of several files with a tokenizer; our parameters, no longer its own; their export."""
     source = write(tmp_path_factory.mktemp("source"), build(request.param), max_shard_size="20KB")
-    build_embedded_tokenizer(source)
+    embedded_tokenizer().save_pretrained(source)
     (source / "generation_config.json").write_text(json.dumps({"max_length": 24, "temperature": 0.7}))
     config = models.read_config(source)
     draw = np.random.default_rng(0).standard_normal

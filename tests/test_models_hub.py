@@ -12,7 +12,7 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Lora
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer, load_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer
 from jaxrlhf.models.huggingface import hub
 from jaxrlhf.models.huggingface.peft import save_adapters
 from jaxrlhf.models.lora.lora import adapter_shapes
@@ -24,7 +24,7 @@ MODEL = "org/model"
 def source(tmp_path_factory):
     """A checkpoint of several files, with a tokenizer and with files that nobody here reads."""
     directory = write(tmp_path_factory.mktemp("source"), build("qwen2"), max_shard_size="20KB")
-    build_embedded_tokenizer(directory)
+    embedded_tokenizer().save_pretrained(directory)
     for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors"):
         (directory / name).write_bytes(b"unread")
     return directory

@@ -17,7 +17,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer
 from jaxrlhf.engine import Completion
 from jaxrlhf.models import load_params, read_config
 from jaxrlhf.rewards.scorer import Scorer
@@ -45,7 +45,8 @@ SCORABLE = [0, 1, 2, 3, 4, 7]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("judge")
-    tokenizer = build_embedded_tokenizer(path)
+    tokenizer = embedded_tokenizer()
+    tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     shape = transformers.Qwen2Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
@@ -107,7 +108,8 @@ def test_a_token_classifier_with_two_labels_scores_steps(checkpoint, tmp_path, r
         judge.score.weight.normal_(generator=torch.Generator().manual_seed(1))
         judge.score.bias.copy_(torch.tensor([0.7, -0.6]))
     judge.eval().save_pretrained(tmp_path)
-    tokenizer = build_embedded_tokenizer(tmp_path)
+    tokenizer = embedded_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
     ids, ends = tokenizer.encode("Tom has 3."), []
     for step in ("3+1=4", "#### 6"):
         ids += tokenizer.encode(step + "\n", add_special_tokens=False)

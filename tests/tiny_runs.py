@@ -76,9 +76,10 @@ def write_policy(directory: Path, positions: int = 1024, **sizes: int) -> Path:
     """A random Qwen2 with a tokenizer that has a chat template, as transformers saves them."""
     import tiny_checkpoints
 
-    from jaxrlhf.data.tokenizer import build_embedded_tokenizer
+    from jaxrlhf.data.tokenizer import embedded_tokenizer
 
-    tokenizer = build_embedded_tokenizer(directory)
+    tokenizer = embedded_tokenizer()
+    tokenizer.save_pretrained(directory)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     rounded = -(-len(tokenizer) // 64) * 64  # splits over devices
     model = tiny_checkpoints.build("qwen2", vocab_size=rounded, max_position_embeddings=positions, **ids, **sizes)

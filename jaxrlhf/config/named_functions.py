@@ -1,9 +1,12 @@
 """Functions and classes that settings name, so that reading a configuration imports no JAX."""
 
 import importlib
+import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.refusal import Refusal, require
@@ -46,6 +49,73 @@ def imported(given: object, what: str) -> Any:
 def check_reference(reference: str, what: str) -> None:
     """Refuse what names no function or class as `module:name` or `path/to/file.py:name`."""
     require(":" in reference, f"{what} must be 'module:name' or 'file.py:name', got {reference!r}")
+
+
+def load(reference: str, what: str) -> Any:
+    """The object that `module:name` or `path/to/file.py:name` names; it can be called.
+
+    The directory of a `file.py` is appended to `sys.path`, so the file may import its neighbours.
+
+    Args:
+      what: Words before the reference in a refusal, such as `reward function`.
+
+    Raises:
+      Refusal: In one line, if there is no such file, module or name, if importing it fails, or if it cannot be called.
+    """
+    source, colon, name = reference.rpartition(":")
+    if not (source and colon and name):
+        raise Refusal(f"{what} {reference!r} is not of the form 'module:function' or 'file.py:function'")
+    module = _load_file(reference, Path(source), what) if source.endswith(".py") else _module(reference, source, what)
+    found = getattr(module, name, None)
+    if found is None:
+        raise Refusal(f"{what} {reference!r}: {source} has no {name!r}; {_offer(module)}")
+    if not callable(found):
+        raise Refusal(f"{what} {reference!r} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _module(reference: str, name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Refusal(f"{what} {reference!r}: importing {name} failed with {one_line(error)}") from error
+
+
+def _load_file(reference: str, path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
+    path = path.resolve()
+    find_neighbours(path)
+    name = f"{what.split()[0]}_file_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Refusal(f"{what} {reference!r}: {path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look classes up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise Refusal(f"{what} {reference!r}: running {path} failed with {one_line(error)}") from error
+    return module
+
+
+def _offer(module: ModuleType) -> str:
+    names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_")
+    return f"its functions are {', '.join(names)}" if names else "it has no functions"
+
+
+def one_line(error: BaseException) -> str:
+    """`Type: message` with line breaks folded, at most 300 characters."""
+    try:
+        message = str(error)
+    except Exception as worse:  # an error of the user's own
+        message = f"its message cannot be had: {type(worse).__name__}"
+    text = " ".join(f"{type(error).__name__}: {message}".split())
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def find_neighbours(file: Path) -> None:

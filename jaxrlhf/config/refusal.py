@@ -21,6 +21,11 @@ def require(condition: bool, message: str) -> None:
         raise Refusal(message)
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line that an error says; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Let settings contradict each other while they are made; whoever opens the block makes them again, checked."""

@@ -12,6 +12,7 @@ and its solution works the chain off, one operation a line:
 """
 
 import hashlib
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.data.stories import PEOPLE, STORIES, Story
 
 Split = Literal["train", "evaluation"]
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 Item = TypeVar("Item")
 
 # One in so many problems belongs to the held-out split.
@@ -183,7 +185,7 @@ def _compose(dice: _Dice, story: Story, level: Level) -> _Problem:
         if not operands:
             continue
         operand = dice.pick(operands)
-        result = _apply(operator, amount, operand)
+        result = OPERATORS[operator](amount, operand)
         sentences.append(dice.pick(story.changes[operator]).replace("{n}", str(operand)))
         steps.append(f"{amount}{operator}{operand}={result}")
         amount = result
@@ -201,18 +203,6 @@ def _operands(operator: str, amount: int, level: Level) -> Sequence[int]:
     if operator == "*":
         return range(2, min(level.factor, level.largest // amount) + 1)
     return [n for n in range(2, level.factor + 1) if amount % n == 0]
-
-
-def _apply(operator: str, amount: int, operand: int) -> int:
-    match operator:
-        case "+":
-            return amount + operand
-        case "-":
-            return amount - operand
-        case "*":
-            return amount * operand
-        case _:
-            return amount // operand
 
 
 def _cast(dice: _Dice, story: Story, template: str) -> str:

@@ -1,16 +1,12 @@
 """Records that a function makes: a user's, or one of the tasks that come with the package."""
 
-import importlib
-import importlib.util
 import inspect
 import random
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.config.named_functions import find_neighbours, imported
+from jaxrlhf.config.named_functions import load
 from jaxrlhf.data.records import Row
 
 
@@ -21,14 +17,12 @@ def generated_records(
 
     Args:
       reference: Function as `module:function` or `path/to/file.py:function`.
-      arguments: Further arguments of it.
 
     Raises:
       Refusal: No such function, or none with such arguments, or it gives other than `count` records, each an object
         with texts as keys.
     """
-    source, _, name = reference.rpartition(":")
-    function = _of_file(Path(source), name) if source.endswith(".py") else imported(reference, "Generated.function")
+    function = load(reference, "data function")
     try:
         inspect.signature(function).bind(split, count, seed, **arguments or {})
     except TypeError as error:
@@ -45,21 +39,6 @@ def generated_records(
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise Refusal(f"{place} is a {type(record).__name__}; it has to be a dict with texts as keys")
         yield Row(place, record, record)
-
-
-def _of_file(path: Path, name: str) -> Any:
-    if not path.is_file():
-        raise Refusal(f"Generated.function: there is no file {path} (looked from {Path.cwd()})")
-    find_neighbours(path)
-    spec = importlib.util.spec_from_file_location(f"data_file_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise Refusal(f"Generated.function: {path} has no function {name!r}")
-    return function
 
 
 def products(split: str, count: int, seed: int, *, most_digits: int = 2, calls: float = 0.3) -> list[dict[str, Any]]:
@@ -152,7 +131,6 @@ def secrets(split: str, count: int, seed: int, *, highest: int = 7, guesses: int
 
     Args:
       highest: Largest number; the smallest is 1.
-      guesses: Guesses, at most.
     """
     dice = random.Random(f"{seed} {split}")
     records = []

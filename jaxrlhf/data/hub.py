@@ -1,4 +1,4 @@
-"""Files of a split of a data set: in a directory as given, or of the hub, downloaded as they are read."""
+"""Files of a split of a data set: given, in a directory, or of the hub, downloaded as they are read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import HubPairs, Refusal
-from jaxrlhf.config.sources import HubFiles
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.config.sources import HubFiles, PairFields, RecordFiles
 from jaxrlhf.data.records import Row, read_rows
 
 _SUFFIX = re.compile(r"\.(jsonl|jsonl\.gz|parquet)$")
@@ -33,32 +34,37 @@ def _snapshot(path: str) -> Path:
         return Path(snapshot_download(path, repo_type="dataset", allow_patterns=["main/*", "train*", "test*"]))
     except (OSError, ValueError) as error:
         raise Refusal(
-            f"data.path={path!r} is neither a directory nor a data set that the hub gave ({_reason(error)}); "
+            f"data.path={path!r} is neither a directory nor a data set that the hub gave ({reason_of(error)}); "
             "without a network, give a directory with train.jsonl and test.jsonl"
         ) from error
 
 
-def hub_rows(data: HubFiles, split: str) -> Iterator[Row]:
-    """Records of a split; a file is downloaded when the first of its records is asked for.
+def split_rows(data: HubFiles | RecordFiles, split: str) -> Iterator[Row]:
+    """Records of a split; a file of the hub is downloaded when the first of its records is asked for.
 
     Raises:
-      Refusal: No such data set, revision, subset or split.
+      Refusal: No such file, data set, revision, subset or split.
     """
     part = _part(data, split)
     name: str | None = getattr(data, part)
     if name is None:
         return iter(())
+    if isinstance(data, RecordFiles):
+        return read_rows(Path(name).expanduser())
     place = _Directory(data.path) if Path(data.path).expanduser().is_dir() else _Repository(data.path, data.revision)
     files = _files_of(place, data.subset, name)
     rows = (row for file in files for row in read_rows(place.file(file)))
     return islice(rows, data.train_problems if part == "train" else None)
 
 
-def identity(data: HubFiles, split: str) -> list[tuple[str, int, Any]]:
+def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, Any]]:
     """Name, size and version of each file of a split; files of the hub count as large."""
     name: str | None = getattr(data, _part(data, split))
     if name is None:
         return []
+    if isinstance(data, RecordFiles):
+        path = Path(name).expanduser()
+        return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)] if path.is_file() else []
     if not (directory := Path(data.path).expanduser()).is_dir():
         place = _Repository(data.path, data.revision)
         return [(file, 2**62, place.commit) for file in _files_of(place, data.subset, name)]
@@ -66,9 +72,9 @@ def identity(data: HubFiles, split: str) -> list[tuple[str, int, Any]]:
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
-def _part(data: HubFiles, split: str) -> str:
+def _part(data: HubFiles | RecordFiles, split: str) -> str:
     """Setting that names a split's files; held-out pairs may be a share of the training split."""
-    shared = isinstance(data, HubPairs) and data.evaluation_fraction > 0
+    shared = isinstance(data, PairFields) and data.evaluation_fraction > 0
     return "train" if shared else split
 
 
@@ -101,7 +107,7 @@ class _Repository:
             raise Refusal(f"{self.called} has no branch, tag or commit {revision!r}; check the spelling") from error
         except (RepositoryNotFoundError, HFValidationError) as error:
             raise Refusal(
-                f"no directory {path!r} and no data set of that name that the hub shows ({_reason(error)}); "
+                f"no directory {path!r} and no data set of that name that the hub shows ({reason_of(error)}); "
                 "check the spelling, or log in with `hf auth login` or HF_TOKEN"
             ) from error
         except (HTTPError, OSError) as error:
@@ -120,7 +126,7 @@ class _Repository:
             return Path(str(huggingface_hub.snapshot_download(self._path, **how)))
         except LocalEntryNotFoundError:
             raise Refusal(
-                f"{self.called} cannot be reached ({_reason(error)}) and was not downloaded before; check the network"
+                f"{self.called} cannot be reached ({reason_of(error)}) and was not downloaded before; check the network"
             ) from error
 
     def file(self, name: str) -> Path:
@@ -132,7 +138,7 @@ class _Repository:
         try:
             found = huggingface_hub.hf_hub_download(self._path, name, repo_type="dataset", revision=self._revision)
         except (HTTPError, OSError) as error:
-            raise Refusal(f"{name} of {self.called} did not come ({_reason(error)}); start again") from error
+            raise Refusal(f"{name} of {self.called} did not come ({reason_of(error)}); start again") from error
         return Path(found)
 
 
@@ -170,7 +176,7 @@ def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
     try:
         card = DatasetCard(text, ignore_metadata_errors=True)
     except Exception as error:  # what the reader of YAML raises has no class of its own
-        raise Refusal(f"the README.md of {place.called} is no data set's card ({_reason(error)}); mend it") from error
+        raise Refusal(f"the README.md of {place.called} is no data set's card ({reason_of(error)}); mend it") from error
     return [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
 
 
@@ -197,7 +203,3 @@ def _patterns(config: Mapping[str, Any], split: str) -> list[str]:
         patterns += ([paths] if isinstance(paths, str) else paths) if of == split else []
     folder = config.get("data_dir")
     return [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -6,8 +6,7 @@ from typing import Any
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.images import MARK, ImageReader, name_of
-
-Messages = list[dict[str, str]]
+from jaxrlhf.data.records import Messages
 
 
 def as_text(message: Any) -> Any:

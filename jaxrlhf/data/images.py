@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
@@ -52,8 +53,6 @@ class ImageReader:
     """Reads images by reference, with the image processor of a checkpoint.
 
     Attributes:
-      processor: Image processor of transformers.
-      placeholders: Text of images in prompts.
       patch_size: Side of a patch in pixels.
       merge: Side in patches of the square that becomes one feature.
     """
@@ -112,10 +111,9 @@ class ImageReader:
             try:
                 _, self._grids[size] = self._processed(PIL.Image.new("RGB", size))
             except (ValueError, ZeroDivisionError) as error:
-                reason = str(error).strip().splitlines()[0]
                 raise Refusal(
-                    f"{place}: the image of {size[0]} x {size[1]} pixels is refused ({reason}); make it larger or less "
-                    f"long, or leave the record out"
+                    f"{place}: the image of {size[0]} x {size[1]} pixels is refused ({reason_of(error)}); make it "
+                    f"larger or less long, or leave the record out"
                 ) from error
         return self._grids[size]
 
@@ -159,8 +157,9 @@ def opened(source: Hashable, *, place: str) -> Any:
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
+        raise Refusal(
+            f"{place}: the image is damaged or no image ({reason_of(error)}); leave the record out"
+        ) from error
 
 
 def source_of(value: Any, record: str, path: Path) -> str:

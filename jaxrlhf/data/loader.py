@@ -42,9 +42,6 @@ class Loader:
     a problem twice, since its id names its group.
 
     Args:
-      problems: Already tokenised.
-      per_step: Problems in a batch.
-      seed: Seed of the shuffling.
       fingerprint: A text that is another one for other problems; a saved position is of these alone.
       parts: Sources that a batch is drawn of, side by side, each in epochs of its own; None is all problems.
       shuffle: False keeps the order of each part in every epoch.

@@ -5,7 +5,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
@@ -19,6 +19,9 @@ _DEEPEST = 64
 
 Stored = Mapping[str, Any] | bytes
 """A record as it is kept: the JSON text of its line, which takes less memory than its objects, or the objects."""
+
+Messages = list[dict[str, str]]
+"""Chat messages, each with `role` and `content`."""
 
 
 def restored(record: Stored) -> Mapping[str, Any]:
@@ -86,6 +89,74 @@ class Row(NamedTuple):
             case int() if not isinstance(value, bool):
                 return str(value)
         raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}{advice}")
+
+
+class PairPart(NamedTuple):
+    """The rejected answer of a pair, and what is known of both.
+
+    Attributes:
+      margin: Least difference of the scores.
+      safe: Whether chosen and rejected are harmless; None if that is not known.
+    """
+
+    rejected: str
+    margin: float
+    safe: tuple[bool, bool] | None
+
+
+class StepPart(NamedTuple):
+    """A solution whose steps are labelled.
+
+    Attributes:
+      steps: Texts of the steps, without separators.
+      labels: Whether each step is right.
+      separator: Text after each step, the last one too.
+    """
+
+    steps: tuple[str, ...]
+    labels: tuple[bool, ...]
+    separator: str
+
+
+class SourceRecord(NamedTuple):
+    """A record whose parts are known, not yet tokenised.
+
+    Attributes:
+      place: Where it comes from, for error messages.
+      prompt: A user's text, or chat messages.
+      answer: Reference answer for the rewards.
+      solution: Worked solution for supervised training: a text, or messages of several turns.
+      record: The source record, as it is kept.
+      pair: The rest of the pair whose chosen answer is `solution`; None if the record is none.
+      images: References to images, of which each has a `MARK` in the prompt.
+      steps: The labelled steps of its solution, which is then None; None if they are not.
+      further: Other worked solutions.
+    """
+
+    place: str
+    prompt: str | Messages
+    answer: str | None
+    solution: str | Messages | None
+    record: Stored
+    pair: PairPart | None = None
+    images: tuple[str, ...] = ()
+    steps: StepPart | None = None
+    further: tuple[str, ...] = ()
+
+    @property
+    def answer_texts(self) -> list[str]:
+        """Texts of all answers."""
+        return [
+            *(texts_of(self.solution) if self.solution else []),
+            *([self.pair.rejected] if self.pair else []),
+            *(self.steps.steps if self.steps else ()),
+            *self.further,
+        ]
+
+
+def texts_of(said: str | Messages) -> list[str]:
+    """Texts of a prompt or an answer."""
+    return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
@@ -182,34 +253,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 def record_at(path: str, number: int) -> Mapping[str, Any]:
     """The record with a number, from 1, of a file that was read before."""
-    return _numbered(path)[number - 1]
+    return _numbered(path)(number - 1)
 
 
 @lru_cache(maxsize=4)
-def _numbered(path: str) -> "_ParquetRecords | _LineRecords":
-    """Records of a file by their numbers, each made when it is asked for."""
+def _numbered(path: str) -> Callable[[int], Mapping[str, Any]]:
+    """Function of an index to the record there, which is made when it is asked for."""
     if path.endswith(".parquet"):
-        return _ParquetRecords(path)
-    return _LineRecords(path)
-
-
-class _ParquetRecords:
-    """Records of a parquet file, mapped into memory."""
-
-    def __init__(self, path: str) -> None:
         import pyarrow.parquet
 
-        self._table = pyarrow.parquet.read_table(path, memory_map=True)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return dict(self._table.slice(index, 1).to_pylist()[0])
-
-
-class _LineRecords:
-    """Records of a file with one in each line."""
-
-    def __init__(self, path: str) -> None:
-        self._lines = [*_lines(Path(path))]
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return dict(json.loads(self._lines[index]))
+        table = pyarrow.parquet.read_table(path, memory_map=True)
+        return lambda index: dict(table.slice(index, 1).to_pylist()[0])
+    lines = [*_lines(Path(path))]
+    return lambda index: dict(json.loads(lines[index]))

@@ -58,7 +58,6 @@ class Retokenizer:
     """Prompts and responses of a policy in the tokens of another model.
 
     Args:
-      policy: Tokenizer of the policy.
       other: Tokenizer of the other model, whose chat template prompts are written in.
 
     Raises:

@@ -32,16 +32,16 @@ from jaxrlhf.config import (
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
 from jaxrlhf.data.generated import generated_records
-from jaxrlhf.data.hub import hub_rows, split_files
+from jaxrlhf.data.hub import split_files, split_rows
 from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values, source_of
-from jaxrlhf.data.labelled.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
+from jaxrlhf.data.labelled.pairs import is_message, last_said, read_pairs, wrong_solution
 from jaxrlhf.data.labelled.steps import read_steps
-from jaxrlhf.data.records import Row, read_rows, without_field
+from jaxrlhf.data.records import PairPart, Row, SourceRecord, read_rows, without_field
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
-from jaxrlhf.data.tokenized import EpisodeReader, SourceRecord, Tokenized, TokenLimits, nothing_fits, told
+from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothing_fits, told
 
 _FACTS = "split.json"
 _CHUNK = 4096
@@ -175,42 +175,36 @@ def _sources(data: Data | EvaluationSet) -> Sequence[Source | EvaluationSet]:
 def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
     """The records; what is wrong with pairs that could not be read is added to a list."""
     match data:
-        case Arithmetic():
+        case Arithmetic() | ArithmeticPairs():
             return _read_arithmetic(data, split)
         case Generated():
             return _read_generated(data, split)
         case Gsm8k():
             return _read_gsm8k(data, split)
-        case HubData():
-            return (_prompt_example(row, data) for row in hub_rows(data, split))
-        case PromptFile():
-            return _read_prompt_file(data, split)
+        case HubData() | PromptFile():
+            return (_prompt_example(row, data) for row in split_rows(data, split))
         case Shapes():
             return _read_shapes(data, split)
         case StepFile() | HubSteps():
-            return (
-                SourceRecord(one.place, one.prompt, None, None, one.record, steps=one)
-                for one in read_steps(data, split)
-            )
-        case ArithmeticPairs():
-            pairs = arithmetic_pairs(data, split)
-        case HubPairs():
-            pairs = read_pairs(hub_rows(data, split), data, split, malformed)
-        case PairFile():
-            pairs = read_pairs(pair_file_rows(data, split), data, split, malformed)
-    return (SourceRecord(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in pairs)
+            return read_steps(data, split)
+        case HubPairs() | PairFile():
+            return read_pairs(split_rows(data, split), data, split, malformed)
 
 
-def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[SourceRecord]:
+def _read_arithmetic(data: Arithmetic | ArithmeticPairs, split: Split) -> Iterator[SourceRecord]:
+    """Problems, or pairs of right solutions and wrong ones; the right one is harmless and the wrong one is not."""
     records = arithmetic_records(
         difficulty=data.difficulty,
         problems=data.train_problems if split == "train" else data.eval_problems,
         seed=data.seed,
         split=split,
-        unfinished_share=data.unfinished_share if split == "train" else 0.0,
+        unfinished_share=data.unfinished_share if isinstance(data, Arithmetic) and split == "train" else 0.0,
     )
     for n, record in enumerate(records):
-        yield SourceRecord(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
+        question, solution = record["question"], record["solution"]
+        paired = isinstance(data, ArithmeticPairs)
+        pair = PairPart(wrong_solution(question, solution), 0.0, (True, False)) if paired else None
+        yield SourceRecord(f"arithmetic problem {n}", question, record["answer"], solution, record, pair)
 
 
 def _read_shapes(data: Shapes, split: Split) -> Iterator[SourceRecord]:
@@ -254,13 +248,6 @@ def _gsm8k_example(row: Row, instruction: str) -> SourceRecord:
         raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
     prompt = f"{row.text('question')} {instruction}".strip()
     return SourceRecord(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
-
-
-def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[SourceRecord]:
-    path = data.train if split == "train" else data.evaluation
-    if path is not None:
-        for row in read_rows(Path(path).expanduser()):
-            yield _prompt_example(row, data)
 
 
 def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
@@ -319,6 +306,5 @@ def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _check_message(message: object, where: str) -> None:
-    valid = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-    if not valid:
+    if not is_message(message):
         raise Refusal(f"{where} must have the texts 'role' and 'content', got {message!r:.80}")

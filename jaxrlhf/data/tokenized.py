@@ -13,12 +13,10 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.arithmetic import Split
 from jaxrlhf.data.control_tokens import ControlTokens
-from jaxrlhf.data.image_prompts import Messages, expanded, in_parts, referred, shown
+from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
-from jaxrlhf.data.labelled.pairs import PairRecord
-from jaxrlhf.data.labelled.steps import StepRecord
-from jaxrlhf.data.records import Stored, restored
-from jaxrlhf.data.table.problem_table import PairColumns, ProblemTable
+from jaxrlhf.data.records import Messages, SourceRecord, restored, texts_of
+from jaxrlhf.data.table.problem_table import ProblemTable
 
 
 @runtime_checkable
@@ -32,42 +30,6 @@ class EpisodeReader(Protocol):
         self, prompt: Messages, solution: Messages, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[int], Sequence[bool]]:
         """Token ids of a solution of several turns as they follow the prompt, and which of them the policy chooses."""
-
-
-class SourceRecord(NamedTuple):
-    """A record whose parts are known, not yet tokenised.
-
-    Attributes:
-      place: Where it comes from, for error messages.
-      prompt: A user's text, or chat messages.
-      answer: Reference answer for the rewards.
-      solution: Worked solution for supervised training: a text, or messages of several turns.
-      record: The source record, as it is kept.
-      pair: The pair whose chosen answer is `solution`; None if the record is none.
-      images: References to images, of which each has a `MARK` in the prompt.
-      steps: The labelled steps of its solution, which is then None; None if they are not.
-      further: Other worked solutions.
-    """
-
-    place: str
-    prompt: str | Messages
-    answer: str | None
-    solution: str | Messages | None
-    record: Stored
-    pair: PairRecord | None = None
-    images: tuple[str, ...] = ()
-    steps: StepRecord | None = None
-    further: tuple[str, ...] = ()
-
-    @property
-    def answer_texts(self) -> list[str]:
-        """Texts of all answers."""
-        return [
-            *(_texts(self.solution) if self.solution else []),
-            *([self.pair.rejected] if self.pair else []),
-            *(self.steps.steps if self.steps else ()),
-            *self.further,
-        ]
 
 
 def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
@@ -216,7 +178,7 @@ class Tokenized:
         parts = number, prompt, prompt_ids, example.answer, solution, example.record
         self.table.append(*parts, images=images, solution_mask=mask, messages=messages, further=further)
         if example.pair is not None:
-            self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
+            self.table.make_pair(rejected, example.pair.margin, example.pair.safe)
         if example.steps is not None:
             self.table.make_steps(accumulate(map(len, steps)), example.steps.labels)
 
@@ -241,7 +203,7 @@ class Tokenized:
 
     def _spells(self, example: SourceRecord) -> bool:
         """True if a text of the record spells a control token; what is said of it at start is noted."""
-        found = self._control.first_in([*_texts(example.prompt), *example.answer_texts])
+        found = self._control.first_in([*texts_of(example.prompt), *example.answer_texts])
         if found is not None:
             self.spelled.append(f"{example.place}: {found}")
         return found is not None
@@ -303,10 +265,6 @@ class Tokenized:
             whole = letters is None or len(text) <= letters or len(ids) > cast(int, most)
             found[n] = ids if whole else self._tokenizer(text, **settings)["input_ids"]
         return found
-
-
-def _texts(said: str | Messages) -> list[str]:
-    return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
 
 
 def _chat(prompt: str | Messages) -> Messages:

@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import lexicon
 
 _PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
@@ -54,9 +55,9 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
         tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
     except Exception as error:  # what tokenizers raises of a file that it cannot read has no class of its own
         there = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
-        reason = _first_line(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
+        reason = reason_of(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
         if there and "tokenizer.json" in there:
-            reason = f"its tokenizer.json: {_first_line(error)}"
+            reason = f"its tokenizer.json: {reason_of(error)}"
         raise Refusal(
             f"no tokenizer could be loaded from {path!r} ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
@@ -78,7 +79,7 @@ def misread(directory: str | Path) -> str | None:
         found = AutoTokenizer.from_pretrained(directory)
         wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
     except Exception as error:  # whatever the family's own class makes of the files
-        wrong = f"cannot load it ({_first_line(error)})"
+        wrong = f"cannot load it ({reason_of(error)})"
     advice = f"load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(directory)!r})"
     return None if wrong is None else f"of the tokenizer: transformers.AutoTokenizer {wrong}; {advice}"
 
@@ -114,13 +115,6 @@ def embedded_tokenizer(*, vision: bool = False) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=_CONTEXT_TOKENS,
     )
-
-
-def build_embedded_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
-    """Save the embedded tokenizer into `directory` in Hugging Face format, and return it."""
-    tokenizer = embedded_tokenizer()
-    tokenizer.save_pretrained(str(directory))
-    return tokenizer
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
@@ -166,7 +160,3 @@ def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
             f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json there; "
             'set "tokenizer_class" in its tokenizer_config.json to "PreTrainedTokenizerFast"'
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

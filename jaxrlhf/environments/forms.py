@@ -15,10 +15,10 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.environments import Environment, Tools
+from jaxrlhf.config.named_functions import load, one_line
 from jaxrlhf.environments.host import UserCode, reset_arguments
 from jaxrlhf.environments.protocol import About, Choice
 from jaxrlhf.episode import ToolSchema
-from jaxrlhf.processes.loading import load, one_line
 
 NO_TOOLS = ("reset", "close", "get_reward")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config.environments import Agent
+from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.environments import answers
 from jaxrlhf.environments.protocol import (
     About,
@@ -40,7 +41,6 @@ from jaxrlhf.episode import Content, EnvironmentFailure, Opening, Session, ToolC
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import children
 from jaxrlhf.processes.guards import Builtins, Watchdog
-from jaxrlhf.processes.loading import one_line
 
 CLOSING_S = 0.5  # for instances to close once the run is gone
 

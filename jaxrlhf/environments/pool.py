@@ -24,11 +24,11 @@ from socket import socketpair
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.environments.family import ProcessFamily
 from jaxrlhf.environments.live import LiveEpisodes
 from jaxrlhf.environments.protocol import Choice, OpenRequest, Request, RunRequest
 from jaxrlhf.episode import EnvironmentFailure, Observation, Opening, Reply
-from jaxrlhf.processes.loading import one_line
 
 START_LIMIT_S = 300.0  # for importing the user's modules
 MOST_FILES = 1 << 16

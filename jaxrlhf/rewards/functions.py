@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.processes.loading import load
+from jaxrlhf.config.named_functions import load
 from jaxrlhf.rewards.protocol import Function, asks_question
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 
-from jaxrlhf.processes.loading import one_line
+from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.rewards.crew import Crew, RewardCall
 from jaxrlhf.rewards.protocol import Example, Failure
 from jaxrlhf.rewards.worker import Answer

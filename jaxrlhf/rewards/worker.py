@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
 from jaxrlhf.processes.guards import Builtins, Watchdog, settle
-from jaxrlhf.processes.loading import one_line
 from jaxrlhf.rewards.functions import resolve
 from jaxrlhf.rewards.protocol import Cause, Example, called, called_on_all, is_async, is_batched
 

@@ -5,58 +5,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from jaxrlhf.config import ArithmeticPairs, PairFile, Refusal
+from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
-from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
-from jaxrlhf.data.records import Row, Stored, read_rows
-
-Messages = list[dict[str, str]]
+from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
+from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ANSWERS = ("chosen", "rejected")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-class PairRecord(NamedTuple):
-    """A pair as it was read.
-
-    Attributes:
-      place: Where it comes from, for error messages.
-      prompt: A user's text, or chat messages.
-      answer: Reference answer for the rewards.
-      margin: Least difference of the scores.
-      safe: Whether chosen and rejected are harmless; None if that is not known.
-      record: The source record, as it is kept.
-    """
-
-    place: str
-    prompt: str | Messages
-    chosen: str
-    rejected: str
-    answer: str | None
-    margin: float
-    safe: tuple[bool, bool] | None
-    record: Stored
-
-
-def arithmetic_pairs(data: ArithmeticPairs, split: Split) -> Iterator[PairRecord]:
-    """Right solutions and wrong ones; the right one is harmless and the wrong one is not."""
-    number = data.train_problems if split == "train" else data.eval_problems
-    records = arithmetic_records(difficulty=data.difficulty, problems=number, seed=data.seed, split=split)
-    for n, record in enumerate(records):
-        yield PairRecord(
-            place=f"arithmetic problem {n}",
-            prompt=record["question"],
-            chosen=record["solution"],
-            rejected=wrong_solution(record["question"], record["solution"]),
-            answer=record["answer"],
-            margin=0.0,
-            safe=(True, False),
-            record=record,
-        )
 
 
 def wrong_solution(question: str, solution: str) -> str:
@@ -93,17 +51,10 @@ def _with_slip(steps: Sequence[str], slip: int, off: int) -> list[str]:
 
 def _worked_out(task: str) -> int:
     left, operator, right = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task).groups()  # type: ignore[union-attr]
-    a, b = int(left), int(right)
-    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+    return OPERATORS[operator](int(left), int(right))
 
 
-def pair_file_rows(data: PairFile, split: Split) -> Iterator[Row]:
-    """Records of the file that a split is in."""
-    path = data.train if split == "train" or data.evaluation_fraction else data.evaluation
-    return iter(()) if path is None else read_rows(Path(path).expanduser())
-
-
-def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: list[str]) -> Iterator[PairRecord]:
+def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
     """The pairs of a split, one after another.
 
     Args:
@@ -131,11 +82,11 @@ def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: l
         )
 
 
-def _held_out(pair: PairRecord, data: PairFields) -> bool:
+def _held_out(pair: SourceRecord, data: PairFields) -> bool:
     return stable_hash(json.dumps(pair.prompt)) < data.evaluation_fraction * 2**64
 
 
-def _pair(row: Row, data: PairFields) -> PairRecord:
+def _pair(row: Row, data: PairFields) -> SourceRecord:
     answers = [row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")]
     prompt: str | Messages | None
     if all(isinstance(answer, list) for answer in answers):
@@ -154,7 +105,8 @@ def _pair(row: Row, data: PairFields) -> PairRecord:
     margin = 0.0 if data.margin_key is None else row.value(data.margin_key, "margin_key")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise Refusal(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
-    return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.stored)
+    pair = PairPart(rejected, float(margin), _safe(row, data))
+    return SourceRecord(row.place, prompt, None, chosen, row.stored, pair)
 
 
 def last_said(messages: list[Any], place: str, key: str) -> str:
@@ -197,13 +149,14 @@ def prompt_of(row: Row, key: str) -> str | Messages:
 
 
 def _messages(row: Row, value: Any, key: str) -> Messages:
-    messages = isinstance(value, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-        for message in value
-    )
-    if not value or not messages:
+    if not value or not isinstance(value, list) or not all(map(is_message, value)):
         raise Refusal(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
     return cast(Messages, value)
+
+
+def is_message(message: object) -> bool:
+    """True for a chat message of two texts."""
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:

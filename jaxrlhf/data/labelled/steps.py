@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import HubSteps, Refusal, StepFile
 from jaxrlhf.data.arithmetic import Split
-from jaxrlhf.data.hub import hub_rows
-from jaxrlhf.data.labelled.pairs import Messages, prompt_of
-from jaxrlhf.data.records import Row, Stored, read_rows
+from jaxrlhf.data.hub import split_rows
+from jaxrlhf.data.labelled.pairs import prompt_of
+from jaxrlhf.data.records import Row, SourceRecord, StepPart
 
 
 @dataclass(frozen=True)
@@ -26,45 +25,21 @@ class LabelledSteps(Problem):
     step_labels: tuple[bool, ...] = ()
 
 
-class StepRecord(NamedTuple):
-    """A labelled solution as it was read.
-
-    Attributes:
-      place: Where it comes from, for error messages.
-      prompt: A user's text, or chat messages.
-      steps: Texts of the steps, without separators.
-      labels: Whether each step is right.
-      separator: Text after each step, the last one too.
-      record: The source record, as it is kept.
-    """
-
-    place: str
-    prompt: str | Messages
-    steps: tuple[str, ...]
-    labels: tuple[bool, ...]
-    separator: str
-    record: Stored
-
-
-def read_steps(data: StepFile | HubSteps, split: Split) -> Iterator[StepRecord]:
+def read_steps(data: StepFile | HubSteps, split: Split) -> Iterator[SourceRecord]:
     """The labelled solutions of a split; none of one without records.
 
     Raises:
       Refusal: An unreadable file, or a record that has other than texts with a label each.
     """
-    for row in hub_rows(data, split) if isinstance(data, HubSteps) else _file_rows(data, split):
+    for row in split_rows(data, split):
         steps, labels = _listed(row, data.steps_key, str, "texts"), _listed(row, data.labels_key, bool, "booleans")
         if len(steps) != len(labels):
             raise Refusal(
                 f"{row.place}: {data.steps_key!r} has {len(steps)} steps and {data.labels_key!r} {len(labels)} labels; "
                 "give each step one"
             )
-        yield StepRecord(row.place, prompt_of(row, data.prompt_key), steps, labels, data.separator, row.stored)
-
-
-def _file_rows(data: StepFile, split: Split) -> Iterator[Row]:
-    path = data.train if split == "train" else data.evaluation
-    return iter(()) if path is None else read_rows(Path(path).expanduser())
+        parts = StepPart(steps, labels, data.separator)
+        yield SourceRecord(row.place, prompt_of(row, data.prompt_key), None, None, row.stored, steps=parts)
 
 
 def _listed(row: Row, key: str, kind: type, called: str) -> tuple[Any, ...]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import DataSet, PairFile, PromptFile, StepFile, to_json
-from jaxrlhf.config.sources import HubFiles
+from jaxrlhf.config import DataSet, to_json
+from jaxrlhf.config.sources import HubFiles, RecordFiles
 from jaxrlhf.data.hub import identity
 from jaxrlhf.runtime.cache_folder import cache_folder
 
@@ -43,28 +43,15 @@ def folder_of(
     place, backend = _place(), getattr(tokenizer, "backend_tokenizer", None)
     if place is None or backend is None:
         return None
-    files = [_files(data, split) for data, _ in sources]
-    if any(of_source is None for of_source in files):
+    files = [identity(data, split) for data, _ in sources if isinstance(data, HubFiles | RecordFiles)]
+    if len(files) < len(sources):  # some are read from no files
         return None
-    if sum(_text_bytes(name, size) for of_source in files if of_source for name, size, _ in of_source) < LEAST_BYTES:
+    if sum(_text_bytes(name, size) for of_source in files for name, size, _ in of_source) < LEAST_BYTES:
         return None
     described = [to_json(data) for data, _ in sources], [own for _, own in sources], files, split, further
     words = tokenizer.special_tokens_map, tokenizer.chat_template, type(tokenizer).__name__, _VERSION
     text = json.dumps([described, words, backend.to_str()], default=str)
     return place / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _files(data: DataSet, split: str) -> list[tuple[str, int, Any]] | None:
-    """Name, size and version of each file of a split; None if it is read from no files."""
-    if isinstance(data, HubFiles):
-        return identity(data, split)
-    if not isinstance(data, PromptFile | PairFile | StepFile):
-        return None
-    given = data.train if split == "train" or (isinstance(data, PairFile) and not data.evaluation) else data.evaluation
-    path = Path(given).expanduser() if given else None
-    if path is None or not path.is_file():
-        return []
-    return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)]
 
 
 def _text_bytes(name: str, size: int) -> int:

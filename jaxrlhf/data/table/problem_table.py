@@ -5,7 +5,7 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -32,21 +32,11 @@ _FACTS = "table.json"
 _JSON, _PICKLED = b"J", b"P"
 
 
-class PairColumns(NamedTuple):
-    """A pair's part beyond a problem: the rejected answer is in a column of its own."""
-
-    margin: float
-    safe: tuple[bool, bool] | None
-
-
 class ProblemTable(Sequence[Problem]):
     """Problems that are made when they are asked for, and not kept.
 
     Args:
       folder: New folder that its columns are kept in; None is memory.
-
-    Attributes:
-      prompt_tokens: Token ids of the prompts.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -109,10 +99,10 @@ class ProblemTable(Sequence[Problem]):
         if images:
             self._images[len(self) - 1] = images
 
-    def make_pair(self, rejected_tokens: Iterable[int], columns: PairColumns) -> None:
+    def make_pair(self, rejected_tokens: Iterable[int], margin: float, safe: tuple[bool, bool] | None) -> None:
         """Make a pair of the problem that was added last; of a table all problems are pairs, or none."""
         self._rejected.append(rejected_tokens)
-        self._columns["pairs"].append(json.dumps(columns).encode())
+        self._columns["pairs"].append(json.dumps([margin, safe]).encode())
 
     def make_steps(self, ends: Iterable[int], labels: Iterable[bool]) -> None:
         """Label the solution's steps of the problem that was added last; of a table all problems have some, or none."""
@@ -154,7 +144,7 @@ class ProblemTable(Sequence[Problem]):
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
         digest.update(b"[")
         for n in range(len(self._columns["pairs"])):
-            digest.update((", " * (n > 0) + repr(tuple(self._pair(n)))).encode())
+            digest.update((", " * (n > 0) + repr(self._pair(n))).encode())
         digest.update(b"]")
         if len(self._columns["steps"]):
             self._columns["steps"].feed(digest.update, unit=1)
@@ -192,9 +182,9 @@ class ProblemTable(Sequence[Problem]):
         kept = self._columns["records"][n]
         return kept[1:] if kept[:1] == _JSON else pickle.loads(kept[1:])
 
-    def _pair(self, n: int) -> PairColumns:
+    def _pair(self, n: int) -> tuple[float, tuple[bool, bool] | None]:
         margin, safe = json.loads(self._columns["pairs"][n])
-        return PairColumns(margin, safe and (safe[0], safe[1]))
+        return margin, safe and (safe[0], safe[1])
 
     def _problem(self, n: int) -> Problem:
         messages = self._columns["messages"][n]
@@ -216,4 +206,5 @@ class ProblemTable(Sequence[Problem]):
             return LabelledSteps(**fields, step_ends=tuple(ends), step_labels=tuple(labels))
         if not len(self._columns["pairs"]):
             return Problem(**fields)
-        return Pair(**fields, rejected_tokens=self._rejected[n], **self._pair(n)._asdict())
+        margin, safe = self._pair(n)
+        return Pair(**fields, rejected_tokens=self._rejected[n], margin=margin, safe=safe)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -83,7 +84,7 @@ def _not_found(hub_id: str, revision: str | None, error: Exception) -> Refusal:
         return Refusal(f"hub repository {hub_id!r} has no branch, tag or commit {revision!r}; check the spelling")
     return Refusal(
         f"no local directory {hub_id!r} and no reachable hub repository of that name; "
-        f"check the spelling, the network or the login ({_reason(error)})"
+        f"check the spelling, the network or the login ({reason_of(error)})"
     )
 
 
@@ -98,10 +99,6 @@ def _broken_off(hub_id: str, error: Exception) -> Refusal:
             f"then log in with `hf auth login` or HF_TOKEN"
         )
     return Refusal(
-        f"the download of {hub_id!r} from the hub broke off ({_reason(error)}); "
+        f"the download of {hub_id!r} from the hub broke off ({reason_of(error)}); "
         f"start again, files that are complete are not downloaded twice"
     )
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Config, FromScratch, Pretrained, Refusal, Tower
+from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.images import ImageReader, Placeholders
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Vision
@@ -46,9 +47,8 @@ def processor_of(model: Any) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(resolve(model.path), backend="pil")
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise Refusal(
-            f"no image processor could be loaded from {model.path!r} ({reason}); give a checkpoint with "
+            f"no image processor could be loaded from {model.path!r} ({reason_of(error)}); give a checkpoint with "
             f"preprocessor_config.json, and install jaxrlhf[vision]"
         ) from error
 
