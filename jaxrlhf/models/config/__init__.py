@@ -24,5 +24,5 @@ from jaxrlhf.models.config.pattern import (
     Run,
 )
 from jaxrlhf.models.config.rope import LinearRope, Llama3Rope, LongRope, ProportionalRope, RopeScaling, YarnRope
-from jaxrlhf.models.config.shape import FamilyName, Head, padded_rows
-from jaxrlhf.models.config.vision import Sections, SightName, Vision
+from jaxrlhf.models.config.shape import Head, padded_rows
+from jaxrlhf.models.config.vision import Sections, Vision

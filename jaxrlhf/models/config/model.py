@@ -122,11 +122,7 @@ class ModelConfig(DecoderShape):
         return (4 if self.norms == "sandwich" else 2) * self.hidden_size
 
     def mlp_parameters(self, *, experts: float | None = None) -> float:
-        """Weights of one layer's MLP, or of its router, its shared part and its experts.
-
-        Args:
-          experts: Number of experts to count; None is all.
-        """
+        """Weights of one layer's MLP, or of its router, its shared part and so many of its experts; None is all."""
         if self.experts is None:
             return 3 * self.hidden_size * self.mean_intermediate_size
         counted = self.experts.count if experts is None else experts
@@ -138,11 +134,7 @@ class ModelConfig(DecoderShape):
         return 3 * self.hidden_size * inner + biases + router + shared
 
     def layer_parameters(self, *, experts: float | None = None) -> float:
-        """Weights of attention, MLP and what a layer makes of its own inputs, on average over the layers.
-
-        Args:
-          experts: Number of experts to count; None is all.
-        """
+        """Weights of attention, MLP (see `mlp_parameters`) and what a layer makes of its own inputs, on average."""
         first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
         own = 0 if self.layer_inputs is None else 2 * self.hidden_size * self.layer_inputs.width
         own += 2 * self.hidden_size * (self.laurel_rank or 0)

@@ -139,11 +139,7 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams beside each other, of which layers compute with the first and correct the others.
-
-    Attributes:
-      count: A, number of streams.
-    """
+    """Residual streams beside each other, A of them: layers compute with the first and correct the others."""
 
     count: int
 

@@ -14,24 +14,14 @@ LENDERS = {BORROWING_LAYERS: LAYERS, SLIDING_BORROWING_LAYERS: SLIDING_LAYERS}
 
 
 class Run(NamedTuple):
-    """Consecutive layers of one stack.
-
-    Attributes:
-      stack: Name of the stack.
-      layers: Number of layers.
-    """
+    """Name of a stack, and number of its layers that follow one another."""
 
     stack: str
     layers: int
 
 
 class Pattern(NamedTuple):
-    """Runs of layers, all of them so many times.
-
-    Attributes:
-      repeats: Times that the runs follow one another.
-      runs: Runs of one time.
-    """
+    """Runs of layers, all of which follow one another so many times."""
 
     repeats: int
     runs: tuple[Run, ...]

@@ -5,8 +5,6 @@ from typing import Literal, NamedTuple
 
 from jaxrlhf.config import Refusal
 
-SightName = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3"]
-
 
 class Sections(NamedTuple):
     """Rotated pairs of a decoder's head that go by a token's time, row and column.
@@ -40,7 +38,6 @@ class Vision:
       image_token: Id of the placeholders, one for each feature.
       hidden_size: Width of a patch.
       intermediate_size: Width of the MLP.
-      num_layers: Number of layers.
       num_heads: Heads of attention, which goes both ways.
       patch_size: Side of a patch in pixels.
       frames: Frames of a patch; a still image is its own second frame.
@@ -62,7 +59,7 @@ class Vision:
       start_token, end_token, video_token: Other ids of the file; None where it has none.
     """
 
-    family: SightName
+    family: str
     image_token: int
     hidden_size: int
     intermediate_size: int

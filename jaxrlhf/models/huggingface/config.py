@@ -13,7 +13,7 @@ from jaxrlhf.config import FromScratch, Refusal, Tower
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.huggingface.text_part import read_vision, text_fields
+from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
 
 # Their names for the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -46,8 +46,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def sees(path: str | Path) -> bool:
     """Return whether the checkpoint is of one of the `SIGHTS`."""
-    fields = read_fields(path, whole=True)
-    return fields.get("architectures") in [[sight.architecture] for sight in SIGHTS.values()]
+    return sight_of(read_fields(path, whole=True)) is not None
 
 
 def read_stop_tokens(path: str | Path) -> list[int]:

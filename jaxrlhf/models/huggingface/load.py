@@ -8,7 +8,7 @@ into the parameter, whose layers are stacked. The host never holds more than one
 import functools
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,14 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import labels_steps, read_family
-from jaxrlhf.models.huggingface.families import FAMILIES, LM_HEAD, SIGHTS, StoredTensor, stored_tensors
+from jaxrlhf.models.huggingface.families import (
+    FAMILIES,
+    LM_HEAD,
+    SIGHTS,
+    StoredTensor,
+    stored_tensors,
+    tensor_shapes,
+)
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
@@ -56,7 +63,6 @@ def load_params(
     first's, so that its sigmoid is the second's probability, but for `label_bias`.
 
     Args:
-      path: Checkpoint directory or hub id.
       config: From `read_config` of the same path.
       shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
       dtype: Dtype of the result: one, or a tree of them like the parameters. None is as in the files, for each
@@ -197,9 +203,6 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
     inner: list[slice] = []
     unmerged: list[int] = []
     for group in source.stored.split():
-        if group == "1":
-            outer.append(slice(0, 1))
-            continue
         first, merged = there[group[0]], group[1:]
         inside = source.interleaved(group)
         whole = inside is not None and inside[0] == group  # one range
@@ -221,7 +224,7 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
         inner += [slice(count), *(there[letter] for letter in merged)]
     outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
     block = tensor[tuple(outer)].reshape(split)[tuple(own)].reshape(unmerged)[tuple(inner)]
-    letters = "".join(group for group in source.stored.split() if group != "1")
+    letters = source.stored.replace(" ", "")
     block = block.squeeze(tuple(place for place, letter in enumerate(letters) if letter == "1"))
     widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]
     if block.shape == tuple(widths):
@@ -264,7 +267,11 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
             f"{files.directory} labels tokens, with a bias that a value head has not; it scores steps as a "
             "ProcessModelReward, and training starts from a language model or from what ProcessRewardModel exported"
         )
-    _check_tensors(files, config, declare(config, head), stored)
+    expected = tensor_shapes(config, head, stored)
+    if labelled:
+        names = {"score.weight": (2, config.hidden_size), "score.bias": (2,)}
+        expected |= {name: shape for name, shape in names.items() if name == "score.weight" or name in files.file_of}
+    _check_tensors(files, config, expected)
     return stored
 
 
@@ -292,18 +299,9 @@ def _check_tied(files: TensorFiles, embed: str) -> None:
         )
 
 
-def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, StoredTensor]) -> None:
+def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Every tensor is there with its shape, and none is left over that would change the numbers."""
-    expected: dict[str, tuple[int, ...]] = {}
     family = FAMILIES[config.family]
-    for path, param in jax.tree.leaves_with_path(declared):
-        if source := stored.get(path_name(path)):
-            stacked = source.stacked(param.shape)
-            shape = source.tensor_shape(param.unpadded[len(stacked) :])
-            expected |= {source.named(at): shape for at in np.ndindex(stacked)}
-    if "head" in declared and "head" not in stored and labels_steps(files.directory):
-        width = config.hidden_size
-        expected |= {"score.weight": (2, width), **({"score.bias": (2,)} if "score.bias" in files.file_of else {})}
     for name, shape in expected.items():
         if name not in files.file_of:
             raise Refusal(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")

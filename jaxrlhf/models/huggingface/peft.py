@@ -34,7 +34,6 @@ class _AdapterPlace(NamedTuple):
     """Place of a tensor of the file in the tree of adapters, transposed.
 
     Attributes:
-      path: Path of the parameter.
       layer: Index of the layer; None where it is not of a layer.
       rows: Number of leading dimensions that are the matrix's rows; the others are its columns.
     """
@@ -66,7 +65,6 @@ def save_adapters(
     """Write the directory, which `peft.PeftModel.from_pretrained` loads over the checkpoint.
 
     Args:
-      adapters: In this process.
       model: Path or hub id of the checkpoint that the adapters are for.
     """
     from safetensors.numpy import save_file

@@ -17,7 +17,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_fields, read_stop_tokens, token_ids, write_fields
-from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors
+from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
@@ -93,9 +93,7 @@ def save_each(
     directory = Path(directory)
     if list(directory.glob("*.safetensors")):
         raise Refusal(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
-    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
-    stored = stored_tensors(config, head)
-    shapes = _shapes(declared, stored)
+    shapes = tensor_shapes(config, head, stored_tensors(config, head))
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
     writer = None
@@ -105,7 +103,7 @@ def save_each(
         writer = TensorWriter(directory, named, max_file_bytes=max_shard_bytes)
     total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
     done = 0
-    for part in _fetched(arrays, declared, stored, tensors):
+    for part in _fetched(arrays, config, head, tensors):
         if writer is not None:
             writer.write(published_name(config, part.name), part.block, start=part.start, place=part.place)
         done += part.block.nbytes
@@ -119,16 +117,11 @@ def save_each(
 def named_tensors(
     arrays: Iterable[tuple[str, jax.Array]], config: ModelConfig, head: Head, *, dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of a checkpoint by name, each as soon as it is whole, without files.
-
-    Args:
-      arrays: See `save_each`.
-    """
-    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
-    stored = stored_tensors(config, head)
-    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in _shapes(declared, stored).items()}
+    """Tensors of a checkpoint by name, each as soon as it is whole, without files; arrays are those of `save_each`."""
+    shapes = tensor_shapes(config, head, stored_tensors(config, head))
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     begun: dict[str, tuple[np.ndarray, int]] = {}
-    for part in _fetched(arrays, declared, stored, tensors):
+    for part in _fetched(arrays, config, head, tensors):
         name, block = part.name, part.block
         if block.shape == tensors[name].shape:
             yield published_name(config, name), block
@@ -157,11 +150,13 @@ class _TensorPart(NamedTuple):
 
 def _fetched(
     arrays: Iterable[tuple[str, jax.Array]],
-    declared: Mapping[str, Param],
-    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    head: Head,
     tensors: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[_TensorPart]:
     """Parts of tensors, one after another."""
+    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
+    stored = stored_tensors(config, head)
     for path, array in arrays:
         lies, param = stored[path], declared[path]
         shape = param.unpadded[len(lies.stacked(param.shape)) :]
@@ -189,17 +184,6 @@ def save_description(
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         _describe(directory, _fields(config, "lm", "float32", tokenizer, source), tokenizer, source)
-
-
-def _shapes(declared: dict[str, Param], stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape, those of a layer behind one another."""
-    layers: dict[int, dict[str, tuple[int, ...]]] = {}
-    for path, param in declared.items():
-        stacked = stored[path].stacked(param.shape)
-        shape = stored[path].tensor_shape(param.unpadded[len(stacked) :])
-        for at in np.ndindex(stacked):
-            layers.setdefault(at[0] if at else -1, {})[stored[path].named(at)] = shape
-    return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
 
 
 def _fetch(array: jax.Array, stored: StoredTensor, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -24,7 +24,6 @@ class TensorFiles:
       vision: Vision towers are read, too.
 
     Attributes:
-      directory: Directory of the checkpoint.
       file_of: File name of each tensor.
 
     Raises:
@@ -109,10 +108,8 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
-            file, wanted = (
-                self.directory / name,
-                "" if tensor is None else f", and {INDEX} puts tensor {tensor!r} there",
-            )
+            file = self.directory / name
+            wanted = "" if tensor is None else f", and {INDEX} puts tensor {tensor!r} there"
             if not file.is_file():
                 raise Refusal(f"{file} is missing{wanted}: the checkpoint is incomplete; download or export it again")
             try:

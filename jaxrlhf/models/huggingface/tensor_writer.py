@@ -46,11 +46,6 @@ class TensorWriter:
         for file, names in zip(self._files, files, strict=True):
             self._begin(file, names)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(map(self._num_bytes, self._tensors))
-
     def write(
         self,
         name: str,
@@ -86,7 +81,7 @@ class TensorWriter:
             (self._directory / (file + _UNFINISHED)).rename(self._directory / file)
         if len(self._files) > 1:
             parameters = sum(tensor.size for tensor in self._tensors.values())
-            counted = {"total_parameters": parameters, "total_size": self.num_bytes}
+            counted = {"total_parameters": parameters, "total_size": sum(map(self._num_bytes, self._tensors))}
             index = {"metadata": counted, "weight_map": {name: place.file for name, place in self._places.items()}}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

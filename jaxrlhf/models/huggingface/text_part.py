@@ -6,6 +6,7 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Fields, Sight
+from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -32,9 +33,6 @@ _OTHER_NAMES = {"kimi_k2": "deepseek_v3"} | {sight.text_type: sight.text for sig
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
 """Fields that count for the text part where the whole model says them."""
 
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Fields of rotary positions that make no difference to text, whose positions in all parts are alike."""
-
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text part, as its own config.json would have them; all of them where there are no parts."""
@@ -48,7 +46,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for place in ("rope_parameters", "rope_scaling"):
         rope = made.get(place)
         if isinstance(rope, dict) and "mrope_section" in rope:
-            kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+            kept = {name: value for name, value in rope.items() if name not in OF_IMAGES}
             made[place] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
     return made
 
@@ -61,11 +59,9 @@ def _text_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     sight = SIGHTS.get(str(fields.get("model_type")))
     if sight is None:
         return None
-    return {name: value for name, value in fields.items() if not _of_vision(name)} | {"model_type": sight.text_type}
-
-
-def _of_vision(name: str) -> bool:
-    return name.startswith(("vision_", "image_", "video_"))
+    of_vision = ("vision_", "image_", "video_")
+    kept = {name: value for name, value in fields.items() if not name.startswith(of_vision)}
+    return kept | {"model_type": sight.text_type}
 
 
 def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
@@ -78,24 +74,23 @@ def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
     Raises:
       Refusal: It does not see, or its tower is not computed.
     """
-    sight = sight_of(fields, where)
-    given = Fields(fields["vision_config"], where, sight.name)
+    sight, tower = sight_of(fields), fields.get("vision_config")
+    if sight is None or not isinstance(tower, dict):
+        known = ", ".join(one.architecture for one in SIGHTS.values())
+        raise Refusal(
+            f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, and vision=True reads those "
+            f"with a tower that is computed: {known}; give one of them, or vision=False"
+        )
+    given = Fields(tower, where, sight.name)
     given.take("model_type")
     vision = sight.read(given, _text_config(fields) or {}, fields)
     given.finish()
     return vision
 
 
-def sight_of(fields: Mapping[str, Any], where: str) -> Sight:
-    """Format of a checkpoint that sees; `Refusal` if it does not, or none of the known ones."""
-    for sight in SIGHTS.values():
-        if fields.get("architectures") == [sight.architecture] and isinstance(fields.get("vision_config"), dict):
-            return sight
-    known = ", ".join(sight.architecture for sight in SIGHTS.values())
-    raise Refusal(
-        f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, and vision=True reads those with a "
-        f"tower that is computed: {known}; give one of them, or vision=False"
-    )
+def sight_of(fields: Mapping[str, Any]) -> Sight | None:
+    """Format of a checkpoint that sees; None if it does not, or is of none of the known ones."""
+    return next((one for one in SIGHTS.values() if fields.get("architectures") == [one.architecture]), None)
 
 
 def part_tensors(names: Iterable[str], *, vision: bool) -> dict[str, str]:

@@ -1,5 +1,10 @@
 """Checkpoint families as tables. A new family of the same decoder is one more `Family` and its name here."""
 
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
@@ -26,29 +31,14 @@ from jaxrlhf.models.huggingface.families.qwen_vl import (
     QWEN3_VL_MOE,
 )
 from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rope
-from jaxrlhf.models.huggingface.families.sight import Sight
+from jaxrlhf.models.huggingface.families.sight import Sight, begun
 from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
+from jaxrlhf.models.parameters import declare, path_name
 
 _ALL = (
     *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
-    *(
-        OLMO3,
-        SMOLLM3,
-        GLM4,
-        GLM4_MOE,
-        MINISTRAL3,
-        MISTRAL4,
-        GRANITE,
-        MINIMAX_M2,
-        GPT_OSS,
-        QWEN3_NEXT,
-        QWEN3_5,
-        QWEN3_5_MOE,
-        DEEPSEEK_V32,
-        GEMMA4,
-        GEMMA3N,
-        GRANITE_HYBRID,
-    ),
+    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, MISTRAL4, GRANITE, MINIMAX_M2, GPT_OSS, QWEN3_NEXT, QWEN3_5),
+    *(QWEN3_5_MOE, DEEPSEEK_V32, GEMMA4, GEMMA3N, GRANITE_HYBRID),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 SIGHTS: dict[str, Sight] = {
@@ -67,11 +57,27 @@ def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
     return tensors | {f"vision.{path}": each for path, each in tower.items()}
 
 
+def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a table by its name, those of a layer behind one another.
+
+    Args:
+      stored: Table of parameters, perhaps not of all.
+    """
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for place, param in jax.tree.leaves_with_path(declare(config, head)):
+        if lies := stored.get(path_name(place)):
+            stacked = lies.stacked(param.shape)
+            shape = lies.tensor_shape(param.unpadded[len(stacked) :])
+            for at in np.ndindex(stacked):
+                layers.setdefault(at[0] if at else -1, {})[lies.named(at)] = shape
+    return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
+
+
 def module_name(config: ModelConfig, name: str) -> str:
     """Name in transformers' model of a module or tensor of the tables."""
-    return name if config.vision is None else SIGHTS[config.vision.family].in_memory(name)
+    return name if config.vision is None else begun(name, SIGHTS[config.vision.family].modules)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
     """Name in a file of a tensor of the tables."""
-    return name if config.vision is None else SIGHTS[config.vision.family].published(name)
+    return name if config.vision is None else begun(name, SIGHTS[config.vision.family].prefixes)

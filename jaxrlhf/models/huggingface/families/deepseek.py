@@ -21,11 +21,7 @@ _NO_TENSORS = ("layers.attention.key", "layers.attention.value")
 
 
 def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
-    """Fields of `ModelConfig` that both versions set, but the router's.
-
-    Args:
-      dense_layers: Default of `first_k_dense_replace`.
-    """
+    """Fields of `ModelConfig` that all versions set, but the router's; the number is that of files that do not say."""
     for name, computed in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1), ("ep_size", 1)):
         given.only(name, computed)
     given.only("hidden_act", "silu")
@@ -55,6 +51,21 @@ def read_experts(given: Fields, **router: Any) -> Experts:
         intermediate_size=inner,
         shared_intermediate_size=inner * given.need("n_shared_experts"),
         loss_coefficient=float(given.take("aux_loss_alpha", 0.0)),
+        **router,
+    )
+
+
+def read_grouped_experts(
+    given: Fields, *, scaling: float = 1.0, groups: int = 1, groups_per_token: int = 1, **router: Any
+) -> Experts:
+    """Experts of the groups whose best pairs are best; the numbers are those of files that do not say."""
+    return read_experts(
+        given,
+        normalised=bool(given.take("norm_topk_prob", True)),
+        scaling=float(given.take("routed_scaling_factor", scaling)),
+        groups=given.take("n_group", groups),
+        groups_per_token=given.take("topk_group", groups_per_token),
+        group_best=2,
         **router,
     )
 
@@ -120,7 +131,7 @@ def latent_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
             attention__index_key_bias=("self_attn.indexer.k_norm.bias", "H", "H"),
         )
     shared = SHARED_EXPERTS | (ROUTER_BIAS if experts.bias else {})
-    sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | attention | shared
+    sparse = mixture() | attention | shared
     tensors = after_dense_layers(config, sparse, DECODER | attention)
     return {path: stored for path, stored in tensors.items() if path.removeprefix("dense_") not in _NO_TENSORS}
 
@@ -153,16 +164,7 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _wri
 def _read_v3(given: Fields) -> dict[str, Any]:
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
-    experts = read_experts(
-        given,
-        scores="sigmoid",
-        normalised=bool(given.take("norm_topk_prob", True)),
-        scaling=float(given.take("routed_scaling_factor", 2.5)),
-        bias=True,
-        groups=given.take("n_group", 8),
-        groups_per_token=given.take("topk_group", 4),
-        group_best=2,
-    )
+    experts = read_grouped_experts(given, scaling=2.5, groups=8, groups_per_token=4, scores="sigmoid", bias=True)
     interleaved = bool(given.take("rope_interleave", True))
     return {"experts": experts, **read_latent(given, interleaved=interleaved, dense_layers=3)}
 

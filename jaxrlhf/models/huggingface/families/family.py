@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrlhf.models.config import LINEAR_LAYERS, FamilyName, Head, ModelConfig
+from jaxrlhf.models.config import LINEAR_LAYERS, Head, ModelConfig
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -134,16 +134,25 @@ QK_NORM = in_layers(
     attention__key_norm=("self_attn.k_norm.weight", "H", "H"),
 )
 
+NORMS_ACROSS_HEADS = in_layers(
+    attention__query_norm=("self_attn.q_norm.weight", "NH", "NH"),
+    attention__key_norm=("self_attn.k_norm.weight", "KH", "KH"),
+)
 
-def mixture(mlp: str, *, gate: str, up: str, down: str) -> dict[str, StoredTensor]:
+
+WITHOUT_MLP = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
+
+
+def mixture(
+    mlp: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, StoredTensor]:
     """`DECODER` with routed experts in place of the MLP, a tensor for each expert.
 
     Args:
       mlp: Name of the mixture in a layer; the others are names of an expert's matrices.
     """
-    rest = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
     expert = mlp + ".experts.{expert}."
-    return rest | in_layers(
+    return WITHOUT_MLP | in_layers(
         mlp__router=(f"{mlp}.gate.weight", "DE", "E D"),
         mlp__experts__gate=(f"{expert}{gate}.weight", "DF", "F D"),
         mlp__experts__up=(f"{expert}{up}.weight", "DF", "F D"),
@@ -244,7 +253,7 @@ class Family:
       score_architecture: First part of the name with a score head; None is `architecture`.
     """
 
-    name: FamilyName
+    name: str
     architecture: str
     tensors: Callable[[ModelConfig], Mapping[str, StoredTensor]]
     read: Callable[[Fields], dict[str, Any]]

@@ -35,9 +35,7 @@ class Fields:
     """The fields of a config.json, and a record of those that have been asked for.
 
     Args:
-      given: Fields and their values.
-      where: Name of the file, for messages.
-      family: Name of the family, for messages.
+      where, family: Names of the file and of the family, for messages.
     """
 
     def __init__(self, given: Mapping[str, Any], where: str, family: str):

@@ -8,75 +8,90 @@ from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
 
-_FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
+FULL_THETA, SLIDING_THETA = 1_000_000.0, 10_000.0
+"""Bases of the rotary frequencies where the file does not say: of layers without a window, and with one."""
 
-_TENSORS = DECODER | in_layers(
+SANDWICHED = DECODER | in_layers(
     attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
     mlp_norm=("pre_feedforward_layernorm.weight", "D", "D"),
     mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
 )
 
 
-def _read_gemma(given: Fields) -> dict[str, Any]:
-    """Fields of both versions."""
+def read_gemma(given: Fields) -> dict[str, Any]:
+    """Fields of all versions."""
     given.only("attention_bias", False)
-    given.only("use_bidirectional_attention", False)
-    # The first versions of Gemma's files had a wrong one, which is not read since.
-    given.take("hidden_act")
     given.only("hidden_activation", "gelu_pytorch_tanh")
     given.default(head_dim=256)
     return {
         "activation": "gelu_tanh",
         "norms": "sandwich",
-        "unit_offset": True,
         "scale_embeddings": True,
         "tie_embeddings": given.take("tie_word_embeddings", True),
+    }
+
+
+def write_gemma(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that all versions have."""
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "sliding_window": config.sliding_window,
+        "layer_types": write_layer_types(config.sliding_layers),
+    }
+
+
+def read_own_ropes(given: Fields) -> dict[str, Any]:
+    """Rotary positions of layers without a window and with one, which older files have in two fields."""
+    full, sliding = given.take("rope_theta", FULL_THETA), given.take("rope_local_base_freq", SLIDING_THETA)
+    return read_two_ropes(given, full_theta=full, sliding_theta=sliding)
+
+
+def _read_first(given: Fields) -> dict[str, Any]:
+    """Fields of versions 2 and 3."""
+    given.only("use_bidirectional_attention", False)
+    # The first versions of Gemma's files had a wrong one, which is not read since.
+    given.take("hidden_act")
+    return {
+        **read_gemma(given),
+        "unit_offset": True,
         "query_pre_attn_scalar": given.take("query_pre_attn_scalar", 256),
+        "sliding_window": given.take("sliding_window", 4096),
     }
 
 
 def _read_gemma2(given: Fields) -> dict[str, Any]:
-    layers = read_layer_types(given) or tuple(index % 2 == 0 for index in range(given.need("num_hidden_layers")))
-    return _read_gemma(given) | {
+    return {
+        **_read_first(given),
         "attn_logit_softcapping": given.take("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": given.take("final_logit_softcapping", 30.0),
-        "sliding_window": given.take("sliding_window", 4096),
-        "sliding_layers": layers,
+        "sliding_layers": read_layer_types(given, every=2),
     }
 
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
+        **write_gemma(config),
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
         "attn_logit_softcapping": config.attn_logit_softcapping,
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config),
     }
 
 
-GEMMA2 = Family("gemma2", "Gemma2", lambda config: _TENSORS, _read_gemma2, _write_gemma2)
+GEMMA2 = Family("gemma2", "Gemma2", lambda config: SANDWICHED, _read_gemma2, _write_gemma2)
 """Gemma 2: soft caps, and a window in every second layer."""
 
 
 def _read_gemma3(given: Fields) -> dict[str, Any]:
     # Read by transformers, and computed by nobody.
     given.only("attn_logit_softcapping")
-    pattern = given.take("sliding_window_pattern") or given.take("_sliding_window_pattern") or 6
-    given.take("_sliding_window_pattern")
-    count = given.need("num_hidden_layers")
-    return _read_gemma(given) | {
+    patterns = [given.take(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
+    return {
+        **_read_first(given),
         "qk_norm": True,
         "final_logit_softcapping": given.take("final_logit_softcapping"),
-        "sliding_window": given.take("sliding_window", 4096),
-        "sliding_layers": read_layer_types(given) or tuple(index % pattern != pattern - 1 for index in range(count)),
-        **read_two_ropes(
-            given,
-            full_theta=given.take("rope_theta", _FULL_THETA),
-            sliding_theta=given.take("rope_local_base_freq", _SLIDING_THETA),
-        ),
+        "sliding_layers": read_layer_types(given, every=patterns[0] or patterns[1] or 6),
+        **read_own_ropes(given),
     }
 
 
@@ -89,7 +104,7 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3",
-    lambda config: _TENSORS | QK_NORM,
+    lambda config: SANDWICHED | QK_NORM,
     _read_gemma3,
     _write_gemma3,
     score_architecture="Gemma3Text",

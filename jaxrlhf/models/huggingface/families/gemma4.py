@@ -7,56 +7,45 @@ from typing import Any
 import jax
 
 from jaxrlhf.models.config import LENDERS, Experts, FullHeads, LayerInputs, ModelConfig
-from jaxrlhf.models.huggingface.families.family import (
-    DECODER,
-    LAYER,
-    QK_NORM,
-    Family,
-    StoredTensor,
-    fused_experts,
-    in_layers,
-)
+from jaxrlhf.models.huggingface.families.family import LAYER, QK_NORM, Family, StoredTensor, fused_experts, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.gemma import FULL_THETA, SANDWICHED, SLIDING_THETA, read_gemma, write_gemma
 from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
-from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 from jaxrlhf.models.parameters import declare, path_name
 
-_FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
-_PERIOD = 6
-"""Layers of which the last has no window, where the file does not say."""
 
-
-def _read(given: Fields) -> dict[str, Any]:
-    given.only("attention_bias", False)
-    # Of images, which see each other; text sees what is before it either way.
-    given.only("use_bidirectional_attention", None, "vision")
-    given.only("hidden_activation", "gelu_pytorch_tanh")
-    given.default(head_dim=256, num_key_value_heads=4)
-    given.default(rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}})
-    count = given.need("num_hidden_layers")
-    layers = read_layer_types(given) or tuple((index + 1) % _PERIOD != 0 for index in range(count))
-    layers = (*layers[:-1], False)  # the last never has a window, whatever the file says
-    inner, borrowing = given.need("intermediate_size"), given.take("num_kv_shared_layers") or 0
+def read_with_inputs(given: Fields) -> dict[str, Any]:
+    """Fields of models whose layers have inputs of their own."""
     width, rows = given.take("hidden_size_per_layer_input", 256), given.take("vocab_size_per_layer_input", 262_144)
-    double = bool(given.take("use_double_wide_mlp", False)) and borrowing > 0
     return {
-        "experts": _read_experts(given),
-        "activation": "gelu_tanh",
-        "norms": "sandwich",
-        "scale_embeddings": True,
-        "tie_embeddings": given.take("tie_word_embeddings", True),
+        **read_gemma(given),
         "query_pre_attn_scalar": 1.0,
         "qk_norm": True,
         "value_norm": True,
+        "sliding_window": given.take("sliding_window", 512),
+        "layer_inputs": LayerInputs(width, rows) if width else None,
+    }
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    # Of images, which see each other; text sees what is before it either way.
+    given.only("use_bidirectional_attention", None, "vision")
+    given.default(num_key_value_heads=4)
+    given.default(rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}})
+    layers = (*read_layer_types(given, every=6)[:-1], False)  # the last never has a window, whatever the file says
+    inner, borrowing = given.need("intermediate_size"), given.take("num_kv_shared_layers") or 0
+    double = bool(given.take("use_double_wide_mlp", False)) and borrowing > 0
+    return {
+        **read_with_inputs(given),
+        "experts": _read_experts(given),
         "layer_scale": True,
         "final_logit_softcapping": given.take("final_logit_softcapping"),
-        "sliding_window": given.take("sliding_window", 512),
         "sliding_layers": layers,
         "full_heads": _read_full_heads(given, layers),
         "borrowing_layers": borrowing,
         "borrowing_intermediate_size": 2 * inner if double else None,
-        "layer_inputs": LayerInputs(width, rows) if width else None,
-        **read_two_ropes(given, full_theta=_FULL_THETA, sliding_theta=_SLIDING_THETA),
+        **read_two_ropes(given, full_theta=FULL_THETA, sliding_theta=SLIDING_THETA),
     }
 
 
@@ -93,30 +82,18 @@ def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
     return FullHeads(full["num_key_value_heads"], full["head_dim"], values_are_keys=same)
 
 
-def _write_experts(experts: Experts | None) -> dict[str, Any]:
-    if experts is None:
-        return {}
-    return {
-        "num_experts": experts.count,
-        "top_k_experts": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-    }
-
-
 def _write(config: ModelConfig) -> dict[str, Any]:
-    full, inputs = config.full_heads, config.layer_inputs
+    full, inputs, fields = config.full_heads, config.layer_inputs, write_gemma(config)
     assert full is not None
+    if (experts := config.experts) is not None:
+        fields |= {"num_experts": experts.count, "top_k_experts": experts.per_token}
+        fields |= {"moe_intermediate_size": experts.intermediate_size}
     places = [index for index, slides in enumerate(config.sliding_layers) if not slides]
     own = {"head_dim": full.head_dim, "num_key_value_heads": full.kv_heads}
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
+        **fields,
         "attention_k_eq_v": full.values_are_keys,
-        "enable_moe_block": config.experts is not None,
-        **_write_experts(config.experts),
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config),
+        "enable_moe_block": experts is not None,
         "per_layer_config": {str(place): own for place in places},
         "num_kv_shared_layers": config.borrowing_layers,
         "use_double_wide_mlp": config.borrowing_intermediate_size is not None,
@@ -129,12 +106,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 WITH_INPUTS = (
-    DECODER
+    SANDWICHED
     | QK_NORM
     | in_layers(
-        attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
-        mlp_norm=("pre_feedforward_layernorm.weight", "D", "D"),
-        mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
         scale=("layer_scalar", "O", "O"),
         layer_input__narrow=("per_layer_input_gate.weight", "DP", "P D"),
         layer_input__widen=("per_layer_projection.weight", "PD", "D P"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.deepseek import read_experts, write_experts
+from jaxrlhf.models.huggingface.families.deepseek import read_grouped_experts, write_experts
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
     QK_NORM,
@@ -44,18 +44,8 @@ def _read_glm4_moe(given: Fields) -> dict[str, Any]:
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
         given.take(name)  # of speculation
     given.default(num_key_value_heads=8, rms_norm_eps=1e-5, partial_rotary_factor=_HALF)
-    experts = read_experts(
-        given,
-        scores="sigmoid",
-        normalised=bool(given.take("norm_topk_prob", True)),
-        scaling=float(given.take("routed_scaling_factor", 1.0)),
-        bias=True,
-        groups=given.take("n_group", 1),
-        groups_per_token=given.take("topk_group", 1),
-        group_best=2,
-    )
     return {
-        "experts": experts,
+        "experts": read_grouped_experts(given, scores="sigmoid", bias=True),
         "dense_layers": given.take("first_k_dense_replace", 1),
         "qkv_bias": bool(given.take("attention_bias", False)),
         "qk_norm": bool(given.take("use_qk_norm", False)),
@@ -64,7 +54,7 @@ def _read_glm4_moe(given: Fields) -> dict[str, Any]:
 
 def _glm4_moe_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     attention = (QKV_BIAS if config.qkv_bias else {}) | (QK_NORM if config.qk_norm else {})
-    sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | SHARED_EXPERTS | ROUTER_BIAS
+    sparse = mixture() | SHARED_EXPERTS | ROUTER_BIAS
     return after_dense_layers(config, sparse | attention, DECODER | attention)
 
 

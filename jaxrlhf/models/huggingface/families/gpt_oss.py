@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import ClampedGate, Experts, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, QKV_BIAS, Family, StoredTensor, in_layers
+from jaxrlhf.models.config import ClampedGate, ModelConfig
+from jaxrlhf.models.huggingface.families.family import LAYER, QKV_BIAS, WITHOUT_MLP, Family, StoredTensor, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.llama import read_local_experts, write_local_experts
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
 
 
@@ -19,22 +20,14 @@ def _read(given: Fields) -> dict[str, Any]:
             "neither rope_parameters nor rope_scaling",
             'transformers stretches positions of gpt_oss by YaRN then; say so, or "default" as their rope_type',
         )
-    count = given.need("num_hidden_layers")
-    experts = Experts(
-        count=given.take("num_local_experts", 128),
-        per_token=given.take("num_experts_per_tok", 4),
-        intermediate_size=given.need("intermediate_size"),
-        biases=True,
-        activation=ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0))),
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-    )
+    gate = ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0)))
     return {
-        "experts": experts,
+        "experts": read_local_experts(given, count=128, per_token=4, biases=True, activation=gate),
         "qkv_bias": True,
         "output_bias": True,
         "attention_sinks": True,
         "sliding_window": given.take("sliding_window", 128),
-        "sliding_layers": read_layer_types(given) or tuple(index % 2 == 0 for index in range(count)),
+        "sliding_layers": read_layer_types(given, every=2),
     }
 
 
@@ -44,13 +37,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": True,
         "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config),
-        "intermediate_size": experts.intermediate_size,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
+        "layer_types": write_layer_types(config.sliding_layers),
+        **write_local_experts(config),
         "swiglu_alpha": experts.activation.alpha,
         "swiglu_limit": experts.activation.limit,
-        "router_aux_loss_coef": experts.loss_coefficient,
     }
 
 
@@ -59,9 +49,8 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     both, bias = experts + "gate_up_proj", experts + "gate_up_proj_bias"
     # Gate and up of the same place lie beside each other.
     gate, up = ("1", 0, 2), ("1", 1, 2)
-    rest = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
     return {
-        **rest,
+        **WITHOUT_MLP,
         **QKV_BIAS,
         **in_layers(
             attention__output_bias=("self_attn.o_proj.bias", "D", "D"),

@@ -4,8 +4,8 @@ from typing import Any
 
 from jaxrlhf.models.config import Experts, LinearAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
-    DECODER,
     LAYER,
+    WITHOUT_MLP,
     Family,
     StoredTensor,
     fused_experts,
@@ -15,6 +15,7 @@ from jaxrlhf.models.huggingface.families.family import (
 )
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.granite import GRANITE
+from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 _KINDS = {"attention": False, "mamba": True, "full_attention": False, "linear_attention": True}
 _MOST_BLOCKS = 8
@@ -51,10 +52,8 @@ def _read(given: Fields) -> dict[str, Any]:
     for name in ("mamba_chunk_size", "init_method"):
         given.take(name)  # of how it is computed, or was begun
     count = given.need("num_hidden_layers")
-    kinds = given.take("layer_types") or given.take("layers_block_type") or ["mamba"] * count
-    if (unread := set(kinds) - set(_KINDS)) or len(kinds) != count:
-        raise given.error(f"layer_types {sorted(unread) or len(kinds)}", f"computed are {count} of {sorted(_KINDS)}")
-    linear_layers, linear = tuple(_KINDS[kind] for kind in kinds), _state_space(given)
+    given.default(layer_types=given.take("layers_block_type") or ["mamba"] * count)
+    linear_layers, linear = read_layer_types(given, kinds=_KINDS), _state_space(given)
     rotates = given.take("position_embedding_type")
     if rotates not in (None, "nope", "rope"):
         raise given.error(f"position_embedding_type={rotates!r}", "computed are 'rope', 'nope' and null")
@@ -78,9 +77,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     linear, experts = config.linear, config.experts
     fields = GRANITE.write(config)
     del fields["mlp_bias"]
-    mamba: dict[str, Any] = {}
     if linear is not None:
-        mamba = {
+        fields |= {
             "mamba_n_heads": linear.value_heads,
             "mamba_n_groups": linear.groups,
             "mamba_d_state": linear.key_dim,
@@ -91,10 +89,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "mamba_proj_bias": False,
         }
     else:  # or readers would hold defaults of their own against the width
-        mamba = {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
+        fields |= {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
     return {
         **fields,
-        **mamba,
         "layer_types": ["mamba" if linear else "attention" for linear in config.linear_layers]
         or ["attention"] * config.num_layers,
         "position_embedding_type": "nope" if config.rope_layers else "rope",
@@ -132,8 +129,7 @@ def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
 
 
 def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    rest = {path: each for path, each in DECODER.items() if not path.startswith("layers.mlp.")}
-    mlp, inner = "layers.mlp.", config.intermediate_size
+    rest, mlp, inner = dict(WITHOUT_MLP), "layers.mlp.", config.intermediate_size
     if config.experts is not None:
         mlp, inner = "layers.mlp.shared.", config.experts.shared_intermediate_size
         both, down = "input_linear.weight", "output_linear.weight"

@@ -35,20 +35,19 @@ MISTRAL = Family(
 """Mistral: every layer has a window, unless the file says null."""
 
 
-def _read_mixtral(given: Fields) -> dict[str, Any]:
-    given.only("hidden_act", "silu")
-    given.only("router_jitter_noise", 0.0)
-    given.default(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
-    experts = Experts(
-        count=given.take("num_local_experts", 8),
-        per_token=given.take("num_experts_per_tok", 2),
+def read_local_experts(given: Fields, *, count: int, per_token: int, **others: Any) -> Experts:
+    """Routed experts, by the names that Mixtral gave their fields; the numbers are those of files that do not say."""
+    return Experts(
+        count=given.take("num_local_experts", count),
+        per_token=given.take("num_experts_per_tok", per_token),
         intermediate_size=given.need("intermediate_size"),
         loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
+        **others,
     )
-    return {"experts": experts, "sliding_window": given.take("sliding_window")}
 
 
-def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+def write_local_experts(config: ModelConfig) -> dict[str, Any]:
+    """Fields that `read_local_experts` reads."""
     experts = config.experts
     assert experts is not None
     return {
@@ -56,18 +55,24 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
         "router_aux_loss_coef": experts.loss_coefficient,
-        "router_jitter_noise": 0.0,
-        "sliding_window": config.sliding_window,
     }
 
 
-MIXTRAL = Family(
-    "mixtral",
-    "Mixtral",
-    lambda config: mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    _read_mixtral,
-    _write_mixtral,
-)
+def _read_mixtral(given: Fields) -> dict[str, Any]:
+    given.only("hidden_act", "silu")
+    given.only("router_jitter_noise", 0.0)
+    given.default(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
+    experts = read_local_experts(given, count=8, per_token=2)
+    return {"experts": experts, "sliding_window": given.take("sliding_window")}
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    return write_local_experts(config) | {"router_jitter_noise": 0.0, "sliding_window": config.sliding_window}
+
+
+MIXTRAL_TENSORS = mixture("block_sparse_moe", gate="w1", up="w3", down="w2")
+
+MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral, _write_mixtral)
 """Mixtral: Mistral with a mixture of experts in every layer, whose weights add up to 1."""
 
 

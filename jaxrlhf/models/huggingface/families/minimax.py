@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.huggingface.families.family import Family, StoredTensor, in_layers, mixture
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.families.family import NORMS_ACROSS_HEADS, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_local_experts, write_local_experts
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -25,36 +26,19 @@ def _read(given: Fields) -> dict[str, Any]:
     given.default(num_key_value_heads=8, head_dim=128, rope_theta=5_000_000.0)
     if rotated := given.take("rotary_dim"):
         given.default(partial_rotary_factor=rotated / given.need("head_dim"))
-    experts = Experts(
-        count=given.take("num_local_experts", 256),
-        per_token=given.take("num_experts_per_tok", 8),
-        intermediate_size=given.need("intermediate_size"),
-        scores="sigmoid",
-        bias=True,
-        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
-    )
+    experts = read_local_experts(given, count=256, per_token=8, scores="sigmoid", bias=True)
     return {"experts": experts, "qk_norm": True, "qk_norm_across_heads": True}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
-    return {
-        "intermediate_size": experts.intermediate_size,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.loss_coefficient,
-        "rotary_dim": config.rotary_dim,
-    }
+    return write_local_experts(config) | {"rotary_dim": config.rotary_dim}
 
 
-def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    return mixture("block_sparse_moe", gate="w1", up="w3", down="w2") | in_layers(
-        mlp__router_bias=("block_sparse_moe.e_score_correction_bias", "E", "E"),
-        attention__query_norm=("self_attn.q_norm.weight", "NH", "NH"),
-        attention__key_norm=("self_attn.k_norm.weight", "KH", "KH"),
-    )
+_TENSORS = (
+    MIXTRAL_TENSORS
+    | NORMS_ACROSS_HEADS
+    | in_layers(mlp__router_bias=("block_sparse_moe.e_score_correction_bias", "E", "E"))
+)
 
-
-MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", _tensors, _read, _write, predicts_several=True)
+MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2", lambda config: _TENSORS, _read, _write, predicts_several=True)
 """MiniMax-M2: Mixtral's tensors, routed by sigmoid scores and a bias; a part of each head is rotated."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_experts, read_latent, write_latent
+from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_grouped_experts, read_latent, write_latent
 from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, fused_experts
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
@@ -42,17 +42,10 @@ MINISTRAL3 = Family("ministral3", "Ministral3", lambda config: DECODER, _read_mi
 def _read_mistral4(given: Fields) -> dict[str, Any]:
     rope = _read_rope(given, "mistral4")
     rope.pop("partial_rotary_factor", None)  # follows from the widths of both parts of a head
-    experts = read_experts(
-        given,
-        normalised=bool(given.take("norm_topk_prob", True)),
-        scaling=float(given.take("routed_scaling_factor", 1.0)),
-        groups=given.take("n_group") or 1,
-        groups_per_token=given.take("topk_group") or 1,
-        group_best=2,
-    )
+    given.default(n_group=1, topk_group=1)
     interleaved = bool(given.take("rope_interleave", True))
     latent = read_latent(given, interleaved=interleaved, dense_layers=0)
-    return {"experts": experts, **latent, **parse_rope(rope, given)}
+    return {"experts": read_grouped_experts(given), **latent, **parse_rope(rope, given)}
 
 
 def _write_mistral4(config: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor, in_layers
+from jaxrlhf.models.huggingface.families.family import DECODER, NORMS_ACROSS_HEADS, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
@@ -15,26 +15,25 @@ def _read_olmo2(given: Fields) -> dict[str, Any]:
     return {"norms": "post", "qk_norm": True, "qk_norm_across_heads": True}
 
 
-def _olmo2_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    before = ("layers.attention_norm", "layers.mlp_norm")
-    return {path: stored for path, stored in DECODER.items() if path not in before} | in_layers(
+_TENSORS = {
+    **{path: stored for path, stored in DECODER.items() if path not in ("layers.attention_norm", "layers.mlp_norm")},
+    **NORMS_ACROSS_HEADS,
+    **in_layers(
         attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
         mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
-        attention__query_norm=("self_attn.q_norm.weight", "NH", "NH"),
-        attention__key_norm=("self_attn.k_norm.weight", "KH", "KH"),
-    )
+    ),
+}
 
-
-OLMO2 = Family("olmo2", "Olmo2", _olmo2_tensors, _read_olmo2, lambda config: {"attention_bias": False})
+OLMO2 = Family("olmo2", "Olmo2", lambda config: _TENSORS, _read_olmo2, lambda config: {"attention_bias": False})
 """OLMo 2: norms come after attention and MLP, and one norm goes over all q heads, one over all k heads."""
 
 
 def _read_olmo3(given: Fields) -> dict[str, Any]:
-    count, theta = given.need("num_hidden_layers"), given.take("rope_theta") or 500_000.0
+    theta = given.take("rope_theta") or 500_000.0
     return {
         **_read_olmo2(given),
         "sliding_window": given.take("sliding_window", 4096),
-        "sliding_layers": read_layer_types(given) or tuple(index % 4 != 3 for index in range(count)),
+        "sliding_layers": read_layer_types(given, every=4),
         **read_two_ropes(given, full_theta=theta, sliding_theta=theta),
     }
 
@@ -43,10 +42,10 @@ def _write_olmo3(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": False,
         "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config),
+        "layer_types": write_layer_types(config.sliding_layers),
         **write_two_ropes(config),
     }
 
 
-OLMO3 = Family("olmo3", "Olmo3", _olmo2_tensors, _read_olmo3, _write_olmo3)
+OLMO3 = Family("olmo3", "Olmo3", lambda config: _TENSORS, _read_olmo3, _write_olmo3)
 """OLMo 3: OLMo 2 with a window in three of four layers, whose rotary positions are not scaled."""

@@ -51,26 +51,27 @@ def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
     return {"qk_norm": True, "experts": experts, **read_optional_window(given)}
 
 
-def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+def write_experts(experts: Experts) -> dict[str, Any]:
+    """Fields of a mixture in every layer."""
     return {
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "num_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalised,
         "router_aux_loss_coef": experts.loss_coefficient,
-        **write_optional_window(config),
     }
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    everywhere = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return everywhere | write_experts(config.experts) | write_optional_window(config)
 
 
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3Moe",
-    lambda config: mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM,
+    lambda config: mixture() | QK_NORM,
     _read_qwen3_moe,
     _write_qwen3_moe,
 )

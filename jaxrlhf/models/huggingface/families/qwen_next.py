@@ -14,14 +14,13 @@ from jaxrlhf.models.huggingface.families.family import (
     of_both_kinds,
 )
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import read_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.qwen import write_experts
+from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES, read_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types, write_layer_types
 
 _LINEAR = LAYER + "linear_attn."
-_KINDS = {"full_attention": False, "linear_attention": True}
 _ROTATED = 0.25
 """Part of each head that is rotated where the file does not say."""
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Fields of rotary positions that make no difference to text, whose positions in all sections are alike."""
 
 
 def _read(given: Fields) -> dict[str, Any]:
@@ -31,12 +30,7 @@ def _read(given: Fields) -> dict[str, Any]:
         given.take(name)  # of speculation, or said by others
     given.default(head_dim=256, hidden_act="silu")
     given.only("hidden_act", "silu")
-    count, interval = given.need("num_hidden_layers"), given.take("full_attention_interval") or 4
-    kinds = given.take("layer_types") or [
-        "linear_attention" if (index + 1) % interval else "full_attention" for index in range(count)
-    ]
-    if unread := set(kinds) - set(_KINDS):
-        raise given.error(f"layer_types {sorted(unread)}", f"computed are {sorted(_KINDS)}")
+    interval = given.take("full_attention_interval") or 4
     linear = LinearAttention(
         key_heads=given.take("linear_num_key_heads", 16),
         value_heads=given.take("linear_num_value_heads", 32),
@@ -50,8 +44,8 @@ def _read(given: Fields) -> dict[str, Any]:
         "unit_offset": True,
         "attention_gate": True,
         "linear": linear,
-        "linear_layers": tuple(_KINDS[kind] for kind in kinds),
-        **read_rope(given, unread=_OF_IMAGES),
+        "linear_layers": read_layer_types(given, every=interval, kinds=LINEAR),
+        **read_rope(given, unread=OF_IMAGES),
     }
 
 
@@ -75,11 +69,10 @@ def _read_experts(given: Fields) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     linear = config.linear
     assert linear is not None
-    names = {is_linear: name for name, is_linear in _KINDS.items()}
     rope = rope_dictionary(config.rope_theta, config.rope_scaling)
     return {
         "attention_bias": False,
-        "layer_types": [names[is_linear] for is_linear in config.linear_layers],
+        "layer_types": write_layer_types(config.linear_layers, LINEAR),
         "linear_num_key_heads": linear.key_heads,
         "linear_num_value_heads": linear.value_heads,
         "linear_key_head_dim": linear.key_dim,
@@ -93,15 +86,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 def _write_experts(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None
-    return {
-        **_write(config),
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "shared_expert_intermediate_size": experts.shared_intermediate_size,
-        "norm_topk_prob": experts.normalised,
-        "router_aux_loss_coef": experts.loss_coefficient,
-    }
+    shared = {"shared_expert_intermediate_size": experts.shared_intermediate_size}
+    return _write(config) | write_experts(experts) | shared
 
 
 def _by_kind(
@@ -131,7 +117,7 @@ def _by_kind(
     return of_both_kinds(config, mlp | QK_NORM, mixing)
 
 
-_MIXTURE = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | in_layers(
+_MIXTURE = mixture() | in_layers(
     mlp__shared__gate=("mlp.shared_expert.gate_proj.weight", "DF", "F D"),
     mlp__shared__up=("mlp.shared_expert.up_proj.weight", "DF", "F D"),
     mlp__shared__down=("mlp.shared_expert.down_proj.weight", "FD", "D F"),

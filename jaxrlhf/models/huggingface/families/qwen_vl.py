@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from jaxrlhf.models.config import Sections, SightName, Vision
+from jaxrlhf.models.config import Sections, Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.sight import Sight, in_tower, joined_heads
@@ -69,7 +70,7 @@ def _tensors_3(vision: Vision) -> dict[str, StoredTensor]:
     }
 
 
-def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, family: SightName) -> Vision:
+def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, family: str) -> Vision:
     """Fields of all of them."""
     rope = given.take("rope_parameters") or {}
     if rope.get("rope_theta", 10_000.0) != 10_000.0 or rope.get("rope_type", "axial") != "axial":
@@ -112,7 +113,7 @@ def _read_2_5(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) 
     )
 
 
-def _read_3(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, family: SightName) -> Vision:
+def _read_3(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, family: str) -> Vision:
     given.only("hidden_act", "gelu_pytorch_tanh", "silu", "gelu")
     vision = _read(given, text, whole, family=family)
     return replace(
@@ -158,10 +159,8 @@ QWEN2_5_VL = Sight(
 """Qwen2.5-VL: patches see their window in most layers."""
 
 
-def _third(name: SightName, architecture: str, text: Any, text_type: str) -> Sight:
-    def read(given: Fields, fields: Mapping[str, Any], whole: Mapping[str, Any]) -> Vision:
-        return _read_3(given, fields, whole, family=name)
-
+def _third(name: str, architecture: str, text: str, text_type: str) -> Sight:
+    read = partial(_read_3, family=name)
     return Sight(name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read, _write)
 
 

@@ -25,6 +25,8 @@ _KINDS: dict[str, type[RopeScaling] | None] = {
     "proportional": ProportionalRope,
 }
 _OTHER_NAMES = {"su": "longrope"}
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Fields that make no difference to text, whose positions in all parts are alike."""
 
 
 def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrlhf.models.config import FamilyName, ModelConfig, SightName, Vision
+from jaxrlhf.models.config import ModelConfig, Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
@@ -39,9 +39,9 @@ class Sight:
       leaves_out: Beginnings of tensors that no forward pass reads.
     """
 
-    name: SightName
+    name: str
     architecture: str
-    text: FamilyName
+    text: str
     text_type: str
     prefixes: Mapping[str, str]
     tensors: Callable[[Vision], Mapping[str, StoredTensor]]
@@ -52,20 +52,6 @@ class Sight:
         default_factory=lambda: {"model.": "model.language_model.", "vision.": "model.visual."}
     )
     leaves_out: tuple[str, ...] = ()
-
-    def published(self, name: str) -> str:
-        """Name in a file of a tensor that is called so here."""
-        return self._begun(name, self.prefixes)
-
-    def in_memory(self, name: str) -> str:
-        """Name in transformers' model of what is called so here."""
-        return self._begun(name, self.modules)
-
-    def _begun(self, name: str, prefixes: Mapping[str, str]) -> str:
-        for ours, theirs in prefixes.items():
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
 
     def fields(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
         """The fields of a config.json of the whole, from those of the text part."""
@@ -83,6 +69,12 @@ class Sight:
             "vision_config": self.write(vision),
             **{name: value for name, value in self.beside(vision).items() if value is not None},
         }
+
+
+def begun(name: str, beginnings: Mapping[str, str]) -> str:
+    """The name with another beginning, if it has one of those that are known."""
+    found = next((ours for ours in beginnings if name.startswith(ours)), "")
+    return beginnings.get(found, "") + name.removeprefix(found)
 
 
 def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:

@@ -36,7 +36,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "no_rope_layers": [int(turns) for turns in config.rope_layers],
         "use_sliding_window": slides,
         "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config) if slides else ["full_attention"] * config.num_layers,
+        "layer_types": write_layer_types(config.sliding_layers) if slides else ["full_attention"] * config.num_layers,
     }
 
 

@@ -1,33 +1,41 @@
-"""Layers of a checkpoint that have a window, by `layer_types` or by the fields that said so before."""
+"""Kinds of a checkpoint's layers, by `layer_types` or by the fields that said so before."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.fields import Fields
 
-_KINDS = {"full_attention": False, "sliding_attention": True}
+SLIDING = {"full_attention": False, "sliding_attention": True}
+LINEAR = {"full_attention": False, "linear_attention": True}
 
 
-def read_layer_types(given: Fields) -> tuple[bool, ...] | None:
-    """Flags of the layers that have the window; None where the file does not say.
+def read_layer_types(
+    given: Fields, *, every: int | None = None, kinds: Mapping[str, bool] = SLIDING
+) -> tuple[bool, ...]:
+    """Flags of the layers that have a window, or are of the other of two kinds; empty where nothing says.
+
+    Args:
+      every: Distance of the layers without flags where the file does not say; None has none then.
+      kinds: Names of kinds, and the flag of each.
 
     Raises:
       Refusal: A layer is of another kind, or there are more or fewer than the model has.
     """
-    kinds = given.take("layer_types")
-    if kinds is None:
-        return None
-    if unread := set(kinds) - set(_KINDS):
-        raise given.error(f"layer_types {sorted(unread)}", f"computed are {sorted(_KINDS)}")
-    if len(kinds) != given.need("num_hidden_layers"):
-        raise given.error(f"{len(kinds)} layer_types", f"num_hidden_layers is {given.need('num_hidden_layers')}")
-    return tuple(_KINDS[kind] for kind in kinds)
+    found, count = given.take("layer_types"), given.need("num_hidden_layers")
+    if found is None:
+        return () if every is None else tuple((index + 1) % every != 0 for index in range(count))
+    if unread := set(found) - set(kinds):
+        raise given.error(f"layer_types {sorted(unread)}", f"computed are {sorted(kinds)}")
+    if len(found) != count:
+        raise given.error(f"{len(found)} layer_types", f"num_hidden_layers is {count}")
+    return tuple(kinds[kind] for kind in found)
 
 
-def write_layer_types(config: ModelConfig) -> list[str]:
-    """`layer_types` for `config.sliding_layers`."""
-    names = {slides: kind for kind, slides in _KINDS.items()}
-    return [names[slides] for slides in config.sliding_layers]
+def write_layer_types(flags: Sequence[bool], kinds: Mapping[str, bool] = SLIDING) -> list[str]:
+    """`layer_types` of layers with these flags."""
+    names = {flag: kind for kind, flag in kinds.items()}
+    return [names[flag] for flag in flags]
 
 
 def read_optional_window(given: Fields) -> dict[str, Any]:
@@ -35,14 +43,13 @@ def read_optional_window(given: Fields) -> dict[str, Any]:
     used, window = given.take("use_sliding_window", False), given.take("sliding_window", 4096)
     first, layers = given.take("max_window_layers", 28), read_layer_types(given)
     if not used:
-        if layers and any(layers):
+        if any(layers):
             raise given.error("layer_types with 'sliding_attention'", "use_sliding_window is not true")
         return {}
     if window is None:
         raise given.error("use_sliding_window=True", "sliding_window is missing")
-    if layers is None:
-        layers = tuple(index >= first for index in range(given.need("num_hidden_layers")))
-    return {"sliding_window": window, "sliding_layers": layers}
+    later = tuple(index >= first for index in range(given.need("num_hidden_layers")))
+    return {"sliding_window": window, "sliding_layers": layers or later}
 
 
 def write_optional_window(config: ModelConfig) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def write_optional_window(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
-        "layer_types": write_layer_types(config),
+        "layer_types": write_layer_types(layers),
         # What versions before `layer_types` go by; they know no other pattern.
         "max_window_layers": layers.index(True) if any(layers) else len(layers),
     }
