@@ -169,7 +169,6 @@ class Checkpoints:
         checkpoints of before are as they were.
 
         Args:
-          step: Number of finished steps.
           items: Arrays by name.
           host: JSON-able state.
           metric: Ranks the checkpoint for `keep_best`; without one, or with NaN, it is not among the best.
@@ -217,10 +216,7 @@ class Checkpoints:
         return trees
 
     def read_each(self, step: int, name: str, target: Any) -> Iterator[tuple[str, jax.Array]]:
-        """The arrays of one named tree by their paths, of which one at a time is read into this process.
-
-        Args:
-          target: `jax.ShapeDtypeStruct`s with shardings.
+        """The arrays of one named tree by their paths, of which one at a time is read into this process; see `read`.
 
         Raises:
           Refusal: No such checkpoint, or one that does not fit; see `restore`.

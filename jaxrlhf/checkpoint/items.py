@@ -100,15 +100,7 @@ def read_each(directory: Path, target: Any) -> Iterator[tuple[str, jax.Array]]:
     Args:
       target: `jax.ShapeDtypeStruct`s with shardings; what the tree has beyond them is left where it is.
     """
-    handler = ocp.PyTreeCheckpointHandler()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-        part = leaf
-        for key in reversed(path):
-            part = {key.key: part}
-        wanted = ocp.checkpoint_utils.construct_restore_args(part)
-        args = ocp.args.PyTreeRestore(item=part, restore_args=wanted, partial_restore=True)
-        (array,) = jax.tree.leaves(handler.restore(epath.Path(directory), args=args))
-        yield _name(path), array
+    return read_named(directory, {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(target)})
 
 
 def read_named(directory: Path, wanted: Mapping[str, Any]) -> Iterator[tuple[str, jax.Array]]:
@@ -123,10 +115,8 @@ def read_named(directory: Path, wanted: Mapping[str, Any]) -> Iterator[tuple[str
         part = jax.tree.map_with_path(
             lambda path, _, name=name, shape=shape: shape if _name(path) == name else ocp.PLACEHOLDER, tree
         )
-        options = jax.tree.map(
-            lambda leaf: ocp.RestoreArgs() if leaf is ocp.PLACEHOLDER else ocp.ArrayRestoreArgs(sharding=leaf.sharding),
-            part,
-        )
+        read = ocp.checkpoint_utils.construct_restore_args(shape)
+        options = jax.tree.map(lambda leaf, read=read: ocp.RestoreArgs() if leaf is ocp.PLACEHOLDER else read, part)
         args = ocp.args.PyTreeRestore(item=part, restore_args=options)
         restored = handler.restore(epath.Path(directory), args=args)
         (array,) = (leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array))

@@ -96,10 +96,10 @@ def export_converted(
       Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
-    vision = any(name.startswith("vision.") for name in stored_shapes(_weights(path)))
+    held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    vision = any(name.startswith("vision.") for name in held)
     config, (_, head) = read_config(path, vision=vision), read_family(path)
     check_pretrained(path, config, head)
-    held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
     def place(path: tuple, _: Any) -> jax.ShapeDtypeStruct:
         found = held[path_name(path)]
@@ -124,10 +124,8 @@ def convert(
     Every device reads its share of each tensor, so together the devices hold the model once.
 
     Args:
-      source: Local directory or hub id.
       directory: New, on a file system that all processes see.
       dtype: Dtype of the arrays; None is that of their tensors.
-      vision: With the vision tower.
       progress: Told how many bytes are read, and of how many.
 
     Raises:

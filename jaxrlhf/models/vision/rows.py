@@ -44,13 +44,9 @@ class ImageRows(NamedTuple):
     turn_RW3: Array
 
 
-class UnknownImage(ValueError):
-    """Error: pixels of an image are wanted, and nobody says where from."""
-
-
 def no_pixels(image: Image) -> np.ndarray:
     """Pixels for models and engines that are given none."""
-    raise UnknownImage(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
+    raise Refusal(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
 
 
 class _Order(NamedTuple):
@@ -63,9 +59,9 @@ class _Order(NamedTuple):
     feature_M: np.ndarray
 
 
-def patches_of(images: Sequence[Image]) -> int:
-    """Patches of all images."""
-    return sum(int(np.prod(image.grid)) for image in images)
+def patches_of(image: Image) -> int:
+    """Number of its patches."""
+    return int(np.prod(image.grid))
 
 
 def order_of(vision: Vision, grid: tuple[int, int, int]) -> _Order:
@@ -127,7 +123,7 @@ def check_placeholders(
     told = np.zeros(len(ids), bool)
     for image in images:
         told[image.start : image.start + image.tokens] = True
-        features = int(np.prod(image.grid)) // vision.merge**2
+        features = patches_of(image) // vision.merge**2
         if image.tokens != features or image.start + features > len(ids):
             raise Refusal(
                 f"{place}: {image.source:.60} has {features} features and {image.tokens} tokens from token "
@@ -136,7 +132,7 @@ def check_placeholders(
     there = ids == vision.image_token
     if (told & ~there if drawn else told != there).any():
         raise Refusal(
-            f"{place}: {int((ids == vision.image_token).sum())} placeholders (token {vision.image_token}) and "
+            f"{place}: {int(there.sum())} placeholders (token {vision.image_token}) and "
             f"{int(told.sum())} features of {len(images)} images; give an image for each placeholder in the text"
         )
 
@@ -159,7 +155,7 @@ class Room(NamedTuple):
           steps: Sizes between a power of two and the next.
         """
         least, rows = least or cls(), list(images_R)
-        most = max((patches_of([image]) for row in rows for image in row), default=0)
+        most = max((patches_of(image) for row in rows for image in row), default=0)
         if not most:
             return least
         patches = max(least.patches, merge**2 * _rounded(-(-most // merge**2), steps))
@@ -177,7 +173,7 @@ def strips_of(images: Sequence[Image], patches: int) -> list[tuple[int, int]]:
     """Strip of so many patches, and place in it, of each image: the one before it has room, or a strip begins."""
     places, strip, used = [], 0, 0
     for image in images:
-        own = patches_of([image])
+        own = patches_of(image)
         assert own <= patches, f"{own} patches in a strip of {patches}"
         if used + own > patches:
             strip, used = strip + 1, 0
@@ -204,11 +200,6 @@ def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray
     return turn_T3
 
 
-def offset_of(vision: Vision, images: Sequence[Image], tokens: int) -> int:
-    """Difference between the position and the index of tokens behind a prompt of so many tokens."""
-    return int(turns_of(vision, images, tokens + 1)[-1, 0]) - tokens
-
-
 def rows_of_prompts(
     vision: Vision,
     images_P: Sequence[Sequence[Image]],
@@ -228,11 +219,8 @@ def rows_of_prompts(
     shape = len(images_P), width
     shown_P = [unknown(images, known) for images in images_P]
     layout = RowLayout(vision, shown_P, Room.of(shown_P, merge=vision.merge, least=Room(1, vision.merge**2)))
-    feature_PS, block_PS, turn_PS3 = (
-        np.full(shape, -1, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros((*shape, 3), np.int32),
-    )
+    feature_PS, block_PS = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    turn_PS3 = np.zeros((*shape, 3), np.int32)
     for row, (images, length) in enumerate(zip(images_P, length_P.tolist(), strict=True)):
         feature_PS[row, :length], block_PS[row, :length] = layout.tokens(row, shown_P[row], length)
         turn_PS3[row, :length] = turns_of(vision, images, length)
@@ -245,12 +233,7 @@ def unknown(images: Sequence[Image], known: int) -> list[Image]:
 
 
 class RowLayout:
-    """Places of images in rows; an image that several sequences of a row have is there once.
-
-    Args:
-      images: Images of each row.
-      room: Strips and patches that each row has.
-    """
+    """Places of the images of each row in its strips; an image that several sequences of a row have is there once."""
 
     def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: Room) -> None:
         self._vision, self._room = vision, room

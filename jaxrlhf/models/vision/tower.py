@@ -194,15 +194,10 @@ def attend_both_ways(query_RQNH: Array, key_RQNH: Array, value_RQNH: Array, segm
 
 def _merged(merger: Params, vision: Vision, hidden_RQD: Array) -> Array:
     """Features of squares of patches by an MLP of all of them, whose norm is before or behind they are joined."""
-    rows = hidden_RQD.shape[0]
-
-    def joined(array_RQD: Array) -> Array:
-        return array_RQD.reshape(rows, -1, vision.merged_size)
-
+    joined = (hidden_RQD.shape[0], -1, vision.merged_size)
     behind = merger["norm"].shape[-1] == vision.merged_size != vision.hidden_size
-    input_RME = _norm(merger, "norm", vision, joined(hidden_RQD)) if behind else None
-    if input_RME is None:
-        input_RME = joined(_norm(merger, "norm", vision, hidden_RQD))
+    normed = _norm(merger, "norm", vision, hidden_RQD.reshape(joined) if behind else hidden_RQD)
+    input_RME = normed.reshape(joined)
     inner_RME = linear.project(input_RME, merger["inner"]) + merger["inner_bias"].astype(input_RME.dtype)[None, None]
     inner_RME = jax.nn.gelu(inner_RME, approximate=False)
     return linear.project(inner_RME, merger["outer"]) + merger["outer_bias"].astype(input_RME.dtype)[None, None]
