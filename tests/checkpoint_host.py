@@ -1,13 +1,7 @@
-"""One host of a world for `test_checkpoint_hosts.py`: holds a share of some trees and does as it is told.
-
-    python checkpoint_host.py ADDRESS WORLD_ADDRESS HOSTS HOST DEVICES_PER_HOST
-
-ADDRESS is where the test listens, WORLD_ADDRESS where the hosts of the world meet.
-"""
+"""One host of a world for `test_checkpoint_hosts.py`: holds a share of some trees and does as it is told."""
 
 import os
 import resource
-import sys
 from multiprocessing.connection import Client
 from pathlib import Path
 
@@ -81,16 +75,20 @@ class Host:
         return getattr(self.items[name], method)(*directory)
 
 
-def main() -> None:
-    """Join the world and obey until the test hangs up."""
-    address, world_address, hosts, index, devices = sys.argv[1:]
-    jax.config.update("jax_num_cpu_devices", int(devices))
+def obey(address: str, world_address: str, hosts: int, index: int, devices: int) -> None:
+    """Join the world and obey until the test hangs up.
+
+    Args:
+      address: Where the test listens.
+      world_address: Where the hosts of the world meet.
+    """
+    jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if int(hosts) > 1:
-        jax.distributed.initialize(world_address, num_processes=int(hosts), process_id=int(index))
+    if hosts > 1:
+        jax.distributed.initialize(world_address, num_processes=hosts, process_id=index)
     host = Host()
     with Client(address, "AF_UNIX") as test:
-        test.send((world_address, int(index)))
+        test.send((world_address, index))
         while True:
             try:
                 method, arguments = test.recv()
@@ -100,7 +98,3 @@ def main() -> None:
                 test.send((True, getattr(host, method)(*arguments)))
             except Exception as error:
                 test.send((False, error))
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ class RolloutServer(ThreadingHTTPServer):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.loaded, self.asked, self.lock = [], [], threading.Lock()
         self.version = "default"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def load(self, folder) -> None:
         files = sorted(folder.glob("*.safetensors"))

@@ -1,17 +1,13 @@
 """Checkpoints of arrays in other processes: several hosts a world, several worlds, and a test that holds nothing."""
 
-import os
-import signal
+import multiprocessing
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, Listener
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny_checkpoints
 import torch
-from checkpoint_host import placed
+from checkpoint_host import obey, placed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.checkpoint import Checkpoints, TreeItem
@@ -47,14 +43,18 @@ class World:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             meeting = f"localhost:{free.getsockname()[1]}"
-        program = Path(__file__).with_name("checkpoint_host.py")
+        # Forks of one process that has imported all; each starts a JAX of its own.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["orbax.checkpoint", "jaxrlhf.models", "jaxrlhf.checkpoint"])
         # Not in tmp_path: addresses have to be short.
         with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/test", "AF_UNIX") as listener:
             listener._listener._socket.settimeout(STARTS_S)
             self.processes = [
-                subprocess.Popen([sys.executable, program, listener.address, meeting, str(hosts), str(i), str(devices)])
+                context.Process(target=obey, args=(listener.address, meeting, hosts, i, devices), daemon=True)
                 for i in range(hosts)
             ]
+            for process in self.processes:
+                process.start()
             connections = {}
             for _ in range(hosts):
                 connection = listener.accept()
@@ -100,15 +100,15 @@ class World:
         return WorldItem(self, name)
 
     def kill(self, index: int) -> None:
-        os.kill(self.processes[index].pid, signal.SIGKILL)
-        self.processes[index].wait()
+        self.processes[index].kill()
+        self.processes[index].join()
 
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
 class WorldItem:
@@ -294,7 +294,7 @@ def test_a_host_killed_three_times_in_the_middle_of_a_save(start, tmp_path):
     world = start(hosts=2, devices=2)
     layouts = [ROWS_AND_COLUMNS, COLUMNS]
     # Large enough for files to be under way when `save` returns.
-    trees = [{**tree(step), "big": np.full((4096, 4096), step, np.float32)} for step in range(4)]
+    trees = [{**tree(step), "big": np.full((2048, 2048), step, np.float32)} for step in range(4)]
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save(1, {"actor": world.hold("actor", trees[1], layouts[1])}, STATE)
     checkpoints.wait()

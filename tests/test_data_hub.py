@@ -48,7 +48,7 @@ FILES = {
 def hub(tmp_path, monkeypatch):
     contents = tiny_hub.Contents({f"datasets/{NAME}": {"main": FILES, "v1": {"train.jsonl": lines(7)}}})
     server = tiny_hub.serve(contents)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     listen(monkeypatch, server.server_port)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -108,11 +108,10 @@ def gsm8k_directory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("evaluation", 1319)])
-def test_the_real_gsm8k(load, split, count):
-    loaded = load(Gsm8k(path=str(gsm8k_directory())), split, max_prompt_tokens=400)
-    assert loaded.total == count
-    assert 0 < loaded.dropped_too_long == count - len(loaded.problems) < count / 10
+def test_the_real_gsm8k(load):
+    loaded = load(Gsm8k(path=str(gsm8k_directory())), "evaluation", max_prompt_tokens=400)
+    assert loaded.total == 1319
+    assert 0 < loaded.dropped_too_long == 1319 - len(loaded.problems) < 1319 / 10
     assert max(len(problem.prompt_tokens) for problem in loaded.problems) <= 400
     for problem in loaded.problems:
         assert re.fullmatch(r"-?\d+(\.\d+)?", problem.answer)
@@ -307,7 +306,8 @@ def test_a_parquet_file_is_told_by_row(load, tmp_path):
 
 
 def test_texts_are_tokenised_once_and_those_that_no_record_has_never(load, tokenizer, tmp_path, monkeypatch):
-    file = write(tmp_path / "p.jsonl", [{"prompt": f"{n} + 1?"} for n in range(5000)])
+    monkeypatch.setattr("jaxrlhf.data.sources._CHUNK", 40)
+    file = write(tmp_path / "p.jsonl", [{"prompt": f"{n} + 1?"} for n in range(50)])
     seen = []
     call = type(tokenizer).__call__
 
@@ -317,9 +317,9 @@ def test_texts_are_tokenised_once_and_those_that_no_record_has_never(load, token
 
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     loaded = load(prompt_file(file, answer_key=None))
-    assert seen == [f"<|user|>{n} + 1?<|assistant|>" for n in range(5000)]
-    assert [problem.prompt_id for problem in loaded.problems] == list(range(5000))
-    assert loaded.problems[4999].record == {"prompt": "4999 + 1?"}
+    assert seen == [f"<|user|>{n} + 1?<|assistant|>" for n in range(50)]
+    assert [problem.prompt_id for problem in loaded.problems] == list(range(50))
+    assert loaded.problems[49].record == {"prompt": "49 + 1?"}
     assert loaded.problems.prompt_tokens.lengths.tolist() == [len(problem.prompt_tokens) for problem in loaded.problems]
 
 

@@ -107,7 +107,7 @@ def engine_of(tmp_path):
             return answer(body, number)
 
         servers.append(Server(reply))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         engine = ServerEngine(
             RolloutServer((servers[-1].url,), api=api, **settings),
             tmp_path / "weights",

@@ -100,9 +100,8 @@ def program(config, gradients, **how):
     [
         (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}, True),
         pytest.param(OLMO, {"fsdp": 4, "tensor": 2}, False, marks=pytest.mark.seeds),
-        (DEEPSEEK, {"fsdp": 4, "tensor": 2}, False),
     ],
-    ids=["gemma-stages", "olmo", "deepseek"],
+    ids=["gemma-stages", "olmo"],
 )
 def test_eight_devices_say_what_one_says(config, sizes, gradients):
     mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
@@ -147,7 +146,7 @@ def through_the_cache(params, token_RW, execution=models.ONE_DEVICE):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transposed_from", [cpu.MANY_WEIGHTS, 1])
+@pytest.mark.parametrize("transposed_from", [pytest.param(cpu.MANY_WEIGHTS, marks=pytest.mark.seeds), 1])
 def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transposed_from, monkeypatch):
     monkeypatch.setattr(cpu, "MANY_INPUTS", 1)
     monkeypatch.setattr(cpu, "MANY_WEIGHTS", transposed_from)

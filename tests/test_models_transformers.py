@@ -129,7 +129,7 @@ def test_export_of_an_import_is_the_same_checkpoint(pair, tmp_path):
         assert json.loads((source / file).read_text()) == json.loads((tmp_path / "out" / file).read_text())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama3", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen2", "phi3"])
 def test_sharded_half_precision_round_trip(kind, tmp_path):
     theirs = build(kind).to(torch.bfloat16)
     source = write(tmp_path / "in", theirs, max_shard_size="20KB")

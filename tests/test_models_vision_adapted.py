@@ -24,7 +24,6 @@ from jaxrlhf.sharding.rules import TRAIN, shardings
 
 KINDS = tiered(seeing.KINDS, fast=(), slow=["gemma3"])
 PARTS = [
-    ("gemma3", Lora(rank=3, alpha=6.0, targets=("query", "output", "up"), part="both")),
     ("gemma3", Lora(rank=3, alpha=6.0, part="tower")),
     ("qwen2.5-vl", Lora(rank=3, alpha=6.0, targets=("output", "up", "down"), part="both")),
     ("qwen3-vl", Lora(rank=3, alpha=6.0, targets=("query", "down"))),
