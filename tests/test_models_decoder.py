@@ -176,7 +176,7 @@ def test_decoding_through_the_cache_equals_the_full_forward(params, rows):
     cache = insert(cache, prefix, np.array([2, 0, 0, 0, 0]), np.array([0, 5, 6, 7, 8]))
     row_B = np.array([2, 1, 2, 0, 0])
 
-    layers = models.unstack_layers(params, CONFIG)
+    layers = jax.jit(lambda params: models.unstack_layers(params, CONFIG))(params)
     step = jax.jit(lambda *state: models.decode(layers, params, CONFIG, *state), donate_argnums=2)
     position_B = length_P[row_B]
     for _ in range(4):
@@ -250,7 +250,8 @@ def test_decoding_on_eight_devices(params, rows, monkeypatch):
 
 def test_a_decode_loop_computes_cosines_once(params):
     """XLA would compute them in every layer, at every token and for every head."""
-    layers, cache = models.unstack_layers(params, CONFIG), models.empty_cache(CONFIG, slots=2, capacity=64)
+    unstack = jax.jit(lambda params: models.unstack_layers(params, CONFIG))
+    layers, cache = unstack(params), models.empty_cache(CONFIG, slots=2, capacity=64)
 
     def step(position, carry):
         token_B, cache = carry

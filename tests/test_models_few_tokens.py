@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import sharp
 
 from jaxrlhf import models
 from jaxrlhf.models import linear
@@ -81,8 +82,8 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
         qkv_bias=True,
         tie_embeddings=True,
     )
-    params = jax.jit(lambda key: models.init_params(config, "lm", key))(jax.random.key(0))
-    layers = models.unstack_layers(params, config)
+    params = sharp(config, deviation=0.05)
+    layers = jax.jit(lambda params: models.unstack_layers(params, config))(params)
     kinds = [type(weight) for weight in (*layers[0]["attention"].values(), *layers[0]["mlp"].values())]
     assert kinds.count(cpu.Transposed) == 5  # queries with keys and values, output, gate, up, down
     token_RW = np.random.default_rng(0).integers(0, 48, (2, 7), dtype=np.int32)

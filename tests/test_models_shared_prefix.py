@@ -11,7 +11,7 @@ from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.packing import Packing
 from jaxrlhf.models.attention.attention_xla import attend_shared_tokens
 from jaxrlhf.models.attention.score_mod import ScoreMod, SharedTokens
-from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix, attend_shared_prefix
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, AttentionRows, SharedPrefix, attend_shared_prefix
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -126,8 +126,9 @@ def test_rows_that_are_not_used_are_not_computed() -> None:
 
 @pytest.mark.slow
 def test_layers_that_are_computed_again_do_not_attend_again() -> None:
-    rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
-    array = np.ones((1, rows.token_RW.shape[1], KV_HEADS, WIDTH), np.float32)
+    ones = [np.ones((1, 4, width), np.int32) for width in (32, 64)]
+    shared = SharedPrefix(tuple(AttentionRows(0 * each, each, each > 0, np.ones(1, np.int32)) for each in ones))
+    array = np.ones((1, 64, KV_HEADS, WIDTH), np.float32)
 
     def loops(**policy):
         def layer(array, factor, shared_prefix):
@@ -137,7 +138,7 @@ def test_layers_that_are_computed_again_do_not_attend_again() -> None:
             body = jax.checkpoint(lambda *carry: layer(*carry, shared_prefix), prevent_cse=False, **policy)
             return jax.lax.scan(body, array, factor_L)[0].sum()
 
-        program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), rows.shared_prefix)
+        program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), shared)
         newer = {"xla_cpu_use_fusion_emitters": True}  # the older emitters of conftest.py make loops of scatters too
         return program.compile(newer).as_text().count(" while(")
 

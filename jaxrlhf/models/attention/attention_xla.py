@@ -167,18 +167,9 @@ def _attend_tiles(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(
-    scores: ScoreMod,
-    query_RKGWH: Array,
-    key_RKWH: Array,
-    value_RKWU: Array,
-    sink_KG: Array | None,
-    segments: Array | SharedTokens,
-    slides: Array | None,
-    block_RW: Array | None,
-) -> Array:
-    """Mixed values of rows whose width is a multiple of tiles; the arrays of scores are arguments of their own."""
-    return _forward(scores, query_RKGWH, key_RKWH, value_RKWU, sink_KG, segments, slides, block_RW)[0]
+def _flash(scores: ScoreMod, *arrays: Any) -> Array:
+    """Mixed values of rows whose width is a multiple of tiles, of the arrays that `_forward` takes."""
+    return _forward(scores, *arrays)[0]
 
 
 def _visits(width: int, segments: Array | SharedTokens, scores: ScoreMod) -> tuple[Array, Array]:
@@ -231,7 +222,10 @@ def _forward(
     slides: Array | None,
     block_RW: Array | None,
 ) -> tuple[Array, Any]:
-    """Mixed values, and what their gradient takes over, among it the logarithm of each softmax's sum of weights."""
+    """Mixed values, and what their gradient takes over, among it the logarithm of each softmax's sum of weights.
+
+    The arrays of scores are arguments of their own.
+    """
     rows, kv_heads, groups, width, _ = query_RKGWH.shape
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
     places = _places(segments, score_mod)
