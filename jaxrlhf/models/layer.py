@@ -23,7 +23,7 @@ from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod, SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.mlp import ACTIVATIONS, feed_forward
+from jaxrlhf.models.mlp import feed_forward
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm, rms_norm
 from jaxrlhf.models.residual.layer_inputs import of_input
@@ -239,17 +239,16 @@ def _block(
     given = before("mlp"), hidden_RWD, _flag(layer, "cut")
     output_RWD, routed = feed_forward(layer["mlp"], config, *given, execution=execution, router=router)
     hidden_RWD += after("mlp", output_RWD)
-    activation = ACTIVATIONS[config.activation]
     if config.streams is not None and streams_RWAD is not None:
         streams_RWAD = corrected(layer, config, streams_RWAD, hidden_RWD)
         first_RWD = streams_RWAD[:, :, 0] * layer["streams"]["scale"].astype(hidden_RWD.dtype)[None, None]
         assert input_RWP is not None, "layers with several streams have inputs of their own"
-        added_RWD = of_input(layer, config, first_RWD, input_RWP, activation)
+        added_RWD = of_input(layer, config, first_RWD, input_RWP)
         other_A = (jnp.arange(config.streams.count) > 0).astype(added_RWD.dtype)
         streams_RWAD += added_RWD[:, :, None] * other_A[None, None, :, None]
         return streams_RWAD.reshape(hidden_RWC.shape), kept, routed
     if input_RWP is not None:
-        hidden_RWD += of_input(layer, config, hidden_RWD, input_RWP, activation)
+        hidden_RWD += of_input(layer, config, hidden_RWD, input_RWP)
     if "scale" in layer:
         hidden_RWD *= jax.lax.stop_gradient(layer["scale"]).astype(hidden_RWD.dtype)[None, None]
     return hidden_RWD, kept, routed

@@ -1,7 +1,8 @@
-"""Products of activations with weights, which may be quantised and may have an adapter."""
+"""Products of activations with weights, which may be quantised and may have an adapter, and functions of them."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,13 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.models.kernels.variants import variants
 from jaxrlhf.models.lora.quantized import Quantized
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""Functions of gates and inner layers by name."""
 
 
 @struct.dataclass

@@ -1,8 +1,5 @@
 """The feed-forward half of a layer: a gated MLP, or a mixture of experts."""
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -10,14 +7,9 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
+from jaxrlhf.models.linear import ACTIVATIONS
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs, mix, report, route
 from jaxrlhf.models.norm import norm, rms_norm
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
-"""Functions of gates by name."""
 
 
 def feed_forward(

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.config import ClampedGate
-from jaxrlhf.models.linear import transposed_product
+from jaxrlhf.models.linear import ACTIVATIONS, transposed_product
 from jaxrlhf.sharding.described import platform
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 256
@@ -33,7 +33,7 @@ def gated(gate: Gate, gate_F: Array, up_F: Array) -> Array:
     if isinstance(gate, ClampedGate):
         gate_F, up_F = jnp.minimum(gate_F, gate.limit), jnp.clip(up_F, -gate.limit, gate.limit)
         return (up_F + 1) * gate_F * jax.nn.sigmoid(gate.alpha * gate_F)
-    return (jax.nn.silu(gate_F) if gate == "silu" else jax.nn.gelu(gate_F, approximate=True)) * up_F
+    return ACTIVATIONS[gate](gate_F) * up_F
 
 
 def grouped_mlp(

@@ -7,8 +7,6 @@ not have are its first.
 Source: Gemma 3n and 4, as `hidden_size_per_layer_input` in transformers.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
@@ -37,13 +35,9 @@ def layer_inputs(
 
 
 def of_input(
-    layer: Params,
-    config: ModelConfig,
-    hidden_RWD: Float[Array, "R W D"],
-    input_RWP: Float[Array, "R W P"],
-    activation: Callable[[Array], Array],
+    layer: Params, config: ModelConfig, hidden_RWD: Float[Array, "R W D"], input_RWP: Float[Array, "R W P"]
 ) -> Float[Array, "R W D"]:
     """Product of hidden states and a layer's own input, for the residual stream."""
     own = layer["layer_input"]
-    gate_RWP = activation(linear.project(hidden_RWD, own["narrow"]))
+    gate_RWP = linear.ACTIVATIONS[config.activation](linear.project(hidden_RWD, own["narrow"]))
     return norm(config, linear.project(gate_RWP * input_RWP, own["widen"]), own["norm"])

@@ -3,8 +3,6 @@
 Letters beside those of `jaxrlhf.batch`: `Q` patches of a strip, `C` numbers of a patch, `M` features of a row.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -26,12 +24,6 @@ _THETA = 10_000.0
 
 _QUERIES = 512
 """Patches that attend together, so that no array is as long as a row in both directions."""
-
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class Seen(NamedTuple):
@@ -162,7 +154,7 @@ def _layer(layer: Params, vision: Vision, hidden_RQD: Array, segment_RQ: Array, 
     mixed_RQNH = attend_both_ways(query_RQNH, key_RQNH, value_RQNH, segment_RQ)
     hidden_RQD += with_bias(mixed_RQNH, attention, "output", dims=2)
     input_RQD = _norm(layer, "mlp_norm", vision, hidden_RQD)
-    inner_RQF = _ACTIVATIONS[vision.activation](with_bias(input_RQD, mlp, "gate" if vision.gated else "up"))
+    inner_RQF = linear.ACTIVATIONS[vision.activation](with_bias(input_RQD, mlp, "gate" if vision.gated else "up"))
     if vision.gated:
         inner_RQF *= with_bias(input_RQD, mlp, "up")
     return hidden_RQD + with_bias(inner_RQF, mlp, "down")
