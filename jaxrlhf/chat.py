@@ -141,7 +141,7 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
     loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step, vision=flags.vision)
     service = stack.enter_context(EngineService(loaded.engine))
     name = flags.model or "policy"
-    model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, images=loaded.images)
+    model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, images=loaded.images, today=True)
     server = stack.enter_context(Server(model, token="chat"))
     return stack.enter_context(OpenAI(base_url=f"{server.address}/v1", api_key="chat")), model.name
 

@@ -54,7 +54,8 @@ def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -
 
     loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step, vision=flags.vision)
     with EngineService(loaded.engine) as service:
-        model = ServedModel(flags.name, service, loaded.tokenizer, loaded.stop_tokens, limits, loaded.images)
+        parts = loaded.tokenizer, loaded.stop_tokens, limits, loaded.images
+        model = ServedModel(flags.name, service, *parts, today=True)
         with Server(model, host=flags.host, port=flags.port, token=token) as server:
             print(f"serving {flags.name} at {server.address}/v1", flush=True)
             print("no key is asked for" if token is None else f"key: {token}", flush=True)

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxrlhf.config import Arithmetic
+from jaxrlhf.config import Arithmetic, PromptFile
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer, misread
@@ -170,3 +170,12 @@ def test_nothing_to_load(tmp_path, content):
 def test_a_missing_directory(refused, tmp_path):
     with refused():
         load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_a_template_with_a_date_writes_the_same_every_day(tmp_path):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b') }}, {{ strftime_now(\"%Y\") }}: {{ messages[0].content }}"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1?"}')
+    data = PromptFile(str(tmp_path / "p.jsonl"), answer_key=None)
+    loaded = load_problems(data, tokenizer, split="train", max_prompt_tokens=99)
+    assert loaded.problems[0].prompt == "26 Jul, 2024: 1+1?"

@@ -1,6 +1,7 @@
 """The server as OpenAI's own client sees it."""
 
 import json
+import time
 from dataclasses import replace
 
 import openai
@@ -12,6 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf.config import Sampling
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Request
 from jaxrlhf.serving.endpoints import chat_answer
 from jaxrlhf.serving.texts import TextStream
@@ -232,3 +234,13 @@ def test_a_completion_keeps_the_space_before_its_first_word():
     for prompt, text in (((1,), " world world"), ((), "world world")):
         stream = TextStream(tokenizer, (), prompt)
         assert stream.add((2,)) + stream.add((2,)) + stream.end(None) == text == stream.text
+
+
+def test_a_served_chat_has_the_date_of_today(model):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
+    years = [
+        tokenizer.decode(replace(model, tokenizer=tokenizer, today=today).form.prompt(MESSAGES))[:4]
+        for today in (True, False)
+    ]
+    assert years == [time.strftime("%Y"), "2024"]

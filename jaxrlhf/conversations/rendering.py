@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.data.tokenizer import render_chat
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 _MARKS = str.maketrans({"\ue000": "\ufffd", "\ue001": "\ufffd"})
@@ -54,11 +55,11 @@ class ChatTemplate:
           EnvironmentFailure: The template refuses the messages.
         """
         try:
-            text = self.tokenizer.apply_chat_template(
+            text = render_chat(
+                self.tokenizer,
                 [self._given(message) for message in messages],
                 tools=[dict(_well_formed(tool)) for tool in tools] or None,
                 add_generation_prompt=open_reply,
-                tokenize=False,
                 **self._settings,
             )
         except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.tokenizer import decoder, pieces_of
+from jaxrlhf.data.tokenizer import decoder, pieces_of, render_chat
 
 NO_SPAN = -1
 _NO_CHARACTER = "\ufffd"
@@ -79,8 +79,7 @@ class Retokenizer:
         if self._other.chat_template is None or not problem.messages:
             return self._ids(problem.prompt, special=True)[0]
         messages = [dict(message) for message in problem.messages]
-        written = self._other.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self._ids(str(written), special=False)[0]
+        return self._ids(str(render_chat(self._other, messages, add_generation_prompt=True)), special=False)[0]
 
     def response(self, tokens: Sequence[int], *, finished: bool) -> Aligned:
         """The response's text in other tokens, side by side with the policy's.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -17,6 +18,7 @@ from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
 from jaxrlhf.data.records import Messages, SourceRecord, restored, texts_of
 from jaxrlhf.data.table.problem_table import ProblemTable
+from jaxrlhf.data.tokenizer import render_chat
 
 
 @runtime_checkable
@@ -218,15 +220,14 @@ class Tokenized:
             self._marked(one) if spelled and self._as_text else one.prompt
             for one, spelled in zip(examples, spells, strict=True)
         ]
-        how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
-        render, chats = self._tokenizer.apply_chat_template, list(map(_chat, marking))
+        render, chats = partial(render_chat, self._tokenizer, add_generation_prompt=True), list(map(_chat, marking))
         if "image" in self._tokenizer.chat_template:
             chats = [in_parts(chat) if one.images else chat for one, chat in zip(examples, chats, strict=True)]
         try:
             if self._episodes is None:
-                return cast(list[str], render(chats, **how))
+                return cast(list[str], render(chats))
             shown_tools: list[Any] = [list(self._episodes.tools(restored(one.record))) or None for one in examples]
-            return [cast(str, render(chat, tools=tools, **how)) for chat, tools in zip(chats, shown_tools, strict=True)]
+            return [cast(str, render(chat, tools=tools)) for chat, tools in zip(chats, shown_tools, strict=True)]
         except TemplateError as error:
             if len(examples) > 1:  # once more, to say which
                 return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]

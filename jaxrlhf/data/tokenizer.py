@@ -1,7 +1,10 @@
 """Tokenizers in Hugging Face format: any that transformers loads, and a small embedded one."""
 
+import re
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -31,6 +34,10 @@ _CHAT_TEMPLATE = (
 """Chat template; calls of tools are `<<47*86>>`, as GSM8K marks its calculator (Cobbe et al., arXiv:2110.14168)."""
 SEEING = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Further special tokens of a model that sees."""
+_DAY = date(2024, 7, 26)
+"""Day that prompts are written on, so that they have the same tokens whenever a run is begun or resumed."""
+_TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+"""Today's date in a chat template."""
 _CONTEXT_TOKENS = 32_768
 _CHARACTER_BYTES = 4
 _PIECE_TOKENS = 8
@@ -124,6 +131,26 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     return decode
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[Any],
+    *,
+    tools: list[Any] | None = None,
+    day: date | None = _DAY,
+    **settings: Any,
+) -> Any:
+    """A chat, or each of several, as the tokenizer's template writes it.
+
+    Args:
+      day: Day that a template which writes today's date writes; None is today.
+      settings: Further arguments of `apply_chat_template`, and variables of the template.
+    """
+    template = tokenizer.get_chat_template(tools=tools)
+    if day is not None:
+        template = _TODAY.sub(lambda call: repr(day.strftime(call[2])), template)
+    return tokenizer.apply_chat_template(chat, tools=tools, chat_template=template, tokenize=False, **settings)
 
 
 def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:

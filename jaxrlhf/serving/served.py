@@ -29,6 +29,7 @@ class ServedModel:
       name: Its name in the API.
       stop_tokens: Ids that end a response, a chat's beside those of the chat's form.
       images: Reader of images in chats; None reads text alone.
+      today: Chat templates that write a date write today's; else that of training.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ServedModel:
     stop_tokens: tuple[int, ...] = ()
     limits: ServingLimits = field(default_factory=ServingLimits)
     images: ImageReader | None = None
+    today: bool = False
 
     @cached_property
     def form(self) -> ChatFormat:
@@ -46,7 +48,7 @@ class ServedModel:
           ApiError: The tokenizer has no chat template.
         """
         try:
-            return ChatFormat(self.tokenizer, reader=self.images)
+            return ChatFormat(self.tokenizer, {"day": None} if self.today else None, self.images)
         except Refusal as error:
             raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
 
