@@ -51,8 +51,7 @@ class Config(Settings):
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
       resume: Go on from the newest checkpoint in `workdir` if there is one.
-      trackers: Services that take metrics and samples beside the run's own files, each by its own package; where they
-        keep them is for the environment variables of each to say.
+      trackers: Services that take metrics and samples, too; where they keep them is for their environment variables.
       profile_steps: Steps of the main stage in which every process traces its devices, into `workdir/profile/step_N`.
     """
 
@@ -348,15 +347,16 @@ class Config(Settings):
         scored = not supervised or self.data.evaluation is not None
         require(
             self.data.answer_key is not None or not (graded and scored),
-            f"{', '.join(graded)} compares with a reference answer, and data.answer_key is None; "
-            "name the field that has it, or choose other rewards",
+            f"{', '.join(graded)} compares with a reference answer, and data.answer_key is None; name the field that "
+            f"has it, or choose other rewards{' or, for a loss alone, rewards=Rewards(parts=())' * supervised}",
         )
 
     def _check_environment(self) -> None:
         """Refuse settings that episodes of several turns have no use for."""
         own = self.environment is not None and self.source_rewards
+        unscored = isinstance(self.algorithm, SFT) and all(one.rewards for one in self.evaluation.sets)
         require(
-            bool(self.rewards.parts or own) or self._environment_pays,
+            bool(self.rewards.parts or own or unscored) or self._environment_pays,
             "Rewards.parts is empty, and nothing else scores: no environment pays; name at least one reward",
         )
         if self.environment is None:

@@ -9,8 +9,8 @@ import numpy as np
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Array, Experience, Problem, Sequences, images_of_problems
 from jaxrlhf.batching.transfer_protocol import join
-from jaxrlhf.config import SFT
-from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
+from jaxrlhf.config import SFT, Config
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, merged, value_of
 
 
 def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> StepResult:
@@ -18,6 +18,19 @@ def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> St
     batch = supervised_batch(problems, width=work.config.rollout.width)
     actor = roles.actor.update_actor([batch], objective=nll_objective, settings=work.settings, temperature=1.0)
     return StepResult(merged(actor))
+
+
+def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
+    """`eval/loss`, `-log pi(solution | prompt)` averaged over the tokens of held-out solutions that fit."""
+    most = config.rollout.max_response_tokens
+    batch = supervised_batch(
+        [problem for problem in problems if 0 < len(problem.solution_tokens) <= most], width=config.rollout.width
+    )
+    mask_BT = np.asarray(batch.sequences.mask_BT)
+    if not mask_BT.any():
+        return {}
+    logp_BT = np.asarray(value_of(roles.actor.compute_log_prob(batch.sequences, temperature=1.0)))
+    return {"eval/loss": -float(logp_BT[mask_BT].mean())}
 
 
 def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:

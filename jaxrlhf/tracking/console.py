@@ -24,9 +24,13 @@ from rich.text import Text
 # Metric, and how its value reads in the line of a step.
 COLUMNS: Mapping[str, str] = {
     "supervised/loss": "loss {:.4f}",
+    "preference/loss": "loss {:.4f}",
+    "preference/accuracy": "ranked right {:.3f}",
+    "steps/loss": "loss {:.4f}",
     "score/mean": "score {:.3f}",
     "eval/accuracy_at_start": "accuracy before {:.3f}",
     "eval/accuracy": "accuracy {:.3f}",
+    "eval/loss": "held-out loss {:.4f}",
     "response/length_mean": "length {:.1f}",
     "kl/ref": "kl {:.4f}",
     "throughput/generated_tokens_per_s": "generates {:,.0f} tokens/s",

@@ -196,10 +196,10 @@ class Loop:
             return self._evaluated(number, log, start)
 
     def _evaluated(self, number: int, log: PhaseLog, start: float) -> Metrics:
-        metrics, answered = Metrics(), self.held_out
-        if self.config.algorithm.evaluation is not None:
-            judge = function_of(self.config.algorithm, "evaluation")
-            metrics, answered = dict(judge(self.roles, self.config, answered)) if answered else metrics, ()
+        metrics, algorithm = Metrics(), self.config.algorithm
+        if self.held_out and algorithm.evaluation is not None:
+            metrics |= function_of(algorithm, "evaluation")(self.roles, self.config, self.held_out)
+        answered = self.held_out if algorithm.answers_held_out(self.config) else ()
         seconds = time.perf_counter() - start
         for own, answers in evaluations(self.roles, self.config, answered, self.sets, self.decode):
             metrics |= own

@@ -231,7 +231,7 @@ def run_phase(
     roles = pools.roles(Phase(config, tuple(config.all_roles), total, start))
     saving = config.saving
     checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
-    generates = "reward" in config.roles or (held_out and algorithm.evaluation is None)
+    generates = "reward" in config.roles or (held_out and algorithm.answers_held_out(config))
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
     held_out_lengths = [len(problem.prompt_tokens) for problem in asked]

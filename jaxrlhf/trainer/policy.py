@@ -219,6 +219,8 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
+    if not config.rewards.parts and config.environment is None:
+        raise Refusal("evaluation scores answers, and rewards.parts is empty; name a reward")
     chosen = choose_policy(config, policy, step)
     config, tokenizer = chosen.config, chosen.tokenizer
     held_out, sets = first_of_sources(load_split(config, tokenizer, "evaluation"), config), load_sets(config, tokenizer)

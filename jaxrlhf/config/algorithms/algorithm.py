@@ -31,7 +31,7 @@ class Algorithm(Settings, ABC):
         `module:function`; the records of the data themselves, or with `PolicyGradient` scored responses to them.
       learn: Function of the roles, the `StepInput` and what was collected that updates models and gives a `StepResult`.
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
-        None answers the problems greedily and scores the answers.
+        None has none.
       takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
       places_after: Positions behind an answer's last token that the loss reads, of an algorithm that learns from
         labelled answers (pairs, steps); None of one that does not.
@@ -76,6 +76,10 @@ class Algorithm(Settings, ABC):
     def examples(self, config: Config) -> tuple[DataSet, int] | None:
         """Further data with worked solutions, and the number of them in a step; None is no such data."""
         return None
+
+    def answers_held_out(self, config: Config) -> bool:
+        """Return whether held-out problems are answered greedily, and the answers scored."""
+        return self.evaluation is None
 
     def reference_share(self) -> float | None:
         """Share of the reference in the mixture that opponents are drawn from; None draws no opponents."""

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 class SFT(Algorithm):
     """Supervised fine-tuning on worked solutions; token-mean negative log-likelihood.
 
+    Held-out solutions give a loss. Answers to held-out problems are scored, too, unless `rewards.parts` is empty.
+
     Attributes:
       examples_per_update: Solutions in one optimizer update.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.sft:learn"
+    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.sft:evaluate"
     reads_solutions: ClassVar[bool] = True
 
     examples_per_update: Positive[int] = 64
@@ -36,6 +39,9 @@ class SFT(Algorithm):
 
     def updates_per_step(self, config: Config) -> int:
         return 1
+
+    def answers_held_out(self, config: Config) -> bool:
+        return bool(config.rewards.parts) or config.environment is not None
 
 
 @dataclass(frozen=True)
