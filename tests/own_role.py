@@ -60,7 +60,6 @@ class Rated(PolicyGradient):
 def get_config() -> Config:
     return replace(
         tiny_runs.get_config(),
-        cold_start=None,
         algorithm=Rated(responses_per_update=16),
         steps=2,
         devices=None,
