@@ -158,18 +158,16 @@ def training_activation_bytes(
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    kept = (min(layers, 2) if offloads else layers) * (
-        (model.stream_width + attended) * itemsize if remat else layer
-    ) + (0 if remat else layers * scores)
+    kept = layers * layer + layers * scores
+    if remat:
+        kept = (min(layers, 2) if offloads else layers) * ((model.stream_width + attended) * itemsize)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
     # Gradients of a long row take sums and tiles of their own.
     working = layer * remat + scores * (1 + remat + (row_tokens >= LONG_ROW))
     working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
-    in_layers, in_head = (
-        tokens * working + gathered[0] + widened * remat,
-        2 * head_bytes(model, head, layout, tokens=tokens) + gathered[1],
-    )
+    in_layers = tokens * working + gathered[0] + widened * remat
+    in_head = 2 * head_bytes(model, head, layout, tokens=tokens) + gathered[1]
     return tokens * kept + max(in_layers, in_head)
 
 

@@ -155,10 +155,7 @@ def cache_places(config: ModelConfig, stages: int) -> dict[str, Array]:
     """
     names = config.pattern.stack_of()[: config.num_layers // stages]
     kinds = [name if name in (LINEAR_LAYERS, SLIDING_LAYERS) or name in LENDERS else LAYERS for name in names]
-    places = [
-        kinds.count(LENDERS[kind]) - 1 if kind in LENDERS else kinds[:index].count(kind)
-        for index, kind in enumerate(kinds)
-    ]
+    places = [kinds.count(LENDERS[kind]) - 1 if kind in LENDERS else place for kind, place in _places(kinds)]
     return {
         name: jnp.array([place for place, other in zip(places, names, strict=True) if other == name])
         for name in set(names)

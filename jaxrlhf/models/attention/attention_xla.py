@@ -12,7 +12,6 @@ Source of tiles: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and
 """
 
 import operator
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,8 +57,8 @@ def attend_blocks(
                 query_RKGWH[:, :, :, start:end],
                 key_RKHW[..., first:last],
                 value_RKWU[:, :, first:last],
-                places.cut(operator.itemgetter((..., slice(start, end)))),
-                places.cut(operator.itemgetter((..., slice(first, last)))),
+                jax.tree.map(operator.itemgetter((..., slice(start, end))), places),
+                jax.tree.map(operator.itemgetter((..., slice(first, last))), places),
                 score_mod,
             )
         )
@@ -93,11 +92,6 @@ class _Places(NamedTuple):
     segment_RS: Array
     image_RS: Array | None = None
     own_RS: Array | None = None
-
-    def cut(self, part: Callable[[Array], Array]) -> "_Places":
-        """Part of the positions, which are the last dimension."""
-        image_RS, own_RS = (None if array is None else part(array) for array in (self.image_RS, self.own_RS))
-        return _Places(part(self.place_RS), part(self.segment_RS), image_RS, own_RS)
 
 
 def _places(segments: Array | SharedTokens, score_mod: ScoreMod) -> _Places:
@@ -153,16 +147,14 @@ def _attend_tiles(
 ) -> Float[Array, "R W K G U"]:
     """Attention of divided queries, a tile of scores at a time."""
     width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
-    rows = pad_positions((query_RWKGH, key_RWKH, value_RWKU), multiple=TILE)
-    segments = jax.tree.map(lambda array_RW: pad_positions((array_RW,), multiple=TILE)[0], segments)
-    if score_mod.block_RW is not None:
-        (block_RW,) = pad_positions((score_mod.block_RW,), multiple=TILE)
-        score_mod = replace(score_mod, block_RW=block_RW)
+    rows, segments, block_RW = pad_positions(
+        ((query_RWKGH, key_RWKH, value_RWKU), segments, score_mod.block_RW), multiple=TILE
+    )
     query_RKGWH = jnp.transpose(rows[0], (0, 2, 3, 1, 4))
-    key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:3])
+    key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:])
     scores = replace(score_mod, sink_N=None, slides=None, block_RW=None)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, score_mod.sinks(kv_heads))
-    mixed_RKGWU = _flash(scores, *arrays, segments, score_mod.slides, score_mod.block_RW)
+    mixed_RKGWU = _flash(scores, *arrays, segments, score_mod.slides, block_RW)
     return jnp.transpose(mixed_RKGWU, (0, 3, 1, 2, 4))[:, :width]
 
 
@@ -208,7 +200,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 def _bias(places: _Places, starts: tuple[Array, Array], scores: ScoreMod, groups: int) -> Float[Array, "R 1 M S"]:
     """Bias of a tile's scores."""
-    queries, keys = (places.cut(partial(_tile, start=start, axis=-1)) for start in starts)
+    queries, keys = (jax.tree.map(partial(_tile, start=start, axis=-1), places) for start in starts)
     return jnp.tile(_hidden(queries, keys, scores, lowest=LOWEST), (1, groups, 1))[:, None]
 
 

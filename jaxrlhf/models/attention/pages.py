@@ -151,12 +151,8 @@ def take_pages(
         entry_PWJH = jnp.pad(entry_PWJH, ((0, 0), (0, width - entry_PWJH.shape[1]), (0, 0), (0, 0)))
         return entry_PWJH[:, :, 0::2], entry_PWJH[:, :, 1::2]
 
-    page, part, head = (
-        page_spec(execution),
-        PartitionSpec(execution.row_axes),
-        PartitionSpec(None, None, execution.head_axes),
-    )
-    return execution.on_devices(take, (page, part), (head, head))(pages_ZSJU, page_GPQ)
+    part, head = PartitionSpec(execution.row_axes), PartitionSpec(None, None, execution.head_axes)
+    return execution.on_devices(take, (page_spec(execution), part), (head, head))(pages_ZSJU, page_GPQ)
 
 
 def page_spec(execution: Execution) -> PartitionSpec:

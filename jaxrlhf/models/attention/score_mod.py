@@ -1,8 +1,9 @@
 """Score modifications and masks: divisor, soft cap and sliding window of attention."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
@@ -106,7 +107,10 @@ def mask_bias(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[A
     return jnp.where(seen, 0.0, lowest)
 
 
-def pad_positions(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
-    """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
-    padding = -arrays[0].shape[1] % multiple
-    return tuple(jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
+def pad_positions(arrays: Any, *, multiple: int) -> Any:
+    """A tree of `[R, W, ...]` arrays padded to a multiple of positions, which causal attention before does not see."""
+
+    def pad(array: Array) -> Array:
+        return jnp.pad(array, [(0, 0), (0, -array.shape[1] % multiple), *[(0, 0)] * (array.ndim - 2)])
+
+    return jax.tree.map(pad, arrays)

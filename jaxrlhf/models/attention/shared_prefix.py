@@ -170,9 +170,8 @@ class _Chunks:
     """Loop over attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
 
     def __init__(self, part: AttentionRows, tokens: int) -> None:
-        self._rows: int
-        self._width: int
-        self._rows, count, self._width = part.source_RAS.shape
+        rows, count, width = part.source_RAS.shape
+        self._rows, self._width = rows, width
         self._size = min(count, max(1, tokens // self._width))
         self._chunks = -(-part.used_R.max() // self._size)
         padding = ((0, 0), (0, -count % self._size), (0, 0))
