@@ -240,7 +240,7 @@ def test_the_command_compiles_every_program_of_the_best_plan(tmp_path, monkeypat
         "--config",
         "mine",
         "--hardware",
-        "h100x1",
+        "h100x1x2",
         "--plans",
         1,
         "--compile",

@@ -192,19 +192,19 @@ def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functio
         tiny_runs.get_config(),
         rewards=config.Rewards(parts=(config.FunctionReward(f"{functions}:breaks"),), failures_in_a_row=10),
         cold_start=None,
-        steps=4,
-        evaluation=Evaluation(every_steps=2, problems=8),
-        checkpoint=Checkpointing(every_steps=2),
+        steps=2,
+        evaluation=Evaluation(every_steps=0, problems=8),
+        checkpoint=Checkpointing(every_steps=1),
         workdir=str(tmp_path / "run"),
     )
 
     def on_step(number, metrics):
-        if number == 3:
+        if number == 1:
             broken.touch()
 
     with pytest.raises(RewardsFailing, match=r"'breaks'.* failed on 10 responses in a row"):
         run(wanted, on_step=on_step)
-    assert Checkpoints(tmp_path / "run" / CHECKPOINTS, read_only=True).steps() == [2]
+    assert Checkpoints(tmp_path / "run" / CHECKPOINTS, read_only=True).steps() == [1]
     broken.unlink()
     assert run(wanted).finished
-    assert [record["step"] for record in tiny_runs.records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [record["step"] for record in tiny_runs.records(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
