@@ -86,7 +86,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 _BUDGET_S = {
-    **{"models": 150, "engine": 120, "workers": 100, "planner": 90, "rewards": 75, "run": 60, "conversations": 40},
+    **{"models": 150, "engine": 120, "workers": 100, "planner": 65, "rewards": 65, "run": 60, "conversations": 40},
     **{"agent": 60, "environments": 75},
     **{"serving": 40, "ray": 40, "resharding": 40, "data": 40, "trainer": 40, "algos": 35, "extending": 30},
     **{"scripts": 25, "checkpoint": 25, "dataflows": 20, "house": 20, "docs": 15, "runtime": 15, "tracking": 15},

@@ -86,7 +86,7 @@ def test_an_endless_comparison_is_ended_by_the_pool_and_named():
 def test_without_the_library_the_error_names_the_command():
     code = (
         "import sys; sys.modules['math_verify'] = None\n"
-        "from jaxrlhf.rewards.functions import resolve\n"
+        "from jaxrlhf.rewards.worker import resolve\n"
         "resolve('jaxrlhf.rewards.mathematics:same_answer')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,9 +13,9 @@ from hostile_functions import HOSTILE
 
 from jaxrlhf.rewards import crew
 from jaxrlhf.rewards.crew import Crew
-from jaxrlhf.rewards.functions import resolve
 from jaxrlhf.rewards.pool import Outcome, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Function
+from jaxrlhf.rewards.worker import resolve
 
 FUNCTIONS = ("single", "many", "waits", "waits_for_many", "short", "one_for_all", "a_number", "a_set", "out_of_memory")
 

@@ -10,6 +10,7 @@ A call that exceeds the limit ends the process; see `processes/guards.py`.
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import inspect
 import math
 import os
@@ -22,11 +23,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.config.named_functions import one_line
+from jaxrlhf.config.named_functions import load, one_line
 from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
 from jaxrlhf.processes.guards import Builtins, Watchdog, settle
-from jaxrlhf.rewards.functions import resolve
-from jaxrlhf.rewards.protocol import Cause, Example, called, called_on_all, is_async, is_batched
+from jaxrlhf.rewards.protocol import (
+    Cause,
+    Example,
+    Function,
+    asks_question,
+    called,
+    called_on_all,
+    is_async,
+    is_batched,
+)
 
 LARGEST_SCORE = 3.4028234663852886e38  # of float32
 ORPHAN_CHECK_S = 5.0
@@ -111,6 +120,40 @@ def main(fd: int, parent: int) -> None:
                     return
                 finally:
                     caller.rest()
+
+
+def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The function that `module:function` or `path/to/file.py:function` names, with `settings` bound.
+
+    A setting that is a `Function` is resolved too. The directory of a `file.py` is appended to
+    `sys.path`, so the file may import its neighbours.
+
+    Raises:
+      Refusal: In one line, if there is no such file, module or function, if importing it
+        fails, or if it cannot be called with a prompt, a response, an answer and a record.
+    """
+    function = load(reference, "reward function")
+    given = {
+        name: resolve(value.reference, value.settings) if isinstance(value, Function) else value
+        for name, value in (settings or {}).items()
+    }
+    bound = functools.partial(function, **given) if given else function
+    _check_signature(reference, bound)
+    return bound
+
+
+def _check_signature(reference: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not tell
+        return
+    try:
+        signature.bind("prompt", "response", "answer", {}, **({"question": ""} if asks_question(function) else {}))
+    except TypeError as error:
+        raise Refusal(
+            f"reward function {reference!r} has the signature {signature}; "
+            f"it is called as function(prompt, response, answer, record), and that fails with: {error}"
+        ) from error
 
 
 def _wait_for_work(connection: Connection, parent: int) -> bool:
