@@ -247,11 +247,9 @@ def test_a_run_may_have_many_files_open():
     with ExitStack() as files:
         for _ in range(1100):
             files.callback(os.close, os.dup(0))
-        with EnvironmentPool([Tools(functions=(f"{FORMS}:add",))]) as pool:
-            pool.start(0, 0, {}, 0).result(LIMIT_S)
-            assert (
-                pool.step(0, said("", ToolCall("add", {"a": 1, "b": 1}))).result(LIMIT_S).messages[0]["content"] == "2"
-            )
+        with EnvironmentPool([Environment(factory=f"{FORMS}:Brief")]) as pool:
+            pool.start(0, 0, {"word": "hi"}, 0).result(LIMIT_S)
+            assert pool.step(0, said("hi")).result(LIMIT_S).messages[0]["content"] == "once more"
 
 
 @pytest.mark.slow
@@ -274,10 +272,10 @@ def test_a_process_that_goes_down_while_it_is_sent_a_request_costs_nothing(monke
             raise BrokenPipeError
         return flush(channel)
 
-    with EnvironmentPool([Tools(functions=(f"{FORMS}:add",))]) as pool:
-        pool.start(0, 0, {}, 0).result(LIMIT_S)
+    with EnvironmentPool([Environment(factory=f"{FORMS}:Brief")]) as pool:
         monkeypatch.setattr(Channel, "flush", breaks)
-        assert pool.step(0, said("", ToolCall("add", {"a": 1, "b": 1}))).result(LIMIT_S).messages[0]["content"] == "2"
+        opening = pool.start(0, 0, {"word": "hi"}, 0).result(LIMIT_S)
+        assert opening.messages[0]["content"] == "say hi" and len(broken) == 2
 
 
 def test_a_dropped_episode_costs_its_process_alone(pool, begin):

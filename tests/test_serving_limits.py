@@ -17,6 +17,7 @@ from jaxrlhf.episode import EnvironmentFailure
 LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=1.0, request_s=300.0)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Tom has"}], "max_tokens": 8}
 ASKED = {"model": "tiny", "prompt": "Tom has", "max_tokens": 8}
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(scope="module")

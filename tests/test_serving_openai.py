@@ -28,6 +28,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     },
 }
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from jaxrlhf.serving.wire import chat_request
 
 ASK = {"model": "tiny", "max_tokens": 12}
 FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 12 apples."}]
+pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(scope="module")

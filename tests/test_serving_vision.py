@@ -28,6 +28,8 @@ from jaxrlhf.processes.http_server import HttpServer
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.server import Server
 
+pytestmark = pytest.mark.usefixtures("programs")
+
 
 def url(seed=0):
     pixels = np.random.default_rng(seed).integers(0, 255, (28, 42, 3), np.uint8)

@@ -27,8 +27,6 @@ class StepInput(Generic[AlgorithmSettings]):
     """One step's work, for an algorithm with these settings.
 
     Attributes:
-      config: Configuration of the run.
-      problems: This step's records.
       index: 0 for the first step of the run.
       state: Numbers that the algorithm carries from step to step.
       draw_more: Draws as many records again; the run's data position moves on with every call.
@@ -60,8 +58,6 @@ class StepResult:
     """Metrics and state after a step's learning.
 
     Attributes:
-      metrics: Numbers for the log.
-      state: Numbers for the next step.
       logp_BT: Log-probabilities of the rollout by the trainer, for the samples file; None if there are none.
       updates: Metrics of models that may still be in training; they join the step's.
       entropy_BT: Entropies of the rollout's first rows before the update, for the samples file; None if there are none.

@@ -23,12 +23,7 @@ Handler = Callable[[Request, ServedSession | None], Awaitable[Response]]
 
 
 class WebApp:
-    """Endpoints of one model.
-
-    Args:
-      token: Key that requests outside sessions must bear; None lets everybody in.
-      book: Sessions of agents, whose paths are below `/s/`.
-    """
+    """Endpoints of one model, and below `/s/` of its sessions; `token` is as of `Server`."""
 
     def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook) -> None:
         self._model, self._token, self._book = model, token, book

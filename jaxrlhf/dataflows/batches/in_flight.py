@@ -66,7 +66,6 @@ class InFlight(ABC):
         """Go through one round, and take the groups of a step: those put off before first.
 
         Args:
-          actor: Draws the tokens.
           problems: Problems that begin as soon as there is a place, behind those that wait.
           seed: What groups that begin now are drawn with, to their end.
           draw_more: Draws further problems where these are too few.

@@ -20,8 +20,6 @@ class Minibatches:
     Attributes:
       policy: Minibatches for the actor, over all epochs.
       value: Minibatches for the critic; empty without one.
-      metrics: Numbers of the rollout and its advantages.
-      state: Numbers for the next step.
       further: Minibatches for another role that the algorithm trains, as many as for the actor or the critic.
     """
 
