@@ -136,7 +136,7 @@ def arm(death: Death, config: Config, workdir: Path) -> None:
     def saved(original: Callable, self: QueueItem, directory: Path) -> None:
         original(self, directory)
         [file] = directory.iterdir()
-        if pickle.loads(file.read_bytes()):
+        if learning == death.step and pickle.loads(file.read_bytes()):
             os.truncate(file, file.stat().st_size // 2)
             reached(learning)
 
