@@ -101,14 +101,14 @@ def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
         first_RD, prefix, _ = models.prefill(params, config, token_RW[:, :11], length_R, chunk_tokens=4)
         cache = models.insert_prefix(models.empty_cache(config, slots=4, capacity=18), prefix, each, each)
         layers = models.unstack_layers(params, config)
-        following = [first_RD]
-        for count in range(5):
-            at_R = length_R + count
-            hidden_RD, cache, _ = models.decode(layers, params, config, token_RW[each, at_R], at_R, cache)
-            following.append(hidden_RD)
-        return following
 
-    found_TRD = np.array(jax.jit(through)(params, token_RW))
+        def step(cache, at_R):
+            hidden_RD, cache, _ = models.decode(layers, params, config, token_RW[each, at_R], at_R, cache)
+            return cache, hidden_RD
+
+        return first_RD[None], jax.lax.scan(step, cache, length_R + np.arange(5)[:, None])[1]
+
+    found_TRD = np.concatenate(jax.jit(through)(params, token_RW))
     whole_RWD = np.asarray(hidden_states(params, config, token_RW))
     expected = [whole_RWD[each, length_R - 1 + count] for count in range(6)]
     close(found_TRD, np.array(expected), tolerance=3e-5)
