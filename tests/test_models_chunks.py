@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
 from test_models_families import DEEPSEEK, GEMMA
-from tiny_checkpoints import VOCAB, build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
@@ -154,20 +152,6 @@ def test_memory_beside_the_prefix_is_that_of_a_chunk():
     short, long, whole = temp_bytes(1024, 64), temp_bytes(4096, 64), temp_bytes(4096, None)
     assert long < 1.1 * short
     assert long < whole / 20
-
-
-def test_a_prompt_of_several_chunks_has_the_logits_that_transformers_computes(tmp_path):
-    theirs = build("gemma2")
-    path = write(tmp_path, theirs)
-    config = models.read_config(path)
-    token_PS, length_P = np.random.default_rng(0).integers(1, VOCAB, (2, 37), dtype=np.int32), np.array([37, 18])
-    params = models.load_params(path, config, "lm")
-    hidden_PD, *_ = prefill(config, params, token_PS, length_P, chunk_tokens=8)
-    for row, length in enumerate(length_P):
-        with torch.no_grad():
-            logit_SV = theirs(torch.tensor(token_PS[row : row + 1, :length], dtype=torch.long)).logits[0]
-        logit_V = models.logits(params, config, hidden_PD[row])
-        np.testing.assert_allclose(logit_V, logit_SV[-1], atol=1e-4)
 
 
 def test_a_chunk_of_no_tokens_is_refused():

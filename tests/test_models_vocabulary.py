@@ -22,10 +22,10 @@ from jaxrlhf.workers.pool_roles import check_vocabulary
 ROWS, WIDTH = 4, 12
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["head", "tied"])
-def given(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
     """A checkpoint, its parameters on one device with noise in the padding, and some tokens."""
-    sizes = {"num_key_value_heads": 4, "num_hidden_layers": 1, "tie_word_embeddings": request.param}
+    sizes = {"num_key_value_heads": 4, "num_hidden_layers": 1, "tie_word_embeddings": False}
     source = write(tmp_path_factory.mktemp("source"), build("qwen2", **sizes))
     config = replace(models.read_config(source), final_logit_softcapping=20.0)
     params = poisoned(models.load_params(source, config, "lm"))
@@ -89,14 +89,10 @@ def test_the_energy_of_a_token_is_the_squared_norm_of_a_gradient_by_the_logits()
         np.testing.assert_allclose(found[row, t], ((np.eye(13)[token[row, t]] - p) ** 2).sum(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def program():
-    return jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 3))
-
-
-def test_log_probabilities_and_gradients_are_those_of_the_vocabulary(given, program):
+def test_log_probabilities_and_gradients_are_those_of_the_vocabulary(given):
+    program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 3))
     _, config, params, token_RW = given
-    layout = Layout(fsdp=4, tensor=2) if config.tie_embeddings else Layout(fsdp=2, tensor=4)
+    layout = Layout(fsdp=2, tensor=4)
     mesh = factored_mesh(layout, jax.devices())
     split = jax.device_put(params, layout_of(config, mesh, TRAIN))
     shards = {shard.data.shape for table in tables(split) for shard in table.addressable_shards}
@@ -108,7 +104,6 @@ def test_log_probabilities_and_gradients_are_those_of_the_vocabulary(given, prog
     assert all(not table[VOCAB:].any() for table in tables(found[0]))
 
 
-@pytest.mark.parametrize("given", [False], indirect=True, ids=["head"])
 def test_samples_are_of_the_vocabulary(given):
     _, config, params, _ = given
     mesh = mesh_of({"tensor": 4}, jax.devices()[:4])
@@ -139,7 +134,6 @@ def test_logits_have_no_padding(given):
     assert (models.padded_logits(params, config, hidden_D)[:, VOCAB:] == -np.inf).all()
 
 
-@pytest.mark.parametrize("given", [False], indirect=True, ids=["head"])
 def test_exports_leave_the_padding_out(given, tmp_path):
     source, config, _, _ = given
     layout = layout_of(config, factored_mesh(Layout(fsdp=2, tensor=4), jax.devices()), TRAIN)
