@@ -186,3 +186,8 @@ def most_compilations(engine: Engine) -> int:
     layers = jax.eval_shape(lambda: models.empty_cache(config, **sizes_of_all))
     shrinking = len(counts) * (len(counts) - 1)
     return states + 1 + len({*map(type, layers)}) * (sizes * (widths + shrinking) + (sizes - 1) * len(counts))
+
+
+def named(engine: Engine, name: str) -> list[jax.stages.Compiled]:
+    """The programs of an engine of this name, one for each of its sizes."""
+    return [program for (first, *_), program in engine.compiled.programs.items() if first == name]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import named
 from tiny_models import SMALL, same_responses, sharp
 
 from jaxrlhf import models
@@ -94,7 +95,7 @@ def test_a_cache_that_lies_position_by_position_as_on_tpus_gives_the_same(model,
     monkeypatch.setattr(compiled, "BY_POSITION", ("cpu",))
     engine, completions = run(model)
     same_responses(completions, expected if model is MODEL else run_usual(model, monkeypatch))
-    cache, *_ = engine.compiled.named("decode")[0].output_formats
+    cache, *_ = named(engine, "decode")[0].output_formats
     assert [tuple(leaf.layout.major_to_minor for leaf in stored) for stored in cache] == [order] * model.num_layers
 
 

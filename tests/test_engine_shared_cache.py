@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from compiled import named
 from tiny_models import DECODER, gaussian, same_responses
 
 from jaxrlhf import models
@@ -152,12 +153,12 @@ def test_each_device_has_its_part_and_one_gather_in_each_layer_joins_them():
     generated(engine)
     turns(engine)
     for name, queries in (("decode", 4), ("prefill from", 4), ("prefill", 16)):
-        program = engine.compiled.named(name)[-1]
+        program = named(engine, name)[-1]
         sent = 3 * queries * (model.num_heads // 2) * (model.head_dim + 2) * 4
         (gathers,) = (each for each in collectives(program.as_text(), engine.mesh.shape) if "context" in each.axes)
         assert gathers == Collective("all-gather", ("context",), model.num_layers, model.num_layers * sent), name
     for name in ("place", "resize", "take", "insert", "unstack", "empty cache"):
-        for program in engine.compiled.named(name):
+        for program in named(engine, name):
             found = collectives(program.as_text(), engine.mesh.shape)
             assert not [each for each in found if "context" in each.axes], name
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import named
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import SMALL, same_responses, sharp
 
@@ -179,7 +180,7 @@ def test_a_stage_holds_its_own_layers_of_the_cache(running):
 def test_weights_and_cache_stay_on_their_stage(running):
     """While decoding, one hidden state per slot is all that stages send to each other before the head."""
     engine, _ = running
-    (program,) = engine.compiled.named("decode")
+    (program,) = named(engine, "decode")
     text = program.as_text()
     kinds = "all-gather|all-reduce|collective-permute|reduce-scatter|all-to-all"
     results = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)

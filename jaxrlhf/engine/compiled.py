@@ -45,10 +45,6 @@ class Compiled:
     def __len__(self) -> int:
         return len(self.programs)
 
-    def named(self, name: str) -> list[jax.stages.Compiled]:
-        """The programs of every size."""
-        return [program for (first, *_), program in self.programs.items() if first == name]
-
     def put(self, arrays: Any, sharding: Any) -> Any:
         """Host arrays on the devices."""
         return jax.device_put(arrays, sharding) if self.here else described(arrays, sharding)

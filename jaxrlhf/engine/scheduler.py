@@ -128,10 +128,10 @@ class Scheduler:
         self._under_way.discard(sequence)
         return sequence.slot
 
-    def drop(self, sequence: SequenceState) -> bool:
-        """Forget a sequence that waits; false if it does not."""
+    def drop(self, sequence: SequenceState) -> None:
+        """Forget a sequence, if it waits."""
         if sequence not in self._under_way or sequence.slot is not None:
-            return False
+            return
         prompt = sequence.request.prompt
         if sequence in self._queued.get(prompt, ()):
             self._queued[prompt].remove(sequence)
@@ -141,7 +141,6 @@ class Scheduler:
             self._prefilled = deque(pair for pair in self._prefilled if pair[1] is not sequence)
         self._under_way.discard(sequence)
         self._unplaced -= 1
-        return True
 
     def is_placed(self, sequence: SequenceState) -> bool:
         """The sequence draws tokens in a slot."""

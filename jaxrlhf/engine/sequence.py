@@ -99,7 +99,6 @@ class SequenceState:
 
     Attributes:
       limit: Most tokens of the response, those drawn before included.
-      stop_tokens, stop_texts: What ends it.
       on_tokens: Told of tokens and their log-probabilities as they are read.
       on_completion: Told of the response once it has ended.
       tokens, logps: What was drawn and read so far.

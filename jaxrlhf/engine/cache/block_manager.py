@@ -27,11 +27,6 @@ class BlockManager:
         self._beginning_of: dict[int, _Beginning] = {}
         self.numbered = 0
 
-    @property
-    def in_use(self) -> int:
-        """Pages that some slot has."""
-        return len(self._readers)
-
     def held(self, slot: int) -> Sequence[int]:
         """Pages of a slot, in the order of its tokens."""
         return self._held[slot]

@@ -31,9 +31,7 @@ class ServerEngine:
     Attributes:
       folder: Folder of this engine alone, with a checkpoint for the servers to read. The older ones, `version_*`, are
         deleted once a newer one is read.
-      save: Writes a checkpoint of weights into a folder.
       vocab_size: Ids are below it.
-      stop_tokens, stop_texts: What ends a response, see `Engine`.
     """
 
     server: RolloutServer
