@@ -12,7 +12,6 @@ from jax import lax
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.kernels import cpu
-from jaxrlhf.models.kernels.variants import variants
 from jaxrlhf.models.lora.quantized import Quantized
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -81,18 +80,18 @@ def few_rows_layout(weight: Weight, *, dims: int = 1) -> Weight | cpu.Transposed
     return weight if isinstance(weight, Quantized) else _few_rows_layout(weight, dims)
 
 
-@variants(cpu=cpu.transposed)
+@cpu.variant(cpu.transposed)
 def _few_rows_layout(weight: Array, dims: int) -> Array:
     return weight
 
 
-@variants(cpu=cpu.few_rows_product)
+@cpu.variant(cpu.few_rows_product)
 def few_rows_product(input_TD: Array, weight_FD: Array, dtype: Any = None) -> Array:
     """`input @ weight.T` of few rows."""
     return jnp.einsum("TD,FD->TF", input_TD, weight_FD, preferred_element_type=dtype)
 
 
-@variants(cpu=cpu.transposed_product)
+@cpu.variant(cpu.transposed_product)
 def transposed_product(input_TD: Array, change_TF: Array, dtype: Any) -> Array:
     """`input.T @ change`, the gradient of a weight."""
     return jnp.matmul(input_TD.T, change_TF, preferred_element_type=dtype)
@@ -141,7 +140,7 @@ def _frozen_backward(weight: Quantized, change_TF: Array) -> tuple[Array, None]:
 _frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
-@variants(cpu=cpu.product)
+@cpu.variant(cpu.product)
 # Or a cast and reshaped copy of every layer's weight would wait for the backward pass.
 @jax.checkpoint
 def _product(input_TD: Array, weight: Array) -> Array:

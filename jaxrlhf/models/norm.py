@@ -9,7 +9,6 @@ from jaxtyping import Float
 from jaxrlhf.batch import Array
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kernels import cpu
-from jaxrlhf.models.kernels.variants import variants
 
 
 def norm(
@@ -26,7 +25,7 @@ def norm(
     return rms_norm(input_D, scale_D, config.rms_norm_eps if eps is None else eps)
 
 
-@variants(cpu=cpu.rms_norm)
+@cpu.variant(cpu.rms_norm)
 # Or a float32 copy of every input would wait for the backward pass.
 @partial(jax.checkpoint, static_argnums=(2,))
 def rms_norm(input_D: Array, scale_D: Array, eps: float) -> Array:

@@ -25,7 +25,6 @@ from jaxrlhf.models.config import (
     YarnRope,
 )
 from jaxrlhf.models.kernels import cpu
-from jaxrlhf.models.kernels.variants import variants
 
 
 class Rotation(NamedTuple):
@@ -116,7 +115,7 @@ def query_growth(scaling: RopeScaling | None, position_RW: Int[Array, "R W"]) ->
     return 1 + scaling.llama_4_scaling_beta * jnp.log1p(contexts_RW)
 
 
-@variants(cpu=cpu.look_up)
+@cpu.variant(cpu.look_up)
 def _at_positions(function: Callable[[Array], Rotation], position_RW: Array, longest: int | None) -> Rotation:
     return function(position_RW)
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,28 @@ from flax import struct
 from jax import lax
 
 from jaxrlhf.batch import Array
+from jaxrlhf.sharding.described import platform
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 MANY_INPUTS, MANY_WEIGHTS = 512, 2**19
 """Inputs and entries from which a weight is the left factor: below, transposing the result costs more than it saves."""
+
+
+def variant(faster: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate a reference with a function of the same signature that computes the same faster on CPUs.
+
+    Which is taken is asked while a program is traced.
+    """
+
+    def decorate(reference: F) -> F:
+        @wraps(reference)
+        def choose(*arguments: Any) -> Any:
+            return (faster if platform() == "cpu" else reference)(*arguments)
+
+        return choose  # type: ignore[return-value]
+
+    return decorate
 
 
 @struct.dataclass
