@@ -9,7 +9,7 @@ import pytest
 from jaxrlhf.planner.hardware import (
     KNOWN_HARDWARE,
     Hardware,
-    compiled_like,
+    compiler_of,
     hardware,
     load_hardware,
     recognise,
@@ -29,7 +29,7 @@ def test_every_kind_is_plausible_and_says_where_its_figures_are_from(name):
     assert 0 < kind.link_latency_s <= kind.network_latency_s < kind.dispatch_overhead_s
     # Chips of a slice reach each other without their hosts.
     fabric = (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
-    assert fabric == (compiled_like(kind) == "tpu")
+    assert fabric == (compiler_of(kind) == "tpu")
 
 
 def test_pools_of_one_processor_take_turns():

@@ -200,5 +200,5 @@ def test_copies_that_the_compiler_of_tpus_makes_leave_no_room_for_a_mixture_on_6
     problem = replace(problem, roles=(replace(actor, generates=False), reference))
     with pytest.raises(Infeasible, match="actor update needs"):
         search(problem, keep=1)
-    plain = replace(problem.software, casts_ahead=False, copies_gradients=False)
+    plain = replace(problem.software, compiler=None)
     assert search(replace(problem, software=plain), keep=1).plans

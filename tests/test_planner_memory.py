@@ -23,6 +23,7 @@ from jaxrlhf.models.memory import (
     training_activation_bytes,
     weights_held,
 )
+from jaxrlhf.planner.cost.batches import batch_of
 from jaxrlhf.planner.cost.memory import weights_generating
 from jaxrlhf.planner.cost.simulate import update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
@@ -150,30 +151,32 @@ def test_key_value_heads_that_do_not_split_are_whole_on_every_device(layout: Lay
 
 @pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)], ids=str)
 def test_copies_that_compilers_make_are_counted(layout: Layout) -> None:
-    """Of the layers' weights in the compute dtype; where weights are split by width, of gradients and of matrices.
+    """For TPUs layers' weights in the compute dtype, activations of MLPs, and, split by width, gradients.
 
-    The matrices are attention's output, the second one of the MLP or of what experts share, and all of the experts.
+    For GPUs attention's output, the second matrix of the MLP or of what experts share, and all of the experts.
     """
     lora, width, shards = Lora(rank=2), layout.fsdp > 1, layout.fsdp * layout.tensor
 
-    def more(flag: str, model: ModelConfig = DENSE, adapters: Lora | None = None, **changes: Any) -> float:
+    def more(compiler: str, model: ModelConfig = DENSE, adapters: Lora | None = None, **changes: Any) -> float:
         role, software = trained(model, remat=True, lora=adapters), replace(HALVES, **{"weight_bytes": 4} | changes)
         plain, copied = (
             update_bytes(PlacementProblem((role,), WORK, each, UNIT), role, layout)
-            for each in (software, replace(software, **{flag: True}))
+            for each in (software, replace(software, compiler=compiler))
         )
         return copied - plain
 
     layers = 4 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32)
-    assert more("casts_ahead") == pytest.approx(2 * layers / shards, rel=0.05)
-    assert more("casts_ahead", weight_bytes=2) == 0
+    tokens = batch_of(trained(DENSE), layout, WORK.responses, WORK, HALVES).tokens
+    widened = tokens * 2 * 6 * 48 / layout.tensor
+    assert more("tpu") - more("tpu", weight_bytes=2) == pytest.approx(2 * layers / shards, rel=0.05)
     learnt = {None: DENSE.num_parameters("lm") / shards, lora: adapters_held(DENSE, lora, layout)}
     for (adapters, count), gradient_bytes in itertools.product(learnt.items(), (2, 4)):
-        copied = more("copies_gradients", adapters=adapters, gradient_bytes=gradient_bytes)
-        assert copied == pytest.approx(HALVES.compute_bytes * count * width), "gathered in the compute dtype"
+        copied = more("tpu", adapters=adapters, weight_bytes=2, gradient_bytes=gradient_bytes)
+        expected = widened + HALVES.compute_bytes * count * width
+        assert copied == pytest.approx(expected), "gradients are gathered in the compute dtype"
     for model, inner, experts in ((DENSE, 48, 0), (ROUTED, 24, 4 * 8 * 3 * 32 * 16)):
         turned = 4 * (4 * 8 + inner) * 32 + experts
-        assert more("orders_weights", model, skips_masked=True) == pytest.approx(4 * turned * width / shards)
+        assert more("gpu", model, skips_masked=True) == pytest.approx(4 * turned * width / shards)
 
 
 def test_scoring_holds_about_what_xla_allocates() -> None:

@@ -223,11 +223,11 @@ def test_what_layers_that_are_computed_again_hold_on_tpus_and_with_shared_prompt
         return update_bytes(PlacementProblem((role,), WORK, replace(HALVES, **changes), UNIT), role, layout)
 
     again, kept = trained(DENSE, remat=True), trained(DENSE, remat=False)
-    assert needed(kept, widens_mlp=True) == needed(kept)
+    assert needed(kept, compiler="tpu") == needed(kept)
     for tensor in (1, 2):
         layout = Layout(1, tensor=tensor)
         tokens = batch_of(again, layout, WORK.responses * WORK.epochs / WORK.updates, WORK, HALVES).tokens
-        more = needed(again, layout, widens_mlp=True) - needed(again, layout)
+        more = needed(again, layout, compiler="tpu") - needed(again, layout)
         assert more == pytest.approx(tokens * 6 * DENSE.intermediate_size / tensor * 2), "two bytes more of each"
 
     packed = replace(again, tokens_per_microbatch=240)

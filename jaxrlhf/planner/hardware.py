@@ -10,7 +10,7 @@ import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jaxrlhf.config import Config, Refusal
 from jaxrlhf.config.cli.annotations import check_type, field_types
@@ -149,9 +149,10 @@ def recognise(device_kind: str, platform: str) -> str | None:
     return "cpu" if platform == "cpu" else _BY_DEVICE_KIND.get(device_kind.lower())
 
 
-def compiled_like(hardware: Hardware) -> str | None:
-    """Compiler that the programs of this hardware come from, `nvidia` or `tpu`; None of a kind that is not known."""
-    return _KINDS.get(hardware.name.removesuffix(MEASURED), {}).get("like")
+def compiler_of(hardware: Hardware) -> Literal["gpu", "tpu"] | None:
+    """XLA's backend that programs of this hardware come from; None of a kind that is not known, and of CPUs."""
+    compilers: dict[str, Literal["gpu", "tpu"]] = {"nvidia": "gpu", "tpu": "tpu"}
+    return compilers.get(_KINDS.get(hardware.name.removesuffix(MEASURED), {}).get("like", ""))
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:

@@ -25,7 +25,7 @@ from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.models.parameters import declare
 from jaxrlhf.optimizers.groups import layers_of
 from jaxrlhf.optimizers.state import state_bytes_per_weight
-from jaxrlhf.planner.hardware import Hardware, compiled_like
+from jaxrlhf.planner.hardware import Hardware, compiler_of
 from jaxrlhf.planner.plan import GivenPools, PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
@@ -218,19 +218,14 @@ def software_of(config: Config, hardware: Hardware, generator: ModelConfig | Non
     Args:
       generator: Model that samples the responses; None if none does.
     """
-    platform = {"nvidia": "gpu", "tpu": "tpu"}.get(compiled_like(hardware) or "")
-    dtype = config.compute_dtype
+    compiler, dtype = compiler_of(hardware), config.compute_dtype
     if dtype == "auto":
         dtype = "float32" if hardware.shared_compute else "bfloat16"
     return Software(
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
-        casts_ahead=platform == "tpu",
-        copies_gradients=platform == "tpu",
-        widens_mlp=platform == "tpu",
-        pages=generator is not None and lies_in_pages(generator, platform, cache=config.rollout.cache),
-        cache_lanes=128 if platform == "tpu" else 1,
-        orders_weights=platform == "gpu",
+        compiler=compiler,
+        pages=generator is not None and lies_in_pages(generator, compiler, cache=config.rollout.cache),
     )
 
 

@@ -107,16 +107,13 @@ class Software:
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       reads_responses: Logits are computed of the tokens of responses alone, and not of all.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
-      casts_ahead: A device's weights of layers are cast before all of them run: XLA for TPUs takes a cast that each
-        turn of a loop makes of its own part, and makes it once of the whole.
-      orders_weights: Matrices that are split along other than their first dimension, experts and those that lead back
-        to the residual stream, get another order of dimensions before all layers run, that in which gathering
-        appends: XLA for GPUs gives a loop's input the order that its body wants.
-      copies_gradients: Where weights are split by width, a device's part of a microbatch's gradient is there once more
-        in the compute dtype, in which XLA for TPUs gathers it from the layers; that of experts as it is.
-      widens_mlp: Layers that are computed again have the MLP's activations in float32, as XLA for TPUs allocates them.
+      compiler: XLA's backend, whose copies are counted; None counts none. For TPUs it casts a device's weights of
+        layers before all of them run; has a device's part of a microbatch's gradient once more, in the compute dtype in
+        which it gathers it (that of experts as it is), where weights are split by width; has the MLP's activations of
+        layers that are computed again in float32; and fills a head's part of the cache up. For GPUs it gives matrices
+        that are split along other than their first dimension, experts and those that lead back to the residual stream,
+        another order of dimensions before all layers run: that in which gathering appends.
       pages: The cache lies in pages, of which responses to one prompt share those that it fills.
-      cache_lanes: Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
 
@@ -136,14 +133,15 @@ class Software:
     reads_responses: bool = True
     skips_masked: bool = True
     shares_prompts: bool = True
-    casts_ahead: bool = False
-    orders_weights: bool = False
-    copies_gradients: bool = False
+    compiler: Literal["gpu", "tpu"] | None = None
     pages: bool = False
-    widens_mlp: bool = False
-    cache_lanes: int = 1
 
     @property
     def trains_in_compute_dtype(self) -> bool:
         """True if generation can take the trained weights as they are, so that no second copy exists."""
         return self.weight_bytes == self.compute_bytes
+
+    @property
+    def cache_lanes(self) -> int:
+        """Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out."""
+        return 128 if self.compiler == "tpu" else 1

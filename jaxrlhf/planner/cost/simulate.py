@@ -263,8 +263,8 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     if role.lora is None:
         routed = routed_weights(role.model) / layout.copy_devices
         copied += (software.gradient_bytes - software.compute_bytes) * routed
-    copied *= software.copies_gradients and layout.width_shards > 1
-    widened = (4 - software.compute_bytes) * mlp_numbers(role.model) / layout.tensor * software.widens_mlp
+    copied *= software.compiler == "tpu" and layout.width_shards > 1
+    widened = (4 - software.compute_bytes) * mlp_numbers(role.model) / layout.tensor * (software.compiler == "tpu")
     return copied + training_activation_bytes(
         role.model,
         role.head,
@@ -293,12 +293,12 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
     model, software = role.model, problem.software
     masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
     cast = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor * layout.width_shards)
-    cast *= (software.casts_ahead and masters != software.compute_bytes) * software.compute_bytes
+    cast *= (software.compiler == "tpu" and masters != software.compute_bytes) * software.compute_bytes
     if layout.width_shards == 1:
         return cast, 0.0
     ordered = model.num_layers * _back_weights(model) / (layout.stage * layout.tensor * layout.width_shards)
     ordered += routed_weights(model) / layout.copy_devices * (layout.fsdp * layout.context > 1)
-    ordered *= software.orders_weights * masters
+    ordered *= (software.compiler == "gpu") * masters
     layer = model.attention_parameters + model.mlp_parameters()
     if model.experts is not None:
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)

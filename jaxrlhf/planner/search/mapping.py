@@ -15,7 +15,6 @@ from dataclasses import replace
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import (
-    GivenPools,
     Infeasible,
     PlacementPlan,
     PlacementProblem,
@@ -40,10 +39,10 @@ def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
 
     Raises:
       Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
-      Refusal: Parts of the problem that contradict each other.
+      Refusal: Devices that pools or hosts do not divide.
     """
     start = time.perf_counter()
-    _check(problem, keep=keep)
+    _check(problem)
     found: list[tuple[float, tuple[str, ...], list[Point]]] = []
     simulator = Simulator(problem)
     options = {offload: PoolOptions(simulator, problem, offload) for offload in problem.offloads}
@@ -142,19 +141,11 @@ def _calls(point: Point, place: int) -> list[PlannedCall]:
     return [*before, *moves, generates, *(call for call in calls if call.stage != "generate")]
 
 
-def _check(problem: PlacementProblem, *, keep: int) -> None:
-    names = [role.name for role in problem.roles]
-    if keep < 1:
-        raise Refusal(f"keep={keep} plans are none; ask for 1 or more")
-    if len(set(names)) != len(names) or ROLLOUT in names:
-        raise Refusal(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
-    generating = [role.name for role in problem.roles if role.generates]
-    if len(generating) > 1 or (problem.rollout_apart and not generating):
-        raise Refusal(f"one role generates for a rollout, here {generating or 'none does'}")
-    named = {name for group in problem.together for name in group} | set(problem.layouts or {})
-    if named - set(names):
-        raise Refusal(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
+def _check(problem: PlacementProblem) -> None:
+    """Refuse devices that cannot be divided as pools and hosts ask; `config` has seen to the roles of pools."""
     hardware, host = problem.hardware, problem.devices_per_host or 1
+    if problem.rollout_apart and not any(role.generates for role in problem.roles):
+        raise Refusal(f"one role generates for a rollout, here none does; drop the pool that places {ROLLOUT}")
     if hardware.devices > _MOST_DEVICES:
         raise Refusal(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
     if not pool_sizes(hardware, devices_per_host=host):
@@ -162,24 +153,11 @@ def _check(problem: PlacementProblem, *, keep: int) -> None:
             f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
             f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
         )
-    if problem.pools is not None:
-        _check_pools(problem, problem.pools, names, generating)
-
-
-def _check_pools(problem: PlacementProblem, pools: GivenPools, names: list[str], generating: list[str]) -> None:
-    placed, sizes = [role for roles, _ in pools for role in roles], [devices for _, devices in pools]
-    if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
-        raise Refusal(f"pools place {placed}, and the roles are {names}; each has to be placed once")
-    devices = problem.hardware.devices
-    if min(sizes) < 1 or sum(sizes) > devices:
-        raise Refusal(f"pools take {sizes} devices; each needs 1 or more, and there are {devices} in all")
-    if any(size % (problem.devices_per_host or 1) for size in sizes):
-        raise Refusal(f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones")
-    if any({ROLLOUT, *generating} <= set(roles) for roles, _ in pools):
-        raise Refusal(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
-    for group in problem.together:
-        if not any(set(group) <= set(roles) for roles, _ in pools):
-            raise Refusal(f"{' and '.join(group)} have to share a pool, and pools place them apart")
+    sizes = [devices for _, devices in problem.pools or ()]
+    if sum(sizes) > hardware.devices:
+        raise Refusal(f"pools take {sizes} devices, and there are {hardware.devices} in all; lower theirs")
+    if any(size % host for size in sizes):
+        raise Refusal(f"pools take {sizes} devices, and hosts have {host}; pools have whole ones")
 
 
 GAIN_WORTH_SAYING = 0.05  # share of a step's seconds; predictions are not better than that
