@@ -1,31 +1,17 @@
 """What the search finds on the test bed of the HybridFlow paper, and that the page about it says the same."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import reproduce_hybridflow
+from pages import DOCS, written
+
+from jaxrlhf.planner.cost.cost import switch_bytes
 
 pytestmark = pytest.mark.slow  # one search of seconds for all
 
-ROOT = Path(__file__).parents[1]
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("reproduce_hybridflow", ROOT / "scripts" / "reproduce_hybridflow.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(scope="module")
-def script():
-    return load_script()
-
-
-@pytest.fixture(scope="module")
-def result(script):
-    return script.reproduce()
+def result():
+    return reproduce_hybridflow.reproduce()
 
 
 def row(result, actor: str, critic: str, devices: int):
@@ -83,15 +69,13 @@ def test_the_switch_at_70b_takes_within_twice_what_the_paper_measured(result):
     assert 9.57 / 2 < predicted < 9.57 * 2
 
 
-def test_the_switch_saves_the_share_of_bytes_that_the_paper_measured(script):
-    from jaxrlhf.planner.cost.cost import switch_bytes
-
+def test_the_switch_saves_the_share_of_bytes_that_the_paper_measured():
     # Gathering all of the model from 128 devices, against training 8-8-2 to generation 1-8.
-    whole = script.MODELS["70B"].num_parameters() * 2 * 127 / 128
-    moved = switch_bytes(script.MODELS["70B"], script.TRANSITIONS["70B"], itemsize=2)
+    whole = reproduce_hybridflow.MODELS["70B"].num_parameters() * 2 * 127 / 128
+    moved = switch_bytes(reproduce_hybridflow.MODELS["70B"], reproduce_hybridflow.TRANSITIONS["70B"], itemsize=2)
     assert 1 - moved / whole == pytest.approx(0.891, abs=0.002)
 
 
-def test_the_page_shows_what_is_found(script, result):
-    page = (ROOT / "docs" / "planning.md").read_text()
-    assert script.written(page, script.tables(result)) == page
+def test_the_page_shows_what_is_found(result):
+    page = (DOCS / "planning.md").read_text()
+    assert written(page, reproduce_hybridflow.tables(result)) == page
