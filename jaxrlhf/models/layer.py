@@ -62,14 +62,12 @@ def layer_rows(
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
-    def expand(matrix_CNU: Any, key_RW1X: Array, latent_RW1C: Array) -> tuple[Array, Array]:
-        assert config.latent is not None, "other models keep keys and values of all heads"
-        return expanded(matrix_CNU, config, config.latent, key_RW1X, latent_RW1C)
+    matrix_CNU = weights.get("key_value")
 
-    def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
+    def all_heads(matrix_CNU: Any, key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
-        return expand(weights["key_value"], key_RWKH, value_RWKH)
+        return expanded(matrix_CNU, config, config.latent, key_RWKH, value_RWKH)
 
     def mix(input_RWD: Array) -> tuple[Array, Prefix | None]:
         query_RWNH, gate_RWNH, made = _heads(layer, config, input_RWD, turn, execution)
@@ -80,7 +78,7 @@ def layer_rows(
         if config.latent is None:
             exchanged = exchange.keys(key_RWKH), exchange.keys(value_RWKH)
         else:
-            keys, values = all_heads(exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
+            keys, values = all_heads(matrix_CNU, exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
             exchanged = exchange.made(keys), exchange.made(values)
         arrays = exchange.queries(query_RWNH), *exchanged
         scores, inside = exchange.score_mod(score_mod), exchange.inside
@@ -89,12 +87,13 @@ def layer_rows(
         elif isinstance(seen, SharedPrefix):
             mixed_RWNH = attend_shared_prefix(*arrays, seen, scores, execution=inside)
         elif isinstance(seen, Chunk) and execution.cache_ways > 1:
-            expansion = None if config.latent is None else (weights["key_value"], expand)
-            mixed_RWNH = attend_shared_chunk(*arrays, seen, scores, expansion=expansion, execution=execution)
+            mixed_RWNH = attend_shared_chunk(
+                *arrays, seen, scores, expansion=(matrix_CNU, all_heads), execution=execution
+            )
         elif isinstance(seen, Chunk):
             chunk, tokens = seen, input_RWD.shape[1]
             mixed_RWNH = attend_chunk(
-                *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, scores
+                *arrays, lambda at: all_heads(matrix_CNU, *chunk.before(at, tokens=tokens)), chunk.start, scores
             )
         elif isinstance(seen, BothWays):
             mixed_RWNH = attend(*arrays, seen.segment_RW, replace(scores, block_RW=seen.block_RW), execution=inside)

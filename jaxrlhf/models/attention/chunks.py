@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bia
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, sinks_part
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
-Expansion = tuple[Array, Callable[[Array, Array, Array], tuple[Array, Array]]]
-"""A matrix that makes keys and values of all heads, and the function of it, of rotated keys and of latents."""
+Expansion = tuple[Any, Callable[[Any, Array, Array], tuple[Array, Array]]]
+"""The matrix that makes keys and values of all heads of latents, or None, and a function of it and of what is kept."""
 
 
 class Chunk(NamedTuple):
@@ -157,18 +157,18 @@ def attend_shared_chunk(
     chunk: Chunk,
     scores: ScoreMod = PLAIN,
     *,
-    expansion: Expansion | None = None,
+    expansion: Expansion,
     execution: Execution,
 ) -> Float[Array, "P C N U"]:
     """`attend_chunk` where devices share the positions of the prefix: each attends to its own, and a gather joins them.
 
     Args:
       key_PCKH, value_PCKU: Keys and values of all heads.
-      expansion: Matrix and function that make them of what the prefix has; None if it has them.
+      expansion: What makes them of what the prefix has.
     """
     tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
     kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH
-    matrix_CNU, expand = expansion or (None, lambda _, key, value: (key, value))
+    matrix_CNU, expand = expansion
 
     def run(query_PCNH, key_PCKH, value_PCKU, kept, matrix_CNU, layer, start, slides, sink_N):
         score_mod = replace(scores, slides=slides, sink_N=sink_N)
