@@ -11,7 +11,8 @@ from test_docs_metrics import PATTERN
 
 import jaxrlhf.config
 from jaxrlhf.__main__ import COMMANDS
-from jaxrlhf.config import Config
+from jaxrlhf.config import Config, Refusal, load, override
+from jaxrlhf.config.cli.override import PEERS, find
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
 CLASSES = [value for value in vars(jaxrlhf.config).values() if isinstance(value, type) and is_dataclass(value)]
@@ -69,3 +70,12 @@ def test_our_settings_and_commands_are_there():
     assert len(names) > 80
     assert [said for name in names if (said := problem(name))] == []
     assert [name for name in ours(metrics) if not PATTERN.fullmatch(name)] == []
+
+
+def test_names_of_others_lead_to_settings():
+    config = load("grpo_arithmetic")
+    for name, ours in PEERS.items():
+        find(config, ours)
+        assert re.search(rf"`(\w+\.)*{name}`", PAGE), name
+        with pytest.raises(Refusal, match=rf"{name} is {re.escape(ours)}, or near it|did you mean {ours}"):
+            override(config, {name: 1})

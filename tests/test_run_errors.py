@@ -102,7 +102,7 @@ CASES = {
     "positions": (
         GOOD + " --rollout.max-response-tokens 1000 --actor.tokens-per-microbatch 2048 "
         "--algorithm.critic.tokens-per-microbatch 2048",
-        "max_prompt_tokens + max_response_tokens = 1128 exceeds the model's 1024 positions",
+        "max_prompt_tokens + max_response_tokens = 1128 exceeds the model's 1024 positions; lower one of them",
     ),
 }
 

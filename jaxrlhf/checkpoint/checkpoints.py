@@ -240,9 +240,10 @@ class Checkpoints:
         stored = arrays[name]
         for key in sorted(stored.keys() | wanted.keys()):
             if stored.get(key) != wanted.get(key):
+                wrote = "optimizer" if name.endswith("_optimizer") else "model"
                 raise Refusal(
                     f"{place}: {name}{key} is {stored.get(key, 'absent')}, this run needs "
-                    f"{wanted.get(key, 'none')}; resume with the model that wrote it, or choose another workdir"
+                    f"{wanted.get(key, 'none')}; resume with the {wrote} that wrote it, or choose another workdir"
                 )
 
     @contextmanager

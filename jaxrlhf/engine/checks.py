@@ -30,6 +30,7 @@ def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...]
     if capacity > config.max_positions:
         raise Refusal(
             f"max_prompt_tokens + max_response_tokens = {capacity} exceeds the model's {config.max_positions} positions"
+            "; lower one of them"
         )
     outside = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
     if outside:

@@ -16,6 +16,31 @@ Classes = Mapping[str, type]
 
 _NO_CLASSES: Classes = MappingProxyType({})
 
+PEERS = {
+    "num_generations": "rollout.responses_per_prompt",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_response_length": "rollout.max_response_tokens",
+    "train_batch_size": "rollout.prompts_per_step",
+    "ppo_mini_batch_size": "algorithm.responses_per_update",
+    "per_device_train_batch_size": "algorithm.responses_per_update",
+    "num_iterations": "algorithm.epochs_per_step",
+    "ppo_epochs": "algorithm.epochs_per_step",
+    "max_steps": "steps",
+    "total_training_steps": "steps",
+    "num_train_epochs": "steps",
+    "total_epochs": "steps",
+    "lr": "actor.optimizer.learning_rate",
+    "beta": "algorithm.kl",
+    "kl_loss_coef": "algorithm.kl",
+    "epsilon": "algorithm.policy.clip_low",
+    "epsilon_high": "algorithm.policy.clip_high",
+    "output_dir": "workdir",
+    "default_local_dir": "workdir",
+    "report_to": "trackers",
+}
+"""Settings that have another name in TRL or verl, by that name."""
+
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """A copy with settings changed by dotted name, all of them before any check on the whole.
@@ -162,9 +187,12 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
     elsewhere = defaultdict(list)
     for setting in setting_names(config):
         elsewhere[setting.rpartition(".")[2]].append(setting)
-    namesakes = difflib.get_close_matches(name.rpartition(".")[2], elsewhere, n=1)
+    last = name.rpartition(".")[2]
+    namesakes = difflib.get_close_matches(last, elsewhere, n=1)
     if here and (rest or part not in elsewhere):  # the whole name of a setting elsewhere is no misspelt one from here
         return f"did you mean {'.'.join([reached, *here, *rest]).removeprefix('.')}?"
+    if last in PEERS and last not in elsewhere:
+        return f"what TRL or verl call {last} is {PEERS[last]}, or near it; docs/coming_from.md has more"
     if namesakes:
         return f"did you mean {_either(elsewhere[namesakes[0]])}?"
     return f"{reached or 'the configuration'} has {', '.join(_parts(value)) or 'no further settings'}"
