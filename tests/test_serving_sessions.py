@@ -262,9 +262,12 @@ def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
     asked = {"role": "user", "content": "Sure?"}
     assert tree.chat([*FIRST, {"role": "assistant", "content": "12"}, asked], ()).before is call
     assert tree.chat([*FIRST, message, asked], ()).before is call
-    assert tree.chat([*FIRST, {**message, "reasoning_content": "no"}, asked], ()).before is None
-    assert tree.chat([*FIRST, message, asked], (TOOL,)).before is None
-    assert tree.forks["edited"] == 2
+    other = tree.chat([*FIRST, {**message, "reasoning_content": "no"}, asked], ())
+    assert (other.before, other.fork) == (None, "edited")
+    refused = tree.chat([*FIRST, message, asked], (TOOL,))
+    assert (refused.before, refused.fork) == (None, "edited")
+    tree.drew(other, (5,), (-1.0,), 0)
+    assert dict(tree.forks) == {"edited": 1}, "what was never drawn is no sequence"
 
 
 def test_a_text_goes_on_where_the_tokenizer_puts_a_token_before_it():

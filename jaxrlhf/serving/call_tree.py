@@ -61,7 +61,11 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a request, and the call that they go on from."""
+    """Tokens of a request, and the call that they go on from.
+
+    Attributes:
+      fork: Cause of there being none, where it looks as if there were.
+    """
 
     tokens: tuple[int, ...]
     before: RecordedCall | None
@@ -69,6 +73,7 @@ class Prompt:
     tools: str = ""
     reasoning: tuple[str | None, ...] = ()
     images: tuple[Image, ...] = ()
+    fork: Fork | None = None
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -113,6 +118,7 @@ class CallTree:
         tools_key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
         found = self._call_before(told, tools_key, reasoning)
         rest = [] if found is None else list(messages[len(found.told) :])
+        fork: Fork | None = None
         if found is not None and rest and all(message.get("role") != "assistant" for message in rest):
             reply, ended_by = found.reply, found.tokens[-1]
             assert reply is not None, "a call of a chat has a reply"
@@ -124,11 +130,11 @@ class CallTree:
                 delta, placed = shown(new, self._form.reader, write, place="messages")
                 seen = found.images + behind(placed, len(found.stream))
                 return Prompt(found.stream + delta, found, told, tools_key, reasoning, seen)
-            self.forks["template"] += 1
+            fork = "template"
         elif self._edits(told):
-            self.forks["edited"] += 1
+            fork = "edited"
         tokens, placed = shown(images, self._form.reader, partial(self._form.prompt, messages, tools), place="messages")
-        return Prompt(tokens, None, told, tools_key, reasoning, placed)
+        return Prompt(tokens, None, told, tools_key, reasoning, placed, fork)
 
     def plain(self, tokens: tuple[int, ...], text: str | None) -> Prompt:
         """Tokens of a completion, which go on from a call if they begin with all of its own.
@@ -147,8 +153,7 @@ class CallTree:
             said = self._text(call.stream)
             if len(whole) > len(said) and whole.startswith(said):
                 if text is None:
-                    self.forks["retokenised"] += 1
-                    break
+                    return Prompt(tokens, None, fork="retokenised")
                 # The text goes on: what was drawn stays as it is, and what follows alone is encoded.
                 rest = self._form.tokenizer.encode(whole[len(said) :], add_special_tokens=False)
                 return Prompt((*call.stream, *rest), call, images=call.images)
@@ -179,6 +184,8 @@ class CallTree:
         drawn = reply, tuple(tokens), tuple(logps), version
         made = RecordedCall(prompt.before, prompt.tokens, told, prompt.tools, *drawn, reasoning, ids, prompt.images)
         self.calls.append(made)
+        if prompt.fork is not None:
+            self.forks[prompt.fork] += 1
         if prompt.before is not None:
             prompt.before.after.append(made)
         return made
