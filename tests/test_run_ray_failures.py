@@ -73,8 +73,9 @@ def tiny(workdir, **cluster):
 
 @pytest.fixture(scope="module")
 def undisturbed(programs, tmp_path_factory):
+    """The run in this process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
-    jaxrlhf.run(tiny(workdir))
+    jaxrlhf.run(placed(workdir, steps=STEPS, pools=POOLS))
     return workdir
 
 
