@@ -1,5 +1,6 @@
 """The off-policy schedule: which policy draws what, what may wait, and what a checkpoint keeps of it."""
 
+import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy, age_metrics
-from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, settled
+from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem, settled
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.summary import pool_rows
@@ -319,3 +320,17 @@ def test_the_table_at_start_says_what_waits_in_the_memory_of_hosts_that_generate
     rows = {row[:2]: row[2] for row in pool_rows(builder)}
     weights = rows["generation", "weights"]
     assert rows.get(("generation", "next weights")) == (f"up to {sets} x {weights}" if sets else None)
+
+
+class Renamed:
+    """A class that the code which goes on does not have."""
+
+
+def test_what_waits_and_was_saved_by_other_code_is_refused(tmp_path, monkeypatch):
+    taken: list[object] = []
+    item = QueueItem(lambda: [Renamed()], taken.append)
+    item.save(tmp_path)
+    monkeypatch.delattr(sys.modules[__name__], "Renamed")
+    with pytest.raises(Refusal, match=r"saved by other code .*Renamed"):
+        item.restore(tmp_path)
+    assert not taken

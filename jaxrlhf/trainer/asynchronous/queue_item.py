@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+
 QUEUE = "queue"
 """Name of the item, and so of its folder in a checkpoint."""
 
@@ -39,7 +42,19 @@ class QueueItem:
         """One process wrote it whole."""
 
     def restore(self, directory: Path) -> None:
-        self._put(pickle.loads((directory / _FILE).read_bytes()))
+        """Take over what was saved.
+
+        Raises:
+          Refusal: Its classes are others now: those of another version, or of an algorithm's file that has changed.
+        """
+        try:
+            saved = pickle.loads((directory / _FILE).read_bytes())
+        except (AttributeError, ImportError, TypeError) as error:
+            raise Refusal(
+                f"{directory}: responses that waited to be learnt from were saved by other code ({reason_of(error)}); "
+                "go on with the version and the algorithm's file that saved them, or choose another workdir"
+            ) from error
+        self._put(saved)
 
 
 def settled(value: Any) -> Any:
