@@ -15,7 +15,7 @@ from jaxrlhf.models.config.shape import DecoderShape, Head
 class ModelConfig(DecoderShape):
     """A decoder with grouped-query attention, rotary positions and a gated MLP; its fields are those of its shape."""
 
-    @property
+    @cached_property
     def attention_layers(self) -> int:
         """Layers that keep keys and values."""
         return self.num_layers - sum(self.linear_layers) - self.borrowing_layers
@@ -37,17 +37,17 @@ class ModelConfig(DecoderShape):
         kinds = [kind for kind in self.kinds if borrowing or kind[0] not in LENDERS]
         return sum(count * number(layer) for _, count, layer in kinds) / self.num_layers
 
-    @property
+    @cached_property
     def mean_head_dim(self) -> float:
         """Width of a head, on average over the layers."""
         return self.mean(lambda layer: layer.head_dim)
 
-    @property
+    @cached_property
     def mean_kv_width(self) -> float:
         """Numbers in the keys that a layer makes of a token, on average over the layers; as many are in the values."""
         return self.mean(lambda layer: layer.num_kv_heads * layer.head_dim, borrowing=False)
 
-    @property
+    @cached_property
     def mean_intermediate_size(self) -> float:
         """F, on average over the layers."""
         return self.mean(lambda layer: layer.intermediate_size)
@@ -72,7 +72,7 @@ class ModelConfig(DecoderShape):
             return self._attention_parameters
         return self._all_attention_parameters / self.num_layers
 
-    @property
+    @cached_property
     def _all_attention_parameters(self) -> int:
         """Weights of all layers' attention."""
         if self.full_heads is not None:
@@ -89,7 +89,7 @@ class ModelConfig(DecoderShape):
         left_out += (2 * projection + layer.head_dim * self.qk_norm) * (stack in LENDERS)
         return layer._attention_parameters - left_out
 
-    @property
+    @cached_property
     def _attention_parameters(self) -> int:
         """Weights of attention in a layer that keeps keys and values."""
         if self.latent is not None:
