@@ -119,6 +119,8 @@ def test_long_prompts_are_dropped_whole(seeing, tmp_path):
         ({"problem": "<image>?", "images": "broken.png"}, "damaged"),
         ({"problem": "<image>?", "images": "data:image/png;base64,????"}, "base64"),
         ({"problem": "<image>?", "images": 3}, "must be bytes"),
+        ({"problem": "<image>?", "images": "http://here/one.png"}, "nothing is fetched"),
+        ({"problem": "<image>?", "images": "train.jsonl"}, "no format"),
         ({"problem": "<image>?", "images": "long.png"}, "refused"),
         ({"problem": "<image> and <image>?", "images": "one.png"}, "2 times"),
         ({"problem": "<image><|image_pad|>?", "images": "one.png"}, "must not spell"),

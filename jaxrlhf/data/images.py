@@ -157,9 +157,9 @@ def opened(source: Hashable, *, place: str) -> Any:
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise Refusal(
-            f"{place}: the image is damaged or no image ({reason_of(error)}); leave the record out"
-        ) from error
+        unknown = isinstance(error, PIL.UnidentifiedImageError)  # it says where in memory the bytes are
+        reason = "of no format that PIL reads" if unknown else reason_of(error)
+        raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
 
 
 def source_of(value: Any, record: str, path: Path) -> str:
@@ -170,7 +170,7 @@ def source_of(value: Any, record: str, path: Path) -> str:
       path: File of the record, beside which those lie that it names.
     """
     named = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
-    if isinstance(named, str) and named and not named.startswith("data:"):
+    if isinstance(named, str) and named and not named.startswith("data:") and "://" not in named:
         return f"file:{path.parent / Path(named).expanduser()}"
     return f"record:{record}"
 
@@ -228,6 +228,8 @@ def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
             except binascii.Error as error:
                 raise Refusal(f"{place}: the data URL of an image is not base64 ({error})") from error
         raise Refusal(f"{place}: {header[:40]!r} begins no data URL of an image; expected data:image/...;base64,...")
+    if isinstance(value, str) and "://" in value:
+        raise Refusal(f"{place}: {value!r:.60} is an address, and nothing is fetched; save the image and name its file")
     if isinstance(value, str) and value:
         return directory / Path(value).expanduser()
     raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {value!r:.60}")
