@@ -233,6 +233,8 @@ def test_override_refuses(refused):
         {"zzz": 3},
         {"evaluation.zzz": 3},
         {"rewards.parts.1.weight": 3},
+        {"evaluation.sets.0.samples": 4},
+        {"actor.lora.rank": 4, "actor.lora.target": ("query",)},
         {"model.path": "/x"},
         {"data.path": "x"},
         {"cold_start.optimizer.learning_rate": 1e-3},

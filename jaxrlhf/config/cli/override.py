@@ -175,6 +175,12 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
     part, *rest = name.removeprefix(reached).removeprefix(".").split(".")
     kinds = [] if value is config else variants(annotation)
     owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
+    if isinstance(value, tuple) and part.isdigit():
+        counted = f"{len(value)}, from 0 on" if value else "none"
+        return f"{reached} has {counted}; further ones are for the configuration's file to give"
+    meant = [] if owners else difflib.get_close_matches(part, {own for kind in kinds for own in field_types(kind)}, n=1)
+    if value is None and meant:
+        return f"did you mean {'.'.join([reached, *meant, *rest])}?"
     if value is None and kinds:
         which = owners or [kind.__name__ for kind in kinds]
         return f"{reached} is None; say first what it shall be: {_either(f'--{reached} {kind}' for kind in which)}"

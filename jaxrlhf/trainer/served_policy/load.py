@@ -94,6 +94,10 @@ def _engine(
 ) -> Engine:
     context = min(4096, config.max_positions) if sizes.context_tokens is None else sizes.context_tokens
     response = max(1, context // 4) if sizes.response_tokens is None else sizes.response_tokens
+    if context > config.max_positions:
+        raise Refusal(
+            f"a context of {context} tokens is more than the model's {config.max_positions} positions; lower it"
+        )
     if response >= context:
         raise Refusal(f"responses of {response} tokens in a context of {context} leave no room for a prompt")
     return Engine(
