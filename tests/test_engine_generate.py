@@ -86,24 +86,24 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def shared():
     """One engine for all tests that need no other sizes."""
     return build()
 
 
 @pytest.fixture
-def engine(compiled, params):
-    compiled.free()
-    compiled.load(params, version=1)
-    return compiled
+def engine(shared, params):
+    shared.free()
+    shared.load(params, version=1)
+    return shared
 
 
 @pytest.fixture(scope="module")
-def sampled(compiled, params):
+def sampled(shared, params):
     """Twelve requests in four slots: refilled, truncated and stopped responses."""
-    compiled.load(params, version=1)
+    shared.load(params, version=1)
     requests = problems(4, responses=3)
-    return requests, compiled.generate(requests, Sampling(temperature=1.2), seed=7)
+    return requests, shared.generate(requests, Sampling(temperature=1.2), seed=7)
 
 
 def test_greedy_is_the_argmax_of_the_teacher_forced_model(engine, params):
@@ -141,11 +141,11 @@ def test_a_sample_is_the_same_alone_in_another_order_and_with_other_settings_aro
     same_responses(backwards[::-1], expected)
 
 
-def test_a_sample_does_not_depend_on_slots_tokens_per_dispatch_or_rows_of_a_prefill(compiled, params, sampled):
+def test_a_sample_does_not_depend_on_slots_tokens_per_dispatch_or_rows_of_a_prefill(shared, params, sampled):
     requests, expected = sampled
     other = build(slots=13, decode_tokens_per_dispatch=1, prompts=2)
     other.load(params, version=1)
-    assert (other.prefill.rows, compiled.prefill.rows) == (2, 4), "no more than prompts come at a time"
+    assert (other.prefill.rows, shared.prefill.rows) == (2, 4), "no more than prompts come at a time"
     same_responses(other.generate(requests, Sampling(temperature=1.2), seed=7), expected)
 
 
