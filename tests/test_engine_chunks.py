@@ -71,7 +71,7 @@ def expected():
     ("pages", "sizes"),
     [
         pytest.param(False, {"data": 2, "stage": 2, "tensor": 2}, marks=pytest.mark.slow, id="slots and stages"),
-        pytest.param(True, {"data": 4, "tensor": 2}, id="pages"),
+        pytest.param(True, {"data": 4, "tensor": 2}, marks=pytest.mark.slow, id="pages"),
     ],
 )
 def test_eight_devices_in_chunks_generate_what_one_does_whole(expected, pages, sizes, monkeypatch):

@@ -67,7 +67,7 @@ def expected():
 @pytest.mark.parametrize(
     ("sizes", "replicas"),
     [
-        ({"data": 8}, 8),
+        pytest.param({"data": 8}, 8, marks=pytest.mark.slow),
         pytest.param({"data": 2, "tensor": 2, "micro_tensor": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "micro_stage": 4}, 4, marks=pytest.mark.seeds),  # test_engine_stages.py has stages
     ],

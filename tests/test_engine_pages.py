@@ -111,6 +111,7 @@ def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots
     same_responses(generate(paged)[0], slots[0])
 
 
+@pytest.mark.slow
 def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(paged):
     paged.compile_ahead([len(request.prompt_tokens) for request in requests()])
     before = set(paged.compiled.programs)

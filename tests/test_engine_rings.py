@@ -108,6 +108,7 @@ def test_responses_are_those_of_caches_that_keep_everything(name):
     assert ringed.compilations <= most_compilations(ringed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"stage": 2}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.seeds)], ids=str
 )

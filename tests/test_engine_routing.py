@@ -93,6 +93,7 @@ def test_what_is_recorded_is_what_a_trainer_chooses_itself(params, rollout):
             np.testing.assert_array_equal(own_BT[known_BT], sequences.choice_BTLk[known_BT][:, layer, k])
 
 
+@pytest.mark.slow
 def test_replaying_what_the_trainer_chooses_changes_nothing_and_other_choices_do(params, rollout):
     sequences = rollout.sequences
     plain, _ = packed(sequences.replace(choice_BTLk=None))

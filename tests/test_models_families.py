@@ -98,7 +98,7 @@ def program(config, gradients, **how):
 @pytest.mark.parametrize(
     ("config", "sizes", "gradients"),
     [
-        (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}, True),
+        pytest.param(GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         pytest.param(OLMO, {"fsdp": 4, "tensor": 2}, False, marks=pytest.mark.seeds),
     ],
     ids=["gemma-stages", "olmo"],

@@ -78,6 +78,7 @@ def test_stages_do_not_change_logp_or_gradients(params, rows, expected, sizes):
     close(found, expected, 4e-6)
 
 
+@pytest.mark.slow
 def test_kernels_run_on_the_heads_and_rows_of_a_stage_device(params, rows, expected, monkeypatch):
     seen = []
 
@@ -95,6 +96,7 @@ def test_kernels_run_on_the_heads_and_rows_of_a_stage_device(params, rows, expec
     assert set(seen) == {(1, WIDTH, CONFIG.num_heads // 2, CONFIG.head_dim)}
 
 
+@pytest.mark.slow
 def test_half_precision(params, rows, expected):
     """As far from float32 as half precision is on one device; XLA:CPU once aborted here."""
     layout, row_sharding, execution = of(mesh_of({"data": 2, "stage": 2}, jax.devices()[:4]))

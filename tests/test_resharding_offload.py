@@ -171,6 +171,7 @@ print("kept")
 """
 
 
+@pytest.mark.slow
 def test_arrays_that_span_processes(tmp_path: Path) -> None:
     script = tmp_path / "two_processes.py"
     script.write_text(TWO_PROCESSES)

@@ -96,6 +96,7 @@ print(compilation_cache.settings_row()[2:])
 """
 
 
+@pytest.mark.slow
 def test_a_home_that_is_anothers_or_none_is_left_alone(tmp_path):
     """A container may run as an unknown user, with the HOME of root or with none."""
     home, here = tmp_path / "locked" / "home", tmp_path / "here"

@@ -118,6 +118,7 @@ def test_tensorboard_has_the_numbers_and_hides_those_of_a_run_that_was_here_befo
     assert html.escape("<script>") in row and "<script>" not in row
 
 
+@pytest.mark.slow
 def test_tensorboard_does_not_load_torch(tmp_path):
     code = f"""
 import sys

@@ -39,6 +39,7 @@ def actor():
     return build(config(devices=2), roles=("actor",))[1]["actor"]
 
 
+@pytest.mark.slow
 def test_an_update_in_parts_is_that_of_the_whole(actor) -> None:
     whole, metrics = updated(actor, 1)
     parts, told = updated(actor, 2)
