@@ -226,6 +226,20 @@ def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
     assert [event[1:] for event in events if event[0] == "metrics"] == [(1, 1.0), (2, 2.0)]
 
 
+def test_the_best_checkpoint_is_of_the_lowest_loss_where_no_answer_is_scored():
+    ranked = []
+
+    @dataclass(frozen=True)
+    class Loses(GRPO):
+        evaluation = staticmethod(lambda roles, config, problems: {"eval/loss": 0.7})
+
+    def save(number, *_, metric):
+        ranked.append((number, metric))
+
+    run([], algorithm=Loses, held_out=[problem(7)], checkpoints__save=save)
+    assert ranked == [(2, -0.7)]
+
+
 def test_further_sets_are_answered_beside_an_evaluation_of_ones_own():
     told, asked = [], HeldOutSet(EvaluationSet(name="further", data=Arithmetic()), [problem(n) for n in range(4)])
     scores = Scores(np.array([0, 1, 1, 0], np.float32), np.ones(4, bool), {"arithmetic": np.float32([0, 1, 1, 0])})

@@ -17,8 +17,8 @@ class Checkpointing(Settings):
       every_steps: Steps between checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C. None is 20, or the next
         multiple of `evaluation.every_steps`.
       keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them, for which they have to fall on evaluated
-        steps. None is 1 if they do, else 0.
+      keep_best: Checkpoints of the highest `eval/accuracy`, or where no answers are scored of the lowest `eval/loss`,
+        kept beside them, for which they have to fall on evaluated steps. None is 1 if they do, else 0.
     """
 
     every_steps: NotNegative[int] | None = None
@@ -32,7 +32,7 @@ class Checkpointing(Settings):
         require(
             not ranked or saved % evaluated == 0,
             f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "
-            "would have no accuracy to rank by; make it one, or set checkpoint.keep_best=0",
+            "would have nothing to rank them by; make it one, or set checkpoint.keep_best=0",
         )
 
     def filled_in(self, evaluated: int) -> "Checkpointing":

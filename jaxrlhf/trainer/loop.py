@@ -237,6 +237,8 @@ class Loop:
         self._task = "saving"
         host = {"step": number, "state": state, **self.schedule.state(), "counters": self.roles.counters()}
         metric = metrics.get("eval/accuracy")
+        if metric is None and "eval/loss" in metrics:
+            metric = -metrics["eval/loss"]
         with writing(self.checkpoints.directory):
             self.checkpoints.save(number, self._items(), host, metric=metric)
 
