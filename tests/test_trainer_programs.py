@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny_runs import get_config
 
-from jaxrlhf.config import Layout, ReMax, override
+from jaxrlhf.config import PRIME, RAE, Environment, GiGPO, Layout, ReMax, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.planner.hardware import hardware
@@ -15,6 +15,7 @@ from jaxrlhf.trainer.programs import lower_programs
 
 SPLIT = {"actor.layout": Layout(fsdp=2, tensor=2, generation_tensor=2), "algorithm.critic.layout": Layout(fsdp=4)}
 CHANGES = {"devices": None, "cold_start": None, "compute_dtype": "bfloat16", **SPLIT}
+GAME = Environment(factory="games.py:Game")
 TRAINED = {"forward", "zero gradient", "gradient", "sum of gradients", "optimizer state", "optimizer update"}
 GENERATION = {"unstack", "prefill", "empty pages", "empty slots", "insert", "place", "decode", "add pages"}
 
@@ -48,9 +49,11 @@ def test_all_programs_of_the_step_are_there(lowered):
 
 
 @pytest.mark.slow
-def test_an_algorithm_with_a_greedy_baseline_has_the_programs_of_its_step():
-    algorithm = ReMax(responses_per_update=get_config().algorithm.responses_per_update)
-    config = override(replace(get_config(), algorithm=algorithm), {"devices": None, "cold_start": None})
+@pytest.mark.parametrize(("kind", "environment"), [(ReMax, None), (PRIME, None), (GiGPO, GAME), (RAE, GAME)])
+def test_algorithms_that_learn_from_more_than_responses_have_the_programs_of_their_step(kind, environment):
+    algorithm = kind(responses_per_update=get_config().algorithm.responses_per_update)
+    config = replace(get_config(), algorithm=algorithm, environment=environment, cold_start=None)
+    config = override(config, {"devices": None})
     programs = lower_programs(config, embedded_tokenizer(), topology(hardware("v5p-8"))[:1], generation=False)
     assert "actor.gradient" in programs
 

@@ -35,8 +35,9 @@ def gigpo(roles: Roles, work: StepInput[GiGPO], batch: ScoredRollout) -> StepRes
 
     def advantage(returns: Returns) -> Array:
         episodes, normalize_std = _turns(returns), settings.normalize_std
-        named_N = np.asarray(episodes.anchor_BT)[np.asarray(returns.mask_BT)]
-        if named_N.max(initial=-1) < 0 < named_N.size:
+        turn_N, anchor_N = (np.asarray(x)[np.asarray(returns.mask_BT)] for x in (episodes.turn_BT, episodes.anchor_BT))
+        # A step of first turns alone may be one whose replies all ended their episode.
+        if turn_N.max(initial=0) > 0 > anchor_N.max(initial=-1):
             raise Refusal(
                 "GiGPO compares turns that were made in one state, and the environment named none in this step; set "
                 "Opening.state and Observation.state, or choose GRPO or TurnGRPO"

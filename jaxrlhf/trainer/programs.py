@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import Array, EpisodeRows, Pair, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import (
     Config,
     ModelReward,
@@ -34,6 +34,7 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import greedy_and_sampled
 from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import write_fields
@@ -44,7 +45,7 @@ from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import judges_of
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.topology import compiler_options
-from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.rewards.parts import ENVIRONMENT, part_names
 from jaxrlhf.sharding.described import lowering_for
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.single_controller.launch import launch, split_devices
@@ -201,7 +202,7 @@ def _solved(config: Config, count: int) -> list[Problem]:
 
 
 def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: int) -> ScoredRollout:
-    """Responses to the problems as long as they may be, of which every other one is right.
+    """Responses to the problems, or episodes of one turn, as long as they may be; every other one is right.
 
     Args:
       each: Responses to a problem.
@@ -220,8 +221,13 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: in
         choice_BTLk=choice_BTLk,
         kept_BTK=np.zeros((count, width, most_kept), np.int32) if most_kept else None,
     )
-    logp_BT = np.zeros(mask_BT.shape, np.float32)
-    batch = RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(mask_BT.shape, np.int32))
+    zeros_BT, cut_B, good_B = np.zeros(mask_BT.shape, np.float32), np.zeros(count, bool), np.ones(count, bool)
     score_B = np.arange(count, dtype=np.float32) % 2
     parts: dict[str, Array] = dict.fromkeys(part_names(config.rewards.parts), score_B)
-    return ScoredRollout(problems, batch, Scores(score_B, np.ones(count, bool), parts))
+    episodes, record_E = None, None
+    if config.environment is not None:
+        turn_BT, record_E = np.where(mask_BT, 0, -1), np.full(count, EpisodeRecord([], [], "done"), object)
+        episodes = EpisodeRows(np.arange(count), turn_BT.astype(np.int16), zeros_BT, turn_BT)
+        parts[ENVIRONMENT] = score_B
+    batch = RolloutBatch(sequences, zeros_BT, cut_B, np.zeros(mask_BT.shape, np.int32), episodes)
+    return ScoredRollout(problems, batch, Scores(score_B, good_B, parts), trained_B=good_B, record_E=record_E)
