@@ -7,7 +7,7 @@ import pytest
 from tiny_runs import get_config, records
 
 import jaxrlhf
-from jaxrlhf.config import SFT, Evaluation, PromptFile, Rewards
+from jaxrlhf.config import SFT, Arithmetic, Evaluation, EvaluationSet, FormatReward, PromptFile, Rewards
 from jaxrlhf.trainer.policy import evaluate_policy
 
 
@@ -35,3 +35,6 @@ def test_the_held_out_loss_is_what_the_next_step_finds_of_the_same_solutions(tmp
     assert "eval/accuracy" not in third
     with refused():
         evaluate_policy(config, policy=None, samples=1, show=0)
+    own = EvaluationSet(name="numbers", data=Arithmetic(difficulty=1, eval_problems=4), rewards=(FormatReward(".*"),))
+    config = replace(config, evaluation=replace(config.evaluation, sets=(own,)))
+    assert evaluate_policy(config, policy=None, samples=1, show=0)["eval/numbers/accuracy"] == 1.0

@@ -219,12 +219,12 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
-    scored = bool(config.rewards.parts) or config.environment is not None  # sets have rewards of their own
-    if not (scored or config.evaluation.sets):
+    rewarded = bool(config.rewards.parts) or config.environment is not None  # sets have rewards of their own
+    if not (rewarded or config.evaluation.sets):
         raise Refusal("evaluation scores answers, and rewards.parts is empty; name a reward")
     chosen = choose_policy(config, policy, step)
     config, tokenizer = chosen.config, chosen.tokenizer
-    held_out = first_of_sources(load_split(config, tokenizer, "evaluation"), config) if scored else []
+    held_out = first_of_sources(load_split(config, tokenizer, "evaluation"), config) if rewarded else []
     sets = load_sets(config, tokenizer)
     if not (held_out or sets):
         raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
