@@ -79,6 +79,7 @@ def compiled_once(directory: Path) -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
+    assert directory.is_dir(), "a fixture of a test file has the name of the folder's: compiled"
     settings = {
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(directory),
