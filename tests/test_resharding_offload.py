@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.resharding.offload import to_device, to_host
 from jaxrlhf.resharding.parcels import copied_to
 from jaxrlhf.tracking.device_memory import bytes_in_use
@@ -139,7 +140,7 @@ def test_an_array_on_no_particular_device_is_refused() -> None:
 def test_devices_without_pinned_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxrlhf.resharding.offload.PINNED", "memory of another backend")
     tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
-    with pytest.raises(ValueError, match="cpu has no 'memory of another backend' memory"):
+    with pytest.raises(Refusal):
         to_host(tree)
     assert not tree["w"].is_deleted()
 

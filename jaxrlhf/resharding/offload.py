@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxrlhf.config import Refusal
+
 PINNED = "pinned_host"
 
 
@@ -38,7 +40,8 @@ def to_host(tree: Any) -> tuple[Any, Moved]:
     arrays of JAX stay as they are.
 
     Raises:
-      ValueError: An array is committed to no device, or its devices have no pinned host memory.
+      ValueError: An array is committed to no device.
+      Refusal: Devices have no pinned host memory.
     """
     arrays = _distinct(tree, lambda leaf: not leaf.is_deleted() and leaf.sharding.memory_kind in (None, _usual(leaf)))
     for array in arrays:
@@ -49,7 +52,10 @@ def to_host(tree: Any) -> tuple[Any, Moved]:
             )
         device = _device(array)
         if all(memory.kind != PINNED for memory in device.addressable_memories()):
-            raise ValueError(f"{device.device_kind} has no {PINNED!r} memory for arrays to wait in; offload none")
+            raise Refusal(
+                f"{device.device_kind} has no {PINNED!r} memory, where what is offloaded waits, and weights for a pool "
+                "that generates meanwhile; use offload=() and rollout.staleness=0"
+            )
     return _moved(tree, arrays, [PINNED] * len(arrays))
 
 
