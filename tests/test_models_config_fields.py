@@ -337,3 +337,6 @@ def test_sparse_attention_that_sees_all_tokens_says_so(tmp_path):
 
 def test_a_field_that_is_null_says_nothing(tmp_path):
     assert read(tmp_path, OLMO2 | {"clip_qkv": None}) == read(tmp_path, OLMO2)
+    qwen = MISTRAL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
+    qwen |= {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    assert read(tmp_path, qwen | {"max_window_layers": None}) == read(tmp_path, qwen)

@@ -48,8 +48,8 @@ def read_optional_window(given: Fields) -> dict[str, Any]:
         return {}
     if window is None:
         raise given.error("use_sliding_window=True", "sliding_window is missing")
-    later = tuple(index >= first for index in range(given.need("num_hidden_layers")))
-    return {"sliding_window": window, "sliding_layers": layers or later}
+    layers = layers or tuple(index >= first for index in range(given.need("num_hidden_layers")))
+    return {"sliding_window": window, "sliding_layers": layers}
 
 
 def write_optional_window(config: ModelConfig) -> dict[str, Any]:
