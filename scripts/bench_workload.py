@@ -15,6 +15,7 @@ import resource
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -267,7 +268,7 @@ def tokenizer(preset: Preset, *, outside: bool) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
-class Watching:
+class Watching(ABC):
     """Context that looks at something in a thread while the block runs, every `period_s`."""
 
     def __init__(self, period_s: float) -> None:
@@ -286,9 +287,9 @@ class Watching:
         self._done.set()
         self._thread.join()
 
+    @abstractmethod
     def look(self) -> None:
         """Note what is there now."""
-        raise NotImplementedError
 
 
 class Memory(Watching):
@@ -382,7 +383,7 @@ def printed(command: Sequence[str], **settings: Any) -> dict[str, Any]:
     """The JSON object on the last line that a command prints.
 
     Args:
-      settings: Of the process, as `subprocess.run` takes them.
+      settings: Arguments of `subprocess.run`, such as its environment and folder.
     """
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **settings)
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -93,7 +93,7 @@ def part_of(batch: Experience, names) -> Experience:
 
 
 def gradients_of(workers, batch: Experience) -> list[np.ndarray]:
-    """Of the actor, and behind it of the critic where there is one."""
+    """Gradients of the actor's parameters, followed by those of the critic's where there is one."""
     policy = part_of(batch, (*POLICY, "kl_weight", "entropy_weight"))
     found = [workers["actor"].gradient(policy, policy_objective, ALGORITHM)[0]]
     if "critic" in workers:

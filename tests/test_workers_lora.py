@@ -91,7 +91,7 @@ def spread(workers) -> None:
 
 
 def gradients(workers) -> list[np.ndarray]:
-    """Of the actor, and of the critic where there is one."""
+    """Gradients of the actor's parameters, and those of the critic's where there is one."""
     spread(workers.values())
     batch, settings = experience(), replace(get_config().algorithm, kl=None)
     found = [workers["actor"].gradient(batch, policy_objective, settings)[0]]

@@ -10,7 +10,7 @@ import bench_workload as bench
 
 
 def arguments(what: str) -> argparse.Namespace:
-    """Of the command line."""
+    """Parsed words of the command line."""
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--preset", choices=bench.PRESETS, required=True)
     parser.add_argument("--tokens", type=int, required=True)
