@@ -72,9 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Cells of `seeds` are of no other tier, though the test that they are of may be `slow`.
     """
     if config.option.markexpr and "seeds" not in config.option.markexpr:
-        others = [item for item in items if item.get_closest_marker("seeds")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("seeds")])
+        items[:] = [item for item in items if not item.get_closest_marker("seeds")]
     tests = Counter(item.path.stem for item in items)
     rank = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
