@@ -56,3 +56,36 @@ def test_flags_are_added_to_those_that_the_user_gave():
 
 def test_importing_the_package_sets_the_flags_of_tpus():
     assert with_flags(os.environ["LIBTPU_INIT_ARGS"], TPU_FLAGS) == os.environ["LIBTPU_INIT_ARGS"]
+
+
+def test_compilers_of_absent_chips_are_not_looked_for():
+    """With the compilers of `jaxrlhf[compile]` beside it, JAX starts on a machine without chips in silence."""
+    if environment.chips_are_here():
+        pytest.skip("a chip is here")
+    clean = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    script = "import jaxrlhf, jax; print(jax.devices()[0].platform)"
+    ran = subprocess.run([sys.executable, "-c", script], env=clean, capture_output=True, text=True, check=True)
+    assert (ran.stdout.strip(), ran.stderr) == ("cpu", "")
+
+
+@pytest.mark.parametrize(
+    "vendor, variables, here",
+    [("0x1ae0", {}, True), ("0x8086", {}, False), ("0x8086", {"JAX_FORCE_TPU_INIT": "1"}, True)],
+)
+def test_chips_are_found_by_their_files_and_vendors(vendor, variables, here, tmp_path, monkeypatch):
+    (tmp_path / "0000:00").mkdir()
+    (tmp_path / "0000:00" / "vendor").write_text(vendor + "\n")
+    monkeypatch.setattr(environment, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(environment, "_CHIP_FILES", (str(tmp_path / "nvidia0"),))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.chips_are_here() == here
+    (tmp_path / "nvidia0").touch()
+    assert environment.chips_are_here()
+
+
+def test_plugins_of_other_chips_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(environment, "_CHIP_FILES", ())
+    monkeypatch.setattr(environment, "entry_points", lambda group: [SimpleNamespace(name="metal")])
+    assert environment.chips_are_here()

@@ -72,7 +72,7 @@ def test_a_converter_on_path_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--gguf", "{tmp}/m.gguf"), "pip install 'jaxrlhf[gguf]', or name one of a llama.cpp checkout"),
+        (("--gguf", "{tmp}/m.gguf"), "pip install 'jaxrlhf[to-gguf]', or name one of a llama.cpp checkout"),
         (("--gguf", "{tmp}/m.gguf", "--gguf-converter", "no.py"), "no.py is neither a command nor a Python file"),
         (("--gguf", "{tmp}/m.bin"), "takes a file to write, such as my_model.gguf"),
         (("--gguf", "{tmp}/there.gguf"), "exists; choose another name"),
@@ -121,10 +121,10 @@ def write_llama(directory):
 
 @pytest.mark.slow
 def test_llama_cpps_own_converter_takes_an_export(tmp_path):
-    gguf = pytest.importorskip("gguf", reason="pip install 'jaxrlhf[gguf]'")
+    gguf = pytest.importorskip("gguf", reason="pip install 'jaxrlhf[to-gguf]'")
     beside = os.path.dirname(sys.executable)
     if not any(shutil.which(name, path=f"{beside}:{os.environ['PATH']}") for name in COMMANDS):
-        pytest.skip("no converter; pip install 'jaxrlhf[gguf]'")
+        pytest.skip("no converter; pip install 'jaxrlhf[to-gguf]'")
     convert(write_llama(tmp_path / "model"), tmp_path / "converted")
     run_module("export", tmp_path / "converted", tmp_path / "out", "--gguf", tmp_path / "m.gguf", "--gguf-type", "f32")
     read = gguf.GGUFReader(tmp_path / "m.gguf")

@@ -40,13 +40,13 @@ def shape_of(path: str) -> tuple[ModelConfig, str]:
     """The shape of a checkpoint, and where it is from in words.
 
     Args:
-      path: A directory, or a hub id; the hub is asked only for ids that are not in `SHAPES`.
+      path: A directory, a GGUF file, or a hub id; the hub is asked only for ids that are not in `SHAPES`.
 
     Raises:
       Refusal: No such directory and no such id in the table or on a reachable hub, or a
         config.json that this decoder does not compute.
     """
-    if Path(path).expanduser().is_dir():
+    if Path(path).expanduser().exists():
         return read_config(path), f"config.json of {path}"
     if path in SHAPES:
         return SHAPES[path], "built-in table"

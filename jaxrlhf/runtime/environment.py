@@ -2,6 +2,7 @@
 
 import os
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from jaxrlhf.runtime.xla_flags import GPU_FLAGS, TPU_FLAGS, with_flags
@@ -12,6 +13,30 @@ def cpu_devices() -> int:
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(os.environ.get("JAX_NUM_CPU_DEVICES") or (forced[1] if forced else 1))
 
+
+_CHIP_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
+"""Device files of GPUs (the third of Windows' Linux, the fourth of AMD) and TPUs."""
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"
+"""PCI vendor of TPUs."""
+
+
+def chips_are_here() -> bool:
+    """Return whether the machine has a GPU or TPU, or an installed plugin of JAX is for other chips."""
+    vendors = _PCI_DEVICES.glob("*/vendor")
+    others = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" not in plugin.name]
+    return (
+        any(Path(file).exists() for file in _CHIP_FILES)
+        or any(vendor.read_text().strip() == _GOOGLE for vendor in vendors)
+        or "JAX_FORCE_TPU_INIT" in os.environ
+        or len(others) > 0
+    )
+
+
+# The compilers of `jaxrlhf[compile]` are plugins of JAX too, which would try them for chips at every start and print
+# tracebacks where there are none.
+if "JAX_PLATFORMS" not in os.environ and not chips_are_here():
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 # XLA:CPU sizes its thread pool from this. The collectives of several devices wait for each other for ever in a pool
 # that is smaller; for one device a thread for each core is fastest, by a quarter on two cores.

@@ -1,4 +1,4 @@
-"""Directory of a checkpoint: a local one, or a repository of the hub, downloaded to the hub's cache."""
+"""Directory of a checkpoint: a local one, a repository downloaded to the hub's cache, or what describes a GGUF file."""
 
 import functools
 import re
@@ -6,6 +6,9 @@ from pathlib import Path
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.models.huggingface.gguf_folder import LINK as GGUF_LINK
+from jaxrlhf.models.huggingface.gguf_folder import SUFFIX as GGUF
+from jaxrlhf.models.huggingface.gguf_folder import as_directory as gguf_directory
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -14,7 +17,7 @@ _TIMEOUT_S = 5.0
 
 
 def resolve(path: str | Path, *, weights: bool = False) -> Path:
-    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache.
+    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache, a GGUF file described.
 
     `a/b` beside an existing directory `a` is a local path, whatever the hub has. A hub id may end in a branch,
     tag or commit: `a/b@v1.0`.
@@ -32,13 +35,28 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
                 f"{name} belongs to a run and is no checkpoint that a model is loaded from; write one with "
                 f"`python -m jaxrlhf.export {run} DIRECTORY` (--step chooses the step), and give DIRECTORY"
             )
+        _check_no_gguf_alone(directory)
         return directory
+    if directory.suffix.lower() == GGUF and directory.is_file():
+        return gguf_directory(directory)
     if directory.is_file():
-        raise Refusal(f"{name} is a file; give the directory that has config.json and *.safetensors beside each other")
+        raise Refusal(
+            f"{name} is a file; give the directory that has config.json and *.safetensors beside each other, or a "
+            f"{GGUF} file"
+        )
+    if directory.suffix.lower() == GGUF:
+        raise Refusal(f"there is no file {name}; check the path of the {GGUF} file")
     found = _HUB_ID.fullmatch(name)
     if found is None or ("/" in name and directory.parent.is_dir()):
         raise Refusal(f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B")
     return _download(found["name"], found["revision"], weights=weights)
+
+
+def _check_no_gguf_alone(directory: Path) -> None:
+    """Refuse a directory that has GGUF files in place of a checkpoint: which of the files is meant is not known."""
+    files = sorted(directory.glob(f"*{GGUF}"))
+    if files and files[0].name != GGUF_LINK and not (directory / "config.json").is_file():
+        raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
 
 
 def _run_of(directory: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint directory: one file, or many behind an index."""
+"""The tensors of a checkpoint directory: one safetensors file, many behind an index, or a GGUF file."""
 
 import json
 import warnings
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.models.huggingface.gguf_folder import LINK as GGUF_LINK
+from jaxrlhf.models.huggingface.gguf_tensors import GgufTensors
 from jaxrlhf.models.huggingface.quantized_files import BLOCKS, SCALE_INV, SCALES, Fp8, Mxfp4, mapped, plain_names
 from jaxrlhf.models.huggingface.text_part import part_tensors
 
@@ -37,6 +39,9 @@ class TensorFiles:
             self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (directory / INDEX).is_file():
             self.file_of = self._read_index()
+        elif (directory / GGUF_LINK).is_file():
+            self._open[GGUF_LINK] = GgufTensors(directory / GGUF_LINK)
+            self.file_of = dict.fromkeys(self._open[GGUF_LINK].keys(), GGUF_LINK)
         else:
             raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
         self._name_of = part_tensors(self.file_of, vision=vision)

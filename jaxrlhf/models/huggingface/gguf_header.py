@@ -1,0 +1,264 @@
+"""The header of a GGUF file: its metadata as the fields of a config.json."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+
+_MAGIC = b"GGUF"
+_LLAMA3_CONTEXT = 8192
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
+"""Numbers that all published Llama 3 models share; a GGUF file has only the factors that follow from them."""
+_TOLERANCE = 1e-4
+_TOKEN_LISTS = ("tokens", "token_type", "merges", "scores")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a GGUF file.
+
+    Attributes:
+      values: Metadata by key, without the lists that describe each token.
+      tokens: Lists that describe each token or merge, by the last part of their keys.
+      tensors: Tensors by name, as the package `gguf` maps them.
+    """
+
+    file: Path
+    values: Mapping[str, Any]
+    tokens: Mapping[str, list[Any]]
+    tensors: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's architecture, one of `ARCHITECTURES`."""
+        return str(self.values["general.architecture"])
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key of the architecture, such as `block_count`."""
+        return self.values.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The value of a key of the architecture that has to be there."""
+        if (value := self.take(key)) is None:
+            raise Refusal(f"{self.file} has no {self.architecture}.{key}; convert the model to GGUF again")
+        return value
+
+
+def read_header(file: Path) -> Header:
+    """Header of a GGUF file, kept until the file is written anew.
+
+    Raises:
+      Refusal: The file is no GGUF file, is damaged or cut, or has a type of weights that is not dequantised.
+    """
+    status = file.stat()
+    return _read(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _read(file: Path, size: int, written_ns: int) -> Header:
+    with file.open("rb") as opened:
+        start = opened.read(len(_MAGIC))
+    if start != _MAGIC:
+        raise Refusal(f"{file} is no GGUF file: it begins with {start!r}, not {_MAGIC!r}; download it again")
+    try:
+        import gguf
+    except ImportError as error:
+        raise Refusal(f"{file} is read by the package gguf: pip install 'jaxrlhf[gguf]'") from error
+
+    class Reader(gguf.GGUFReader):
+        """Reader that stops at the end of the file; the package's own reads nothing there, perhaps for ever."""
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it has {len(self.data)} bytes, and something in it ends at byte {end}")
+            return super()._get(offset, dtype, count, *order, **named)
+
+    try:
+        reader = Reader(file)
+        values = {name: field.contents() for name, field in reader.fields.items()}
+        tokens = {name: values.pop(key) for name in _TOKEN_LISTS if (key := f"tokenizer.ggml.{name}") in values}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError) as error:
+        raise Refusal(f"{file} is damaged or cut short ({reason_of(error)}); download it again") from error
+    header = Header(file, values, tokens, tensors)
+    _check(header, gguf)
+    return header
+
+
+def _check(header: Header, gguf: Any) -> None:
+    """Refuse other architectures, parts of files, and weights that are not dequantised."""
+    named = header.values.get("general.architecture")
+    if named not in ARCHITECTURES:
+        raise Refusal(
+            f"{header.file} has architecture {named!r}; of GGUF files {', '.join(ARCHITECTURES)} are read: give the "
+            "directory with the model's safetensors"
+        )
+    if (parts := header.values.get("split.count", 1)) > 1:
+        raise Refusal(
+            f"{header.file} is one of {parts} parts; join them with `llama-gguf-split --merge`, and give the result"
+        )
+    if header.take("expert_count", 0):
+        raise Refusal(f"{header.file} has experts, which are not read from GGUF; give the model's safetensors")
+    for tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.values():
+        try:
+            gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], tensor.tensor_type)
+        except NotImplementedError as error:
+            raise Refusal(
+                f"{header.file} has {tensor.name} as {tensor.tensor_type.name}, which the package gguf does not "
+                "dequantise; give a file in another quantisation, such as Q8_0"
+            ) from error
+
+
+def config_fields(header: Header) -> dict[str, Any]:
+    """Fields of the config.json of the model in a GGUF file.
+
+    Raises:
+      Refusal: A value is missing, or the model has something that its architecture's decoder does not compute.
+    """
+    heads, width = header.need("attention.head_count"), header.need("embedding_length")
+    head_dim = header.take("attention.key_length", width // heads)
+    rotated = header.take("rope.dimension_count", head_dim)
+    values = header.take("attention.value_length", head_dim)
+    if not head_dim == rotated == values:
+        raise Refusal(
+            f"{header.file} has heads of {head_dim} for keys and {values} for values, {rotated} of them rotated; such "
+            "heads are not read from GGUF: give the model's safetensors"
+        )
+    if "token_embd.weight" not in header.tensors:
+        raise Refusal(f"{header.file} has no token_embd.weight, so it holds no whole model; give another file")
+    ends = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    shared = {
+        "vocab_size": int(header.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": width,
+        "intermediate_size": header.need("feed_forward_length"),
+        "num_hidden_layers": header.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.take("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": header.need("context_length"),
+        "rms_norm_eps": _shortest(header.need("attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": header.values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "pad_token_id": header.values.get("tokenizer.ggml.padding_token_id"),
+        "dtype": "float32",
+    }
+    return shared | ARCHITECTURES[header.architecture](header)
+
+
+def _shortest(value: float) -> float:
+    """The shortest number that is the same in float32, as 1e-05 for 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _one_rope(header: Header) -> dict[str, Any]:
+    """Rotary positions of a model whose layers are alike."""
+    return {"rope_parameters": {"rope_theta": _shortest(header.take("rope.freq_base", 10_000.0)), **_scaling(header)}}
+
+
+def _scaling(header: Header) -> dict[str, Any]:
+    """Stretching of rotary frequencies, in the names of `rope_parameters`."""
+    kind = header.take("rope.scaling.type", "none")
+    factor = header.take("rope.scaling.factor", header.take("rope.scale_linear", 1.0))
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3_scaling(header)
+    if kind == "none" or factor in (0.0, 1.0):
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _shortest(factor)}
+    if kind == "yarn":
+        original = header.need("rope.scaling.original_context_length")
+        return {"rope_type": "yarn", "factor": _shortest(factor), "original_max_position_embeddings": original}
+    raise Refusal(
+        f"{header.file} has {header.architecture}.rope.scaling.type={kind!r}; none, linear and yarn are read from "
+        "GGUF: give the model's safetensors"
+    )
+
+
+def _llama3_scaling(header: Header) -> dict[str, Any]:
+    """Llama 3's stretching, recovered from what it divides each frequency by.
+
+    Raises:
+      Refusal: The divisors are not those of a published Llama 3.
+    """
+    divisors = np.asarray(header.tensors["rope_freqs.weight"].data, np.float32)
+    theta, factor = header.take("rope.freq_base", 10_000.0), float(divisors.max())
+    waves = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    smooth = np.clip((_LLAMA3_CONTEXT / waves - low) / (high - low), 0.0, 1.0)
+    expected = 1 / (smooth + (1 - smooth) / factor)
+    if not np.allclose(divisors, expected, rtol=_TOLERANCE):
+        raise Refusal(
+            f"{header.file} stretches rotary frequencies otherwise than Llama 3 does (rope_freqs.weight); give the "
+            "model's safetensors"
+        )
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+
+def _llama(header: Header) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_one_rope(header)}
+
+
+def _qwen2(header: Header) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_one_rope(header)}
+
+
+def _qwen3(header: Header) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_one_rope(header)}
+
+
+def _gemma(header: Header, largest: int) -> dict[str, Any]:
+    """Fields of Gemma 2 and 3.
+
+    Args:
+      largest: Layers of the version's largest model, whose queries are scaled by the width of an even split into heads.
+    """
+    heads, width = header.need("attention.head_count"), header.need("embedding_length")
+    even = header.need("block_count") == largest
+    return {
+        "query_pre_attn_scalar": width // heads if even else header.take("attention.key_length", 256),
+        "sliding_window": header.need("attention.sliding_window"),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(header: Header) -> dict[str, Any]:
+    return {
+        **_gemma(header, largest=46),
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": header.take("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.take("final_logit_softcapping", 30.0),
+        **_one_rope(header),
+    }
+
+
+def _gemma3(header: Header) -> dict[str, Any]:
+    full = {"rope_theta": _shortest(header.take("rope.freq_base", 1_000_000.0)), **_scaling(header)}
+    near = {"rope_theta": _shortest(header.take("rope.freq_base_swa", 10_000.0)), "rope_type": "default"}
+    return {
+        **_gemma(header, largest=62),
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": header.take("final_logit_softcapping"),
+        "sliding_window_pattern": header.take("attention.sliding_window_pattern", 6),
+        "rope_parameters": {"full_attention": full, "sliding_attention": near},
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+}
+"""Architectures that are read, and the fields of config.json that are theirs alone."""
