@@ -1,8 +1,12 @@
 """Eight CPU devices, strict JAX, checked annotations."""
 
+import fcntl
 import gc
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +145,22 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct's GGUF file, fetched once into the cache folder and kept there."""
+    from jaxrlhf.runtime.cache_folder import cache_folder
+
+    folder = (cache_folder() or Path(tempfile.gettempdir())) / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers ask for the model at the same time
+        script = Path(__file__).parents[1] / "scripts" / "tools" / "get_smollm2.py"
+        ran = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
+    if ran.returncode:
+        pytest.skip(f"SmolLM2 cannot be fetched: {ran.stderr.strip().splitlines()[-1]}")
+    return Path(ran.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

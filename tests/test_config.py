@@ -35,6 +35,8 @@ from jaxrlhf.config import (
     to_json,
 )
 
+from jaxrlhf.config.named_functions import load as load_function
+
 CONFIG_FILE = """
 from jaxrlhf.config import *
 
@@ -75,6 +77,17 @@ def test_a_path_comes_before_a_shipped_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("ppo_gsm8k").name == load("ppo_gsm8k.py").name == "mine"
     assert load(tmp_path / "ppo_gsm8k.py").steps == 3
+
+
+def test_functions_of_a_shipped_configuration_are_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reference = "grpo_instructions.py:follows"
+    record = {"prompt": "", "topic": "cats", "instructions": [("lowercase", "")]}
+    assert load_function(reference, "reward function")("", "we like cats.", None, record) == 1
+    (tmp_path / "grpo_instructions.py").write_text("def follows(*_): return 7.0")
+    assert load_function(reference, "reward function")("", "we like cats.", None, record) == 7
+    with pytest.raises(Refusal, match=r"there is no file other\.py"):
+        load_function("other.py:follows", "reward function")
 
 
 def test_an_edited_file_is_read_again(tmp_path):

@@ -52,7 +52,7 @@ from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.algorithms.vapo import VAPO
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
-from jaxrlhf.config.cli.load import load, shipped, to_json
+from jaxrlhf.config.cli.load import load, to_json
 from jaxrlhf.config.cli.override import override
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.environments import Agent, AnyEnvironment, Environment, EnvironmentByRecord, Episodes, Tools
@@ -103,6 +103,7 @@ from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, Config
 from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import RolloutServer
+from jaxrlhf.config.shipped import shipped
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,

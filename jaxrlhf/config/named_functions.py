@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.refusal import Refusal, require
+from jaxrlhf.config.shipped import shipped
 
 
 def function_of(settings: object, attribute: str) -> Callable[..., Any]:
@@ -54,7 +55,8 @@ def check_reference(reference: str, what: str) -> None:
 def load(reference: str, what: str) -> Any:
     """The object that `module:name` or `path/to/file.py:name` names; it can be called.
 
-    The directory of a `file.py` is appended to `sys.path`, so the file may import its neighbours.
+    A `file.py` without a folder that is not in the current one is a configuration of that name that comes with the
+    package. The directory of a file is appended to `sys.path`, so the file may import its neighbours.
 
     Args:
       what: Words before the reference in a refusal, such as `reward function`.
@@ -82,6 +84,8 @@ def _module(reference: str, name: str, what: str) -> ModuleType:
 
 
 def _load_file(reference: str, path: Path, what: str) -> ModuleType:
+    if not path.is_file() and path == Path(path.name):
+        path = shipped().get(path.stem, path)
     if not path.is_file():
         raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
     path = path.resolve()

@@ -14,8 +14,8 @@ from jaxrlhf.config.cli.annotations import check_types, field_types
 from jaxrlhf.config.named_functions import find_neighbours
 from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
+from jaxrlhf.config.shipped import shipped
 
-_PACKAGE = Path(__file__).parents[2]
 _MODULES = "jaxrlhf_configuration_"
 
 
@@ -87,13 +87,6 @@ def _read(path: Path) -> Config:
 def loaded() -> list[ModuleType]:
     """The files that were read, as modules, which other processes cannot import."""
     return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
-
-
-def shipped() -> dict[str, Path]:
-    """The configurations that come with the package, by name; those in `recipes/` are for real work."""
-    installed = _PACKAGE / "configs"  # where the wheel carries them
-    folder = installed if installed.is_dir() else _PACKAGE.parent / "configs"
-    return {path.stem: path for path in sorted(folder.rglob("*.py"), key=lambda path: path.stem)}
 
 
 def _find(name: str) -> Path:

@@ -1,0 +1,289 @@
+"""GRPO on instructions that a program can check, from SmolLM2-135M-Instruct: a real chat model on a laptop CPU.
+
+    python scripts/tools/get_smollm2.py models
+    python -m jaxrlhf.train --config grpo_instructions.py
+
+A prompt asks for something about a topic in at most 15 words, and gives one instruction on its form, later two: only
+lowercase letters, exactly five words, a list of three points, JSON with two keys, and eight more. The rewards are plain
+functions below. Topics and pairs of instructions of the evaluation are in no training prompt.
+
+Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for instructions that can be verified; Shao et al. 2024
+(arXiv:2402.03300) for GRPO.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from jaxrlhf.config import (
+    GRPO,
+    Config,
+    Evaluation,
+    FunctionReward,
+    Generated,
+    KLInLoss,
+    Optimizer,
+    Pretrained,
+    Rewards,
+    Rollout,
+    Sampling,
+    Selection,
+    Training,
+)
+
+MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 44, 16, 8
+MOST_WORDS, OWN_WORDS, MOST_REPETITIONS = 20, 2, 3
+
+TRAIN_TOPICS = (
+    *(
+        "rivers",
+        "bread",
+        "chess",
+        "trains",
+        "winter",
+        "coffee",
+        "cats",
+        "bridges",
+        "music",
+        "gardens",
+        "rain",
+        "apples",
+    ),
+    *("books", "horses", "islands", "clocks", "cheese", "forests", "football", "dreams", "mirrors", "salt", "boats"),
+    *("dogs", "mountains", "paper", "schools", "honey", "shoes", "stars", "tea", "cities", "doctors", "gold", "birds"),
+    *("painting", "potatoes", "robots", "sleep", "snow", "teachers", "whales", "windows", "wool", "bicycles", "fire"),
+    *("bees", "letters", "maps", "markets", "milk", "museums", "oranges", "pianos", "rice", "roses", "sharks", "soup"),
+    *("spiders", "summer", "swimming", "tigers", "tomatoes", "trees", "volcanoes", "wheat", "wolves", "farmers"),
+    *("deserts", "dancing", "elephants", "families", "glass", "houses", "kites", "lemons", "lions", "medicine"),
+    *(
+        "pencils",
+        "planets",
+        "rabbits",
+        "restaurants",
+        "sailors",
+        "singing",
+        "thunder",
+        "towers",
+        "turtles",
+        "umbrellas",
+    ),
+)
+HELD_OUT_TOPICS = (
+    *("oceans", "bananas", "computers", "monkeys", "castles", "autumn", "chocolate", "airplanes", "frogs", "libraries"),
+    *("eggs", "rainbows", "guitars", "penguins", "lakes", "carrots", "tennis", "wine", "butterflies", "caves"),
+    *("candles", "cooking", "friends", "history"),
+)
+
+
+def words_of(text: str) -> list[str]:
+    """Words of a text: letters, digits and apostrophes in a row."""
+    return re.findall(r"[^\W_]+(?:['\u2019-][^\W_]+)*", text)
+
+
+def share(flags: Sequence[bool]) -> float:
+    """Share of the flags that are True, 0 of none."""
+    return sum(flags) / len(flags) if flags else 0.0
+
+
+def near(count: int, wanted: int) -> float:
+    """1 for the wanted count, less the farther away, down to 0."""
+    return max(0.0, 1 - abs(count - wanted) / wanted)
+
+
+def lowercase(response: str, argument: str, topic: str) -> float:
+    return share([word == word.lower() for word in words_of(response)])
+
+
+def capitals(response: str, argument: str, topic: str) -> float:
+    return share([word == word.upper() for word in words_of(response)])
+
+
+def no_comma(response: str, argument: str, topic: str) -> float:
+    return 1 / (1 + response.count(","))
+
+
+def exact_words(response: str, count: str, topic: str) -> float:
+    return near(len(words_of(response)), int(count))
+
+
+def begins(response: str, word: str, topic: str) -> float:
+    found = [each.lower() for each in words_of(response)]
+    return 1.0 if found[:1] == [word.lower()] else 0.3 * (word.lower() in found)
+
+
+def ends(response: str, word: str, topic: str) -> float:
+    found = [each.lower() for each in words_of(response)]
+    return 1.0 if found[-1:] == [word.lower()] else 0.3 * (word.lower() in found)
+
+
+def repeats(response: str, count: str, topic: str) -> float:
+    return near([each.lower() for each in words_of(response)].count(topic), int(count))
+
+
+def points(response: str, count: str, topic: str) -> float:
+    lines = [line for line in response.strip().splitlines() if line.strip()]
+    listed = [line.startswith("- ") and len(line) > 3 for line in lines]
+    return share(listed) * near(sum(listed), int(count))
+
+
+def json_keys(response: str, keys: str, topic: str) -> float:
+    wanted = keys.split()
+    try:
+        given = json.loads(response)
+    except ValueError:
+        braces = response.strip().startswith("{") + response.strip().endswith("}")
+        return 0.2 * braces + 0.4 * share([f'"{key}":' in response for key in wanted])
+    if not isinstance(given, dict) or not all(isinstance(value, str) and value for value in given.values()):
+        return 0.5
+    return 1.0 if sorted(given) == sorted(wanted) else 0.8 * share([key in given for key in wanted])
+
+
+def quoted(response: str, argument: str, topic: str) -> float:
+    text = response.strip()
+    return share([text.startswith('"'), len(text) > 2 and text.endswith('"'), text.count('"') == 2])
+
+
+def question(response: str, argument: str, topic: str) -> float:
+    return 1.0 if response.rstrip(' "').endswith("?") else 0.3 * ("?" in response)
+
+
+def avoids(response: str, word: str, topic: str) -> float:
+    return 1 / (1 + [each.lower() for each in words_of(response)].count(word))
+
+
+class Kind(NamedTuple):
+    """A kind of instruction.
+
+    Attributes:
+      text: Instruction; `{}` stands for its argument, or for each part of it.
+      check: Function of a response and the argument: 1 if the response follows the instruction, less the farther away.
+      arguments: Arguments that a prompt may have; `topic` in one stands for the topic of the prompt.
+    """
+
+    text: str
+    check: Callable[[str, str, str], float]
+    arguments: tuple[str, ...] = ("",)
+
+
+KINDS = {
+    "lowercase": Kind("Write only lowercase letters, like this: we like {topic}.", lowercase),
+    "capitals": Kind("WRITE IT IN CAPITAL LETTERS, LIKE THIS: WE LIKE {TOPIC}.", capitals),
+    "no_comma": Kind("Do not use any comma.", no_comma),
+    "words": Kind("Write exactly {} words.", exact_words, ("4", "5", "6", "7")),
+    "begins": Kind('Begin with the word "{}".', begins, ("Today", "Yes", "Maybe", "Look", "Once", "Sometimes")),
+    "ends": Kind('The last word is "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
+    "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2", "3")),
+    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2", "3")),
+    "json": Kind('Answer in JSON, like this: {{"{}": "...", "{}": "..."}}', json_keys, ("name fact", "what why")),
+    "quoted": Kind('Write it "in double quotes".', quoted),
+    "question": Kind("Write it as a question.", question),
+    "avoids": Kind('Do not use the word "{}".', avoids, ("the", "and", "are", "is")),
+}
+CONFLICTS = {
+    *(("lowercase", "capitals"), ("words", "points"), ("words", "json"), ("words", "repeats"), ("points", "json")),
+    *(("begins", "points"), ("begins", "json"), ("ends", "json"), ("json", "quoted"), ("json", "question")),
+    *(("points", "quoted"), ("points", "question"), ("ends", "question"), ("no_comma", "json"), ("capitals", "json")),
+    *(("lowercase", "json"), ("json", "avoids"), ("repeats", "json")),
+}
+PAIRS = [pair for pair in combinations(KINDS, 2) if pair not in CONFLICTS and tuple(reversed(pair)) not in CONFLICTS]
+HELD_OUT_PAIRS = PAIRS[2::5]
+TRAIN_PAIRS = [pair for pair in PAIRS if pair not in HELD_OUT_PAIRS]
+
+
+def prompts(split: str, count: int, seed: int, *, single_share: float = 0.5) -> list[dict[str, Any]]:
+    """Prompts of a split: those with one instruction first, then those with two.
+
+    Args:
+      single_share: Share of the prompts that have one instruction.
+    """
+    dice = random.Random(f"{seed} {split}")
+    held_out = split == "evaluation"
+    records = []
+    for number in range(count):
+        topic = dice.choice(HELD_OUT_TOPICS if held_out else TRAIN_TOPICS)
+        if number < single_share * count:
+            kinds: tuple[str, ...] = (list(KINDS)[number % len(KINDS)],)
+        else:
+            kinds = dice.choice(HELD_OUT_PAIRS if held_out else TRAIN_PAIRS)
+        instructions = [(kind, dice.choice(KINDS[kind].arguments)) for kind in kinds]
+        text = " ".join(
+            KINDS[kind].text.format(*argument.split(), topic=topic, TOPIC=topic.upper())
+            for kind, argument in instructions
+        )
+        prompt = f"Write a short sentence about {topic}. {text}"
+        records.append({"prompt": prompt, "topic": topic, "instructions": instructions})
+    if not held_out:  # kinds of a step are mixed, the order of single instructions and pairs is kept
+        singles = [record for record in records if len(record["instructions"]) == 1]
+        dice.shuffle(singles)
+        records[: len(singles)] = singles
+    return records
+
+
+def sense(prompt: str, response: str, topic: str) -> float:
+    """1 if a response says something of its own about the topic, less for each thing that it lacks.
+
+    It names the topic, has at most 20 words, two or more that the prompt does not have, and none more than three times.
+    """
+    words = [word.lower() for word in words_of(response)]
+    own = set(words) - {word.lower() for word in words_of(prompt)}
+    return share(
+        [
+            any(word in (topic, topic.removesuffix("s")) for word in words),
+            len(words) <= MOST_WORDS,
+            len(own) >= 1,
+            len(own) >= OWN_WORDS,
+            max(map(words.count, words), default=0) <= MOST_REPETITIONS,
+        ]
+    )
+
+
+def checks(prompt: str, response: str, record: dict[str, Any]) -> list[float]:
+    """How near a response comes to each of its instructions, and to making sense."""
+    topic = record["topic"]
+    near_to = [KINDS[kind].check(response, argument, topic) for kind, argument in record["instructions"]]
+    return [*near_to, sense(record["prompt"], response, topic)]
+
+
+def follows(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
+    """1 if the response follows every instruction and makes sense."""
+    return float(all(check == 1 for check in checks(prompt, response, record)))
+
+
+def comes_near(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
+    """Mean of how near the response comes to its instructions and to making sense, from 0 to 1."""
+    found = checks(prompt, response, record)
+    return sum(found) / len(found)
+
+
+def get_config() -> Config:
+    """The run."""
+    return Config(
+        name="grpo_instructions",
+        model=Pretrained(MODEL),
+        data=Generated("grpo_instructions.py:prompts", train_problems=STEPS * PROMPTS_PER_STEP, eval_problems=192),
+        selection=Selection(order="given"),
+        rewards=Rewards(
+            parts=(FunctionReward("grpo_instructions.py:follows"), FunctionReward("grpo_instructions.py:comes_near"))
+        ),
+        algorithm=GRPO(
+            responses_per_update=PROMPTS_PER_STEP * RESPONSES_PER_PROMPT,
+            kl=KLInLoss(coefficient=0.02, estimator="k3"),
+        ),
+        rollout=Rollout(
+            prompts_per_step=PROMPTS_PER_STEP,
+            responses_per_prompt=RESPONSES_PER_PROMPT,
+            max_prompt_tokens=96,
+            max_response_tokens=40,
+            sampling=Sampling(temperature=0.9),
+        ),
+        actor=Training(
+            optimizer=Optimizer(learning_rate=2e-5, warmup_updates=4, weight_decay=0.0),
+            tokens_per_microbatch=2048,
+        ),
+        steps=STEPS,
+        evaluation=Evaluation(every_steps=11, problems=192),
+    )
