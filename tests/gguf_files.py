@@ -21,6 +21,7 @@ KINDS = {
     "qwen2": ("qwen2", "qwen2"),
     "qwen2-tied": ("qwen2-tied", "qwen2"),
     "qwen3": ("qwen3", "qwen3"),
+    "gemma": ("gemma", "gemma"),
     "gemma2": ("gemma2", "gemma2"),
     "gemma3": ("gemma3", "gemma3"),
 }
@@ -61,7 +62,7 @@ def write_gguf(
     writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // 4)
     writer.add_value_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // 4)
     _add_ropes(writer, config)
-    if architecture.startswith("gemma"):
+    if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -149,7 +150,7 @@ def write_kind(
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
         sizes |= {"num_hidden_layers": 7, "layer_types": None}
-    if architecture.startswith("gemma"):
+    if architecture in ("gemma2", "gemma3"):
         sizes |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
     model = tiny_checkpoints.build(which, **sizes | given).eval()
     with torch.no_grad():

@@ -34,7 +34,6 @@ from jaxrlhf.config import (
     shipped,
     to_json,
 )
-
 from jaxrlhf.config.named_functions import load as load_function
 
 CONFIG_FILE = """

@@ -127,6 +127,7 @@ KINDS = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2-grouped": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": (
         "Gemma2",
         {

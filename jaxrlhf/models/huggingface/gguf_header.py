@@ -215,6 +215,15 @@ def _qwen3(header: Header) -> dict[str, Any]:
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_one_rope(header)}
 
 
+def _gemma1(header: Header) -> dict[str, Any]:
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "hidden_activation": "gelu_pytorch_tanh",
+        **_one_rope(header),
+    }
+
+
 def _gemma(header: Header, largest: int) -> dict[str, Any]:
     """Fields of Gemma 2 and 3.
 
@@ -258,6 +267,7 @@ ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }

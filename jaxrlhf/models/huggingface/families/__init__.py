@@ -9,7 +9,7 @@ from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.gemma import GEMMA2, GEMMA3
+from jaxrlhf.models.huggingface.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxrlhf.models.huggingface.families.gemma3n import GEMMA3N
 from jaxrlhf.models.huggingface.families.gemma4 import GEMMA4
 from jaxrlhf.models.huggingface.families.gemma_vision import GEMMA3_VISION
@@ -36,7 +36,7 @@ from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 from jaxrlhf.models.parameters import declare, path_name
 
 _ALL = (
-    *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
     *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, MISTRAL4, GRANITE, MINIMAX_M2, GPT_OSS, QWEN3_NEXT, QWEN3_5),
     *(QWEN3_5_MOE, DEEPSEEK_V32, GEMMA4, GEMMA3N, GRANITE_HYBRID),
 )

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after, scaled embeddings, layers with a window between others."""
+"""Gemma 1 to 3: scaled embeddings; from 2 on norms before and after, and layers with a window between others."""
 
 from typing import Any
 
@@ -40,6 +40,22 @@ def write_gemma(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(config.sliding_layers),
     }
+
+
+def _read_gemma1(given: Fields) -> dict[str, Any]:
+    given.only("use_bidirectional_attention", False)
+    # Published files say gelu and mean its approximation by tanh.
+    given.take("hidden_act")
+    given.default(num_key_value_heads=16)
+    return {**read_gemma(given), "norms": "pre", "unit_offset": True}
+
+
+def _write_gemma1(config: ModelConfig) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+
+GEMMA = Family("gemma", "Gemma", lambda config: DECODER, _read_gemma1, _write_gemma1)
+"""Gemma 1: norms before attention and MLP alone, no windows, no caps."""
 
 
 def read_own_ropes(given: Fields) -> dict[str, Any]:
