@@ -8,9 +8,8 @@ from real_claims.runs import (
     Given,
     config_of,
     numbers,
-    prompt_file,
-    questions,
     records,
+    requests,
     rollout,
     scored_by_vowels,
     train,
@@ -21,13 +20,12 @@ LAYOUTS = {1: Layout(), 2: Layout(fsdp=2), 8: Layout(data=2, fsdp=4)}
 
 
 def _config(given: Given, devices: int) -> Config:
-    asked = ({"prompt": record["question"]} for record in questions(given, 16))
     config = config_of(
         given,
         f"on_{devices}",
         GRPO(responses_per_update=16, kl=KLInLoss(coefficient=0.01)),
-        data=prompt_file(given, "questions", asked),
-        rollout=rollout(8, 4, 16, prompt_tokens=256),
+        data=requests(given),
+        rollout=rollout(8, 4, 16),
         rewards=scored_by_vowels(),
         actor=training(1e-5, layout=LAYOUTS[devices], tokens_per_microbatch=4096),
         steps=2,

@@ -22,8 +22,8 @@ from real_claims.runs import (
     Given,
     config_of,
     curve,
-    prompt_file,
     records,
+    requests,
     rollout,
     train,
     training,
@@ -70,14 +70,13 @@ def reward_model(given: Given) -> Figures:
     exported = given.folder / "judge"
     export_policy(config.folder, exported)
     parts = ModelReward(str(exported)), FunctionReward(f"{tasks.__file__}:lowercase", weight=0.0)
-    prompts = [{"prompt": pair["prompt"]} for pair in tasks.pairs(tasks.NOUNS, each=1)]
     ppo = config_of(
         given,
         "ppo",
         PPO(responses_per_update=32, lam=0.95, kl=KLInReward(coefficient=0.02), critic=training(3e-5)),
-        data=prompt_file(given, "prompts", prompts),
+        data=requests(given),
         rewards=Rewards(parts=parts, workers=1),
-        rollout=rollout(16, 4, 16, prompt_tokens=48),
+        rollout=rollout(8, 4, 16, prompt_tokens=48),
         actor=training(1e-5),
         system_prompt=SYSTEM,
         steps=6,

@@ -10,24 +10,22 @@ from real_claims.runs import (
     curve,
     digests,
     numbers,
-    prompt_file,
-    questions,
+    requests,
     rollout,
     scored_by_vowels,
     train,
 )
 
-STEPS, SAVED = 5, 2
+STEPS, SAVED = 4, 2
 
 
 def _config(given: Given, name: str, staleness: int) -> Config:
-    asked = ({"prompt": record["question"]} for record in questions(given, 32))
     return config_of(
         given,
         name,
         GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.01)),
-        data=prompt_file(given, "questions", asked),
-        rollout=rollout(4, 4, 16, prompt_tokens=256, staleness=staleness),
+        data=requests(given),
+        rollout=rollout(4, 4, 16, staleness=staleness),
         rewards=scored_by_vowels(),
         checkpoint=Checkpointing(every_steps=SAVED, keep_last=3, keep_best=0),
         steps=STEPS,

@@ -97,6 +97,11 @@ def prompt_file(given: Given, name: str, records: Iterable[Mapping[str, Any]], *
     return PromptFile(train=written(given, name, records), **{"answer_key": None, **keys})
 
 
+def requests(given: Given) -> PromptFile:
+    """Prompts that ask for short sentences."""
+    return prompt_file(given, "requests", ({"prompt": pair["prompt"]} for pair in tasks.pairs(tasks.NOUNS, each=1)))
+
+
 def sentences(given: Given, count: int) -> PromptFile:
     """Prompts with short sentences to imitate."""
     found = [{"prompt": pair["prompt"], "solution": pair["chosen"]} for pair in tasks.pairs(tasks.NOUNS, each=1)]
@@ -186,15 +191,16 @@ def digests(config: Config) -> dict[str, str]:
     return found
 
 
-def trained(config: Config, item: str, shapes: Any) -> Any:
-    """A tree of arrays of a run's last checkpoint.
+def trained(config: Config, item: str, shapes: Any, *, step: int | None = None) -> Any:
+    """A tree of arrays of a run's checkpoint.
 
     Args:
       item: Name of the checkpoint item, such as `actor`.
       shapes: Shapes and dtypes of its arrays.
+      step: Step of the checkpoint; None is the last.
     """
     from jaxrlhf.checkpoint import Checkpoints
     from jaxrlhf.trainer.lora_export import placed
 
     with closing(Checkpoints(config.folder / "checkpoints", read_only=True)) as checkpoints:
-        return checkpoints.read(config.steps, {item: placed(shapes)})[item]
+        return checkpoints.read(step or config.steps, {item: placed(shapes)})[item]

@@ -1,6 +1,5 @@
 """Log-probabilities of the sampler beside those of the trainer, for the same weights and tokens."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ def measure(given: Given) -> Figures:
         cut_turns="close",
         observation_tokens=64,
     )
-    longer = replace(rollout(4, 2, 800), decode_tokens_per_dispatch=8)
+    longer = rollout(4, 2, 800, decode_tokens_per_dispatch=8)
     talk = config_of(
         given, "talk", GRPO(responses_per_update=8, kl=None), data=sums, rollout=longer, environment=environment
     )
@@ -66,4 +65,4 @@ def measure(given: Given) -> Figures:
     assert episodes.episodes is not None
     turn_BT = np.asarray(episodes.episodes.turn_BT)
     last_B = turn_BT.max(axis=1) + 1
-    return {"responses": responses, "turns": turns | {"of_each": int(last_B.min()), "longest": int(turn_BT.shape[1])}}
+    return {"responses": responses, "turns": turns | {"of_each": int(last_B.min())}}
