@@ -117,7 +117,7 @@ def test_topics_and_pairs_of_the_evaluation_are_in_no_training_prompt():
 def written(given):
     """A response to instructions, by their kinds: words, their number, first and last one, then lines and marks."""
     if "json" in given:
-        return json.dumps({key: "Cats sleep" for key in given["json"].split()})
+        return json.dumps(dict.fromkeys(given["json"].split(), "Cats sleep"))
     words = ["cats", "chase", "mice", "near"] if "repeats" not in given else ["cats", "see", "near"]
     words += ["cats"] * (int(given.get("repeats", 1)) - 1)
     if "words" in given:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal
+from jaxrlhf.conversations.rendering import ChatTemplate
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.huggingface.gguf_tensors import GgufTensor
 from jaxrlhf.models.huggingface.hub import resolve
@@ -124,7 +125,10 @@ def test_tokenizer_and_template_are_the_files(tmp_path):
 
 def test_a_file_without_a_template_is_a_checkpoint_whose_prompts_are_plain(tmp_path):
     file, _ = write_kind(tmp_path / "m.gguf", "llama", template=None)
-    assert load_tokenizer(str(resolve(file))).chat_template is None
+    tokenizer = load_tokenizer(str(resolve(file)))
+    assert tokenizer.chat_template is None and tokenizer.encode("a") == [3 + ord("a")]
+    with pytest.raises(Refusal, match="take a GGUF file that has a template"):
+        ChatTemplate(tokenizer)
 
 
 def test_a_description_is_written_once_and_anew_with_the_file(tmp_path, cache):

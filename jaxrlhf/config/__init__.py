@@ -79,7 +79,7 @@ from jaxrlhf.config.losses import (
     ValueLoss,
 )
 from jaxrlhf.config.mixtures import Data, Evaluation, EvaluationSet, Mixture, Selection, Source
-from jaxrlhf.config.named_functions import function_of
+from jaxrlhf.config.named_functions import function_of, shipped
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
 from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.rewards import (
@@ -103,7 +103,6 @@ from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, Config
 from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.shipped import shipped
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,

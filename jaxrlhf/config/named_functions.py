@@ -1,4 +1,4 @@
-"""Functions and classes that settings name, so that reading a configuration imports no JAX."""
+"""Functions and classes that settings name, so that reading a configuration imports no JAX; shipped configurations."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.refusal import Refusal, require
-from jaxrlhf.config.shipped import shipped
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped() -> dict[str, Path]:
+    """The configurations that come with the package, by name; those in `recipes/` are for real work."""
+    installed = _PACKAGE / "configs"  # where the wheel carries them
+    folder = installed if installed.is_dir() else _PACKAGE.parent / "configs"
+    return {path.stem: path for path in sorted(folder.rglob("*.py"), key=lambda path: path.stem)}
 
 
 def function_of(settings: object, attribute: str) -> Callable[..., Any]:

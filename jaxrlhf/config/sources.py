@@ -62,10 +62,11 @@ class FromScratch(Settings):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Hugging Face checkpoint; its tokenizer and chat template come with it.
+    """A Hugging Face checkpoint or a GGUF file; its tokenizer and chat template come with it.
 
     Attributes:
-      path: Local directory, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` is a branch, tag or commit.
+      path: Local directory, `.gguf` file, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` is a branch, tag
+        or commit.
       vision: Read its vision tower as well, for prompts with images; else a checkpoint that sees is its text part.
     """
 

@@ -34,7 +34,7 @@ class ChatTemplate:
         if tokenizer.chat_template is None:
             raise Refusal(
                 "the tokenizer has no chat template, so an episode's messages cannot be made tokens; "
-                'set "chat_template" in its tokenizer_config.json'
+                'set "chat_template" in its tokenizer_config.json, or take a GGUF file that has a template'
             )
         self.tokenizer = tokenizer
         self.source = str(tokenizer.get_chat_template(tools=[{}]))

@@ -289,7 +289,8 @@ def _plain_text(example: SourceRecord) -> str:
         return example.prompt
     raise Refusal(
         f"{example.place}: the prompt is chat messages and the tokenizer has no chat template; "
-        'give prompts as text, or set "chat_template" in its tokenizer_config.json'
+        'give prompts as text, or set "chat_template" in its tokenizer_config.json, or take a GGUF file that has a '
+        "template"
     )
 
 

@@ -11,10 +11,9 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
-from jaxrlhf.config.named_functions import find_neighbours
+from jaxrlhf.config.named_functions import find_neighbours, shipped
 from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
-from jaxrlhf.config.shipped import shipped
 
 _MODULES = "jaxrlhf_configuration_"
 
