@@ -95,7 +95,6 @@ _MAMBA = {
     "mamba_chunk_size": 16,
     "num_experts_per_tok": 3,
 }
-
 _GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
