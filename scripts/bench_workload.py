@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -108,9 +108,11 @@ WORKLOADS = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, *, workload: str = "fixed") -> None:
-    """Flags that choose a workload, change its sizes, and say where checkpoints are."""
-    parser.add_argument("--workload", choices=WORKLOADS, default=workload)
+def add_flags(
+    parser: argparse.ArgumentParser, *, workload: str = "fixed", choices: Mapping[str, Workload] = WORKLOADS
+) -> None:
+    """Add flags that choose a workload, change its sizes, and say where checkpoints are."""
+    parser.add_argument("--workload", choices=choices, default=workload)
     parser.add_argument("--preset", choices=PRESETS, help="of the model; the workload's if not given")
     for name, what in (
         ("prompts", "of a step"),
@@ -122,10 +124,10 @@ def add_flags(parser: argparse.ArgumentParser, *, workload: str = "fixed") -> No
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
 
 
-def workload_of(flags: argparse.Namespace) -> Workload:
+def workload_of(flags: argparse.Namespace, choices: Mapping[str, Workload] = WORKLOADS) -> Workload:
     """The workload that flags choose."""
     sizes = {name: getattr(flags, name) for name in ("preset", "prompts", "responses", "prompt_tokens", "new_tokens")}
-    return replace(WORKLOADS[flags.workload], **{name: size for name, size in sizes.items() if size is not None})
+    return replace(choices[flags.workload], **{name: size for name, size in sizes.items() if size is not None})
 
 
 def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -360,11 +362,14 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Its name, or its kind where the system says no more, and cores."""
+    """Name of the processor, or its kind where the system says no more, and cores."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name", platform.machine())
+    if name == "AMD EPYC":  # virtual machines call Zen 4 and Zen 5 so
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
