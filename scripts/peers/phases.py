@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bench_workload as bench
+import chat_workload as chat
 
+WORKLOADS = chat.WORKLOADS | bench.WORKLOADS
 BETA = 0.04
 LEARNING_RATE = 1e-6
 
@@ -29,10 +32,16 @@ UPDATE = "update"
 """Forward, backward, clipping, optimizer; of every model that is trained."""
 
 
-def parse(what: str, *, workload: str) -> argparse.Namespace:
-    """Flags of a peer's script; turns off what looks for a network."""
+def parse(what: str, *, workload: str, rows: int | None = None) -> argparse.Namespace:
+    """Parse the flags of a peer's script, and turn off everything that looks for a network.
+
+    Args:
+      rows: Default of `--rows`, for a script that has no steps.
+    """
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
-    bench.add_flags(parser, workload=workload)
+    chat.add_flags(parser, workload=workload, choices=WORKLOADS)
+    if rows is not None:
+        parser.add_argument("--rows", type=int, default=rows, help="records that are read")
     parser.add_argument("--micro", type=int, default=16, help="sequences of one forward and backward pass")
     parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
@@ -41,40 +50,72 @@ def parse(what: str, *, workload: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tokenizer_of(workload: bench.Workload) -> Any:
-    """End and padding lie past the vocabulary where lengths are forced: no framework can draw them."""
-    preset = bench.PRESETS[workload.preset]
-    return bench.tokenizer(preset, outside=not preset.ends)
+class Task:
+    """The workload that flags choose, with what frameworks have to agree on: weights, tokens, prompts, reward.
 
-
-def texts_of(workload: bench.Workload, *, steps: int) -> list[str]:
-    """The prompts of all steps."""
-    rows = bench.prompts(workload, count=workload.prompts * steps)
-    return [" ".join(f"t{token}" for token in row) for row in rows]
-
-
-def reward_of(response: str) -> float:
-    """The reward; an end that was kept in the text is no token of it."""
-    words = " ".join(word for word in response.split() if word.startswith("t"))
-    return bench.even_share("", words, None, None)
-
-
-def check_lengths(workload: bench.Workload, lengths: list[int]) -> None:
-    """Responses run to their limit unless they end by themselves.
-
-    Raises:
-      ValueError: They do not; the figures would be those of another workload.
+    Attributes:
+      ends: Responses end by themselves.
     """
-    wrong = sorted({length for length in lengths if length != workload.new_tokens})
-    if wrong and not bench.PRESETS[workload.preset].ends:
-        raise ValueError(f"responses of {wrong} tokens where all should have {workload.new_tokens}")
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self._flags = flags
+        self.workload = bench.workload_of(flags, WORKLOADS)
+        self.chat = self.workload.preset == chat.NAME
+        self.ends = not self.chat and bench.PRESETS[self.workload.preset].ends
+
+    @cached_property
+    def model(self) -> Path:
+        """Folder of the checkpoint."""
+        if self.chat:
+            return self._flags.model or chat.checkpoint(self._flags.models)
+        return bench.checkpoint(self.workload.preset, self._flags.models)
+
+    def tokenizer(self) -> Any:
+        """Tokenizer whose end, where lengths are forced, lies past the model's vocabulary: no framework can draw it."""
+        if self.chat:
+            return chat.endless_tokenizer(self.model)
+        return bench.tokenizer(bench.PRESETS[self.workload.preset], outside=not self.ends)
+
+    def records(self, *, steps: int) -> list[dict[str, Any]]:
+        """Records of the first steps of a chat workload."""
+        file = chat.records_file(self.workload, self._flags.models, self.model)
+        return chat.read_records(file, count=self.workload.prompts * steps)
+
+    def texts(self, *, steps: int) -> list[str]:
+        """Prompts of the first steps."""
+        if self.chat:
+            return [record["text"] for record in self.records(steps=steps)]
+        rows = bench.prompts(self.workload, count=self.workload.prompts * steps)
+        return [" ".join(f"t{token}" for token in row) for row in rows]
+
+    def reward(self, response: str) -> float:
+        """Reward of a response; an end that was kept in the text is no token of it."""
+        if self.chat:
+            return chat.lowercase_share("", response, None, None)
+        words = " ".join(word for word in response.split() if word.startswith("t"))
+        return bench.even_share("", words, None, None)
+
+    def check_lengths(self, lengths: list[int]) -> None:
+        """Refuse responses that are shorter than the limit, unless they end by themselves.
+
+        Raises:
+          ValueError: A response is; the figures would be those of another workload.
+        """
+        wrong = sorted({length for length in lengths if length != self.workload.new_tokens})
+        if wrong and not self.ends:
+            raise ValueError(f"responses of {wrong} tokens where all should have {self.workload.new_tokens}")
 
 
 class Phases:
-    """Wall seconds of each phase of each step, and how many tokens the step generated."""
+    """Wall seconds of each phase of each step, and how many tokens the step generated.
+
+    Attributes:
+      ends: Time of day at the end of each step, in seconds.
+    """
 
     def __init__(self, *, warmup: int, counted: int) -> None:
         self.warmup, self.total, self.steps = warmup, warmup + counted, list[dict[str, float]]()
+        self.ends: list[float] = []
         self._now: dict[str, float] = {}
         self._start = 0.0
         self._lock = threading.Lock()
@@ -90,6 +131,7 @@ class Phases:
     def end_step(self) -> None:
         """A step ends, and the next one starts."""
         now = time.perf_counter()
+        self.ends.append(time.time())
         with self._lock:
             self.steps.append({**self._now, "step": now - self._start})
             self._now, self._start = {}, now
@@ -116,47 +158,55 @@ class Phases:
         phase: str | Callable[..., str | None],
         *,
         after: Callable[[Any], object] | None = None,
+        within: str | None = None,
     ) -> None:
         """Clock every call of a function where it is kept.
 
         Args:
           phase: Its name, or what tells it from the call's arguments; None clocks nothing.
           after: Given the result within the clock: waits for it, checks it.
+          within: Phase whose clock runs meanwhile, and does not count the call.
         """
         call = getattr(owner, attribute)
 
         def clocked(*args: Any, **named: Any) -> Any:
-            name = phase(*args, **named) if callable(phase) else phase
+            name, start = phase(*args, **named) if callable(phase) else phase, time.perf_counter()
             with self.clock(name) if name else contextlib.nullcontext():
                 result = call(*args, **named)
                 if after is not None:
                     after(result)
+            if within is not None:
+                self.add(within, start - time.perf_counter())
             return result
 
         setattr(owner, attribute, clocked)
 
-    def generated(self, workload: bench.Workload, lengths: list[int]) -> None:
-        """Responses of these lengths were generated."""
-        check_lengths(workload, lengths)
+    def generated(self, task: Task, lengths: list[int]) -> None:
+        """Count responses of these lengths."""
+        task.check_lengths(lengths)
         self.add("tokens", sum(lengths))
 
-    def report(self, name: str, workload: str, memory: bench.Memory, packages: tuple[str, ...]) -> None:
-        """Print the line: medians over the counted steps."""
+    def report(self, name: str, workload: str, memory: bench.Memory, packages: tuple[str, ...], **further: Any) -> None:
+        """Print medians over the counted steps, and further figures, as a line of JSON."""
         counted = self.steps[self.warmup :]
 
         def middle(phase: str) -> float:
             return round(median(step.get(phase, 0.0) for step in counted), 4)
 
-        rate = median(step["tokens"] / step["generate"] for step in counted)
+        generated = {}
+        if "generate" in counted[0]:
+            rate = median(step["tokens"] / step["generate"] for step in counted)
+            generated = {"generated_tokens": middle("tokens"), "generated_tokens_per_s": round(rate, 1)}
         figures = {
             "bench": name,
             "workload": workload,
-            **{f"{phase}_s": middle(phase) for phase in ("step", "generate", PREPARE, UPDATE)},
-            "generated_tokens": middle("tokens"),
-            "generated_tokens_per_s": round(rate, 1),
+            **{f"{phase}_s": middle(phase) for phase in ("step", "generate", PREPARE, UPDATE) if phase in counted[0]},
+            **generated,
             "first_step_s": round(self.steps[0]["step"], 2),
             "steps": [round(step["step"], 3) for step in self.steps],
+            "step_ends": self.ends,
             "peak_rss_mb": round(memory.peak_mb),
             "versions": bench.versions(*packages),
+            **further,
         }
         print(json.dumps(figures), flush=True)

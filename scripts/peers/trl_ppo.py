@@ -19,7 +19,8 @@ import transformers  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # noqa: E402
 
-WORKLOAD = bench.workload_of(FLAGS)
+TASK = phases.Task(FLAGS)
+WORKLOAD, TOKENIZER = TASK.workload, TASK.tokenizer()
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
 
 
@@ -39,7 +40,7 @@ class Steps(transformers.TrainerCallback):
             raise Finished
 
 
-class EvenShare(torch.nn.Module):
+class Reward(torch.nn.Module):
     """The reward in the form that the trainer wants: a backbone whose hidden states a head scores."""
 
     base_model_prefix = "backbone"
@@ -49,11 +50,10 @@ class EvenShare(torch.nn.Module):
         self.unused = torch.nn.Parameter(torch.zeros(1))
 
     def backbone(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        """Share of even ids among the response's, up to each position."""
-        even = (input_ids % 2 == 0).float()
-        even[:, : WORKLOAD.prompt_tokens] = 0
-        position = torch.arange(1, input_ids.shape[1] + 1) - WORKLOAD.prompt_tokens
-        return SimpleNamespace(hidden_states=[(even.cumsum(1) / position.clamp(min=1))[..., None]])
+        """Reward of each row's response, at every position."""
+        texts = TOKENIZER.batch_decode(input_ids[:, WORKLOAD.prompt_tokens :])
+        reward_R = torch.tensor([TASK.reward(text) for text in texts])
+        return SimpleNamespace(hidden_states=[reward_R[:, None, None].expand(-1, input_ids.shape[1], 1)])
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -93,25 +93,26 @@ def settings(folder: str) -> PPOConfig:
 def train(folder: str) -> None:
     """Run the steps with every phase clocked."""
     transformers.logging.set_verbosity_error()
-    place, tokenizer = bench.checkpoint(WORKLOAD.preset, FLAGS.models), phases.tokenizer_of(WORKLOAD)
+    place = TASK.model
     causal, scoring = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
-    reward, reference = EvenShare(), causal.from_pretrained(place, dtype=torch.float32)
-    prompts = tokenizer(phases.texts_of(WORKLOAD, steps=CLOCK.total))["input_ids"]
+    reward, reference = Reward(), causal.from_pretrained(place, dtype=torch.float32)
+    prompts = TOKENIZER(TASK.texts(steps=CLOCK.total))["input_ids"]
     trainer = PPOTrainer(
         args=settings(folder),
-        processing_class=tokenizer,
+        processing_class=TOKENIZER,
         model=causal.from_pretrained(place, dtype=torch.float32),
         ref_model=reference,
         reward_model=reward,
         value_model=scoring.from_pretrained(place, num_labels=1, dtype=torch.float32),
         train_dataset=Dataset.from_dict({"input_ids": prompts}),
+        data_collator=transformers.DataCollatorWithPadding(TOKENIZER, "max_length", WORKLOAD.prompt_tokens),
         callbacks=[Steps()],
     )
     scored = trainer.ref_model
 
     def generated(result: Any) -> None:
         rows, length = result[0].shape
-        CLOCK.generated(WORKLOAD, [length - WORKLOAD.prompt_tokens] * rows)
+        CLOCK.generated(TASK, [length - WORKLOAD.prompt_tokens] * rows)
 
     CLOCK.watch(ppo_trainer, "batch_generation", "generate", after=generated)
     CLOCK.watch(ppo_trainer, "forward", lambda model, *_: PREPARE if model is scored else UPDATE)

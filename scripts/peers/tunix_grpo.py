@@ -17,7 +17,7 @@ def learner() -> GRPOLearner:
     cluster = RLCluster(
         actor=ours.load(),
         reference=ours.load(),
-        tokenizer=ours.phases.tokenizer_of(ours.WORKLOAD),
+        tokenizer=ours.TASK.tokenizer(),
         cluster_config=ours.cluster_config(micro_prompts=ours.FLAGS.micro // responses, critic=False),
     )
     settings = GRPOConfig(num_generations=responses, num_iterations=1, beta=BETA, epsilon=0.2)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import phases
-from phases import PREPARE, UPDATE, bench
+from phases import PREPARE, UPDATE
 
 FLAGS = phases.parse("Steps of a Tunix learner on a workload.", workload="fixed")
 
@@ -17,14 +17,15 @@ from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role  # noqa: E
 from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
 
 logging.set_verbosity(logging.ERROR)
-WORKLOAD = bench.workload_of(FLAGS)
+TASK = phases.Task(FLAGS)
+WORKLOAD = TASK.workload
 CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
 PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
 
 
 def load() -> Any:
     """The workload's weights, without rematerialisation."""
-    return tunix_model.load(bench.checkpoint(WORKLOAD.preset, FLAGS.models))
+    return tunix_model.load(TASK.model)
 
 
 def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
@@ -33,8 +34,7 @@ def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
     def optimizer() -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(phases.LEARNING_RATE, weight_decay=0.0))
 
-    preset = bench.PRESETS[WORKLOAD.preset]
-    end = bench.END if preset.ends else preset.vocab
+    end = TASK.tokenizer().eos_token_id
     roles = [Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, *([Role.CRITIC] if critic else [])]
     return ClusterConfig(
         role_to_mesh=dict.fromkeys(roles, tunix_model.MESH),
@@ -64,7 +64,7 @@ def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
 
 def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
     """Of each response."""
-    return [phases.reward_of(text) for text in completions]
+    return [TASK.reward(text) for text in completions]
 
 
 def train(learner: Any) -> None:
@@ -72,7 +72,7 @@ def train(learner: Any) -> None:
     cluster = learner.rl_cluster
 
     def generated(result: Any) -> None:
-        CLOCK.generated(WORKLOAD, [len(tokens) for tokens in result.tokens])
+        CLOCK.generated(TASK, [len(tokens) for tokens in result.tokens])
 
     def trained(trainer: str) -> Any:
         return lambda _: jax.block_until_ready(nnx.state(getattr(cluster, trainer).model))
@@ -93,7 +93,7 @@ def train(learner: Any) -> None:
         CLOCK.end_step()
 
     learner._run_global_step = run_and_end
-    texts = np.array(phases.texts_of(WORKLOAD, steps=CLOCK.total))
+    texts = np.array(TASK.texts(steps=CLOCK.total))
     learner.train({"prompts": batch} for batch in texts.reshape(CLOCK.total, WORKLOAD.prompts))
     if not CLOCK.finished:
         raise RuntimeError(f"the learner stopped after {len(CLOCK.steps)} of {CLOCK.total} steps")

@@ -19,7 +19,7 @@ def learner() -> PPOLearner:
         actor=actor,
         critic=create_critic_model(actor),
         reference=ours.load(),
-        tokenizer=ours.phases.tokenizer_of(ours.WORKLOAD),
+        tokenizer=ours.TASK.tokenizer(),
         cluster_config=ours.cluster_config(micro_prompts=ours.FLAGS.micro, critic=True),
     )
     settings = PPOConfig(num_iterations=1, beta=BETA, gamma=1.0, gae_lambda=0.95)
