@@ -1,10 +1,11 @@
 """Measures this project, TRL and Tunix on the same workloads in turns, each run in a fresh process.
 
-    python scripts/bench_peers.py [--workloads fixed longtail] [--rounds 3] [--peers trl tunix] [--draw]
+    python scripts/bench_peers.py [--workloads smollm2_grpo fixed] [--rounds 3] [--peers trl tunix] [--missing] [--draw]
 
-Writes docs/peers.json after every run, so that a session cut short keeps what it measured and a later one renews only
-what it runs; at the end (with `--draw`: only) the tables in docs/benchmarks.md and README, and docs/peers.png. The
-peers' environments are made where they are missing, with this interpreter (Python 3.11) and pip.
+Writes docs/peers.json after every process, or docs/peers_<machine>.json where the former is of another machine. A
+session that is cut short keeps what it measured; `--missing` then runs the rest. At the end (with `--draw`: only) come
+the tables in docs/benchmarks.md and README, and docs/peers.png. The peers' environments are made where they are
+missing, with this interpreter (Python 3.11) and pip.
 """
 
 import argparse
@@ -12,17 +13,21 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import bench_workload as bench
+import chat_workload as chat
 
+WORKLOADS = chat.WORKLOADS | bench.WORKLOADS
 SCRIPTS = Path(__file__).parent
 OURS = "jaxrlhf"
 PINS = {
@@ -31,18 +36,24 @@ PINS = {
     "tunix": {"google-tunix": "0.1.7"},
 }
 FIGURES = ("step_s", "generate_s", "prepare_s", "update_s", "generated_tokens_per_s", "peak_rss_mb", "first_step_s")
+STEP_ENDS = {"to_first_step_s": 0, "to_third_step_s": 2}
+"""Seconds from the command, the start of its process, to the end of a step, by the step's index."""
 WARM = "first_step_warm_s"
+KEPT = {name: f"kept_{name}" for name in STEP_ENDS}
+"""The same seconds where the programs that an earlier run compiled are kept."""
 MICRO = {"big": 4}
 """Sequences in one pass of a peer; 16 in the other workloads."""
 
-STEPS = {  # ours in all, of which two are warm-up; counted ones of each peer: half an hour a round on two cores
+STEPS: dict[str, tuple[int, dict[str, int]]] = {
+    **dict.fromkeys(chat.WORKLOADS, (4, {"trl": 2, "tunix": 1})),
     "fixed": (7, {"trl": 3, "tunix": 3}),
     "fixed512": (4, {"trl": 1, "tunix": 1}),
     "longtail": (6, {"trl": 1, "tunix": 1}),
     "ppo": (6, {"trl": 2, "tunix": 1}),
     "big": (4, {"trl": 1, "tunix": 1}),
 }
-WARMUP = {("fixed", "tunix"): 2, ("ppo", "tunix"): 2}
+"""Steps of ours in all, of which two are warm-up, and counted ones of each peer."""
+WARMUP = dict.fromkeys([(name, "tunix") for name in ("fixed", "ppo", *chat.WORKLOADS)], 2)
 """Steps of a peer before the counted ones, where they are not one: Tunix compiles in the second step too."""
 
 QUIET_CPUS, QUIET_S, PATIENCE_S = 0.1, 0.5, 60.0
@@ -67,22 +78,27 @@ def environment(name: str, folder: Path) -> str:
 
 def environment_of(workload: str, framework: str) -> str:
     """Its name; PPO needs an older TRL."""
-    return "trl_ppo" if (framework, bench.WORKLOADS[workload].algorithm) == ("trl", "ppo") else framework
+    return "trl_ppo" if (framework, WORKLOADS[workload].algorithm) == ("trl", "ppo") else framework
 
 
 def command_of(workload: str, framework: str, flags: argparse.Namespace) -> list[str]:
     """What measures a framework on a workload."""
     ours_steps, counted = STEPS[workload]
     where = ["--workload", workload, "--models", str(flags.models)]
-    where += ["--preset", flags.preset] if flags.preset else []
-    where += ["--new-tokens", str(flags.new_tokens)] if flags.new_tokens else []
+    real = workload in chat.WORKLOADS
+    given = {"model": flags.model} if real else {"preset": flags.preset}
+    given |= {"new-tokens": flags.new_tokens, "prompts": flags.prompts}
+    where += [text for name, size in given.items() if size for text in (f"--{name}", str(size))]
     if framework == OURS:
-        return [sys.executable, str(SCRIPTS / "bench_step.py"), *where, "--steps", str(ours_steps)]
-    algorithm = bench.WORKLOADS[workload].algorithm
+        script = "bench_chat.py" if real else "bench_step.py"
+        return [sys.executable, str(SCRIPTS / script), *where, "--steps", str(ours_steps)]
+    algorithm = WORKLOADS[workload].algorithm
     python = environment(environment_of(workload, framework), flags.environments)
     script = str(SCRIPTS / "peers" / f"{framework}_{algorithm}.py")
     warmup = WARMUP.get((workload, framework), 1)
-    sizes = {"micro": MICRO.get(workload, 16), "steps": counted[framework], "warmup": warmup}
+    size = WORKLOADS[workload]
+    rows = (flags.prompts or size.prompts) * size.responses
+    sizes = {"micro": min(rows, MICRO.get(workload, 16)), "steps": counted[framework], "warmup": warmup}
     return [python, script, *where, *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))]
 
 
@@ -107,7 +123,7 @@ def run(command: list[str], *, limit_s: float, settings: dict[str, str]) -> dict
     """One process: its figures, or why it has none, and how busy the machine was before and beside it."""
     record: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": bench.commit()}
     record["others_cpus_before"] = round(wait_for_quiet(), 2)
-    start, busy, own = time.monotonic(), busy_s(), _children_s()
+    began, start, busy, own = time.time(), time.monotonic(), busy_s(), _children_s()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=os.environ | settings)
     except subprocess.TimeoutExpired:
@@ -118,7 +134,10 @@ def run(command: list[str], *, limit_s: float, settings: dict[str, str]) -> dict
         print(done.stderr[-3000:], file=sys.stderr)
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return record | {"failed": f"exit status {done.returncode}: {last}"}
-    return record | json.loads(done.stdout.strip().splitlines()[-1])
+    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    ends = figures.pop("step_ends", [])
+    to_ends = {name: round(ends[index] - began, 2) for name, index in STEP_ENDS.items() if index < len(ends)}
+    return record | figures | to_ends
 
 
 def _children_s() -> float:
@@ -126,32 +145,46 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run_ours(command: list[str], *, limit_s: float) -> dict[str, Any]:
-    """Two processes: one that compiles everything, and one that finds what the first has compiled."""
-    with tempfile.TemporaryDirectory() as cache:
-        settings = {"JAX_COMPILATION_CACHE_DIR": cache}
-        cold = run(command, limit_s=limit_s, settings=settings)
-        if "failed" in cold:
-            return cold
-        again = run([*command, "--steps", "2"], limit_s=limit_s, settings=settings)
-    return again if "failed" in again else cold | {WARM: again["first_step_s"]}
+def run_again(command: list[str], *, limit_s: float, cache: str) -> dict[str, Any]:
+    """Seconds of our first steps in a process that finds what an earlier one has compiled."""
+    again = run([*command, "--steps", "3"], limit_s=limit_s, settings={"JAX_COMPILATION_CACHE_DIR": cache})
+    if "failed" in again:
+        return {"kept_failed": again["failed"]}
+    found = {kept: again[name] for name, kept in KEPT.items() if name in again}
+    return found | ({WARM: again["first_step_s"]} if "first_step_s" in again else {})
 
 
-def earlier_runs(path: Path) -> Runs:
-    """The runs of earlier sessions on this machine.
+def machine_file(docs: Path) -> Path:
+    """Path of the file with this machine's runs: peers.json, or another one where that is of another machine."""
+    here = bench.processor()
+    for path in (docs / "peers.json", *sorted(docs.glob("peers_*.json"))):
+        if not path.exists() or json.loads(path.read_text())["machine"]["processor"] == here:
+            return path
+    return docs / f"peers_{re.sub(r'[^a-z0-9]+', '_', here.lower())}.json"
 
-    Raises:
-      ValueError: The file is of another machine.
-    """
-    if not path.exists():
-        return {}
-    content, here = json.loads(path.read_text()), bench.processor()
-    if content["machine"]["processor"] != here:
-        raise ValueError(
-            f"{path} was measured on {content['machine']['processor']}, and this is {here}; rename it to "
-            f"{path.stem}_<name>.json, which shows it beside what is measured here, or use another folder: --docs"
-        )
-    return content["runs"]
+
+class Results:
+    """Runs of this machine, written to their file after every change."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.runs: Runs = json.loads(path.read_text())["runs"] if path.exists() else {}
+
+    def add(self, workload: str, framework: str, record: dict[str, Any]) -> None:
+        """Add a run."""
+        self.runs = merged(self.runs, workload, framework, record)
+        write(self._path, document(self.runs))
+
+    def amend(self, workload: str, framework: str, further: dict[str, Any]) -> None:
+        """Add figures to the last run."""
+        self.runs[workload][framework][-1] |= further
+        write(self._path, document(self.runs))
+
+    def has(self, workload: str, framework: str) -> bool:
+        """Return whether a framework has a run that did not fail; of ours, one whose second process ran too."""
+        good = [each for each in self.runs.get(workload, {}).get(framework, []) if "failed" not in each]
+        second = {WARM, "kept_failed", *KEPT.values()}
+        return any(framework != OURS or second & {*each} for each in good)
 
 
 def merged(old: Runs, workload: str, framework: str, record: dict[str, Any]) -> Runs:
@@ -165,8 +198,11 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     good = [each for each in runs if "failed" not in each]
     if not good:
         return {"failed": runs[-1]["failed"]}
-    names = [name for name in (*FIGURES, WARM) if name in good[0]]
-    return {name: round(median(each[name] for each in good), 4) for name in names}
+    found = {}
+    for name in (*FIGURES, *STEP_ENDS, WARM, *KEPT.values(), "logp_difference"):
+        if measured := [each[name] for each in good if name in each]:
+            found[name] = round(median(measured), 8 if name == "logp_difference" else 4)
+    return found
 
 
 def document(runs: Runs) -> dict[str, Any]:
@@ -177,7 +213,7 @@ def document(runs: Runs) -> dict[str, Any]:
             for record in records:
                 versions.setdefault(environment_of(workload, framework), {}).update(record.get("versions", {}))
     newest = max((each for names in runs.values() for kept in names.values() for each in kept), key=lambda r: r["date"])
-    ordered = [name for name in bench.WORKLOADS if name in runs]
+    ordered = [name for name in WORKLOADS if name in runs]
     return {
         **{name: {framework: summary(kept) for framework, kept in runs[name].items()} for name in ordered},
         "machine": {"processor": bench.processor(), "system": platform.platform()},
@@ -195,48 +231,97 @@ def write(path: Path, content: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def measure(flags: argparse.Namespace, path: Path) -> None:
-    """All rounds."""
-    runs = earlier_runs(path)
+def prepare(flags: argparse.Namespace) -> None:
+    """Write the checkpoints and records that the workloads read.
+
+    Raises:
+      RuntimeError: They could not be written.
+    """
     make = multiprocessing.get_context("spawn").Process  # memory of this process would count as its children's peak
-    for preset in {flags.preset or bench.WORKLOADS[name].preset for name in flags.workloads}:
-        process = make(target=bench.checkpoint, args=(preset, flags.models))
+    for name in flags.workloads:
+        if name in chat.WORKLOADS:
+            process = make(target=_prepare_chat, args=(name, flags))
+        else:
+            process = make(target=bench.checkpoint, args=(flags.preset or WORKLOADS[name].preset, flags.models))
         process.start()
         process.join()
         if process.exitcode:
-            raise RuntimeError(f"the checkpoint of {preset} could not be written to {flags.models}")
+            raise RuntimeError(f"what {name} reads could not be written to {flags.models}")
+
+
+def _prepare_chat(name: str, flags: argparse.Namespace) -> None:
+    model = flags.model or chat.checkpoint(flags.models)
+    sizes = {field: size for field in ("prompts", "new_tokens") if (size := getattr(flags, field))}
+    chat.records_file(replace(WORKLOADS[name], **sizes), flags.models, model)
+
+
+def difference_of_models(workload: str, flags: argparse.Namespace) -> dict[str, float]:
+    """Largest difference of ours and transformers' log-probabilities of the same solutions, as a figure of a run.
+
+    Raises:
+      ValueError: They differ; the two sides would not be measured on the same work.
+    """
+    rows = min(4, flags.prompts or 4)
+    ours = [*command_of(workload, OURS, flags), "--logp", str(rows)]
+    theirs = command_of(workload, "trl", flags)
+    theirs[1] = str(SCRIPTS / "peers" / "trl_logp.py")
+    commands = ours, [*theirs, "--rows", str(rows)]
+    found = [bench.printed(command, stderr=subprocess.DEVNULL)["logp"] for command in commands]
+    return {"logp_difference": chat.largest_difference(*found)}
+
+
+def measure(flags: argparse.Namespace, path: Path) -> None:
+    """Run all rounds."""
+    prepare(flags)
+    results = Results(path)
     for turn in range(flags.rounds):
         for workload in flags.workloads:
             for framework in (OURS, *flags.peers):
-                command = command_of(workload, framework, flags)
-                if framework == OURS:
-                    record = run_ours(command, limit_s=flags.limit_s)
-                else:
-                    record = run(command, limit_s=flags.limit_s, settings={})
-                runs = merged(runs, workload, framework, record)
-                write(path, document(runs))
-                shown = {name: record[name] for name in ("failed", *FIGURES, WARM, "others_cpus") if name in record}
+                if flags.missing and results.has(workload, framework):
+                    continue
+                _measure_one(workload, framework, flags, results)
+                record = results.runs[workload][framework][-1]
+                names = ("failed", *FIGURES, *STEP_ENDS, WARM, *KEPT.values(), "losses", "others_cpus")
+                shown = {name: record[name] for name in names if name in record}
                 print(f"round {turn + 1}", workload, framework, json.dumps(shown), flush=True)
+
+
+def _measure_one(workload: str, framework: str, flags: argparse.Namespace, results: Results) -> None:
+    """Run a framework once; ours twice, where the second process finds what the first one has compiled."""
+    command = command_of(workload, framework, flags)
+    if framework != OURS:
+        results.add(workload, framework, run(command, limit_s=flags.limit_s, settings={}))
+        return
+    with tempfile.TemporaryDirectory() as cache:
+        cold = run(command, limit_s=flags.limit_s, settings={"JAX_COMPILATION_CACHE_DIR": cache})
+        results.add(workload, framework, cold)
+        if "failed" not in cold:
+            results.amend(workload, framework, run_again(command, limit_s=flags.limit_s, cache=cache))
+    if workload in chat.WORKLOADS and "trl" in flags.peers:
+        results.amend(workload, framework, difference_of_models(workload, flags))
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=bench.WORKLOADS, default=list(bench.WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peers", nargs="*", choices=("trl", "tunix"), default=["trl", "tunix"])
     parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where the peers live")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one process")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="of one process")
     parser.add_argument("--preset", choices=bench.PRESETS, help="another model than the workloads': to try the script")
     parser.add_argument("--new-tokens", type=int, help="another limit than the workloads': to try the script")
+    parser.add_argument("--prompts", type=int, help="another number of prompts than the workloads': to try the script")
+    parser.add_argument("--model", type=Path, help="another chat checkpoint than SmolLM2: to try the script")
+    parser.add_argument("--missing", action="store_true", help="only frameworks without a run on this machine")
     parser.add_argument("--docs", type=Path, default=SCRIPTS.parent / "docs", help="where the results are written")
     parser.add_argument("--draw", action="store_true", help="only tables and chart, from what was measured before")
     flags = parser.parse_args()
     flags.models, flags.environments = flags.models.absolute(), flags.environments.absolute()
     flags.docs.mkdir(parents=True, exist_ok=True)
     if not flags.draw:
-        measure(flags, flags.docs / "peers.json")
+        measure(flags, machine_file(flags.docs))
     import peers_report  # matplotlib is in memory from here on
 
     peers_report.renew(flags.docs)

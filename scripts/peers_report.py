@@ -1,7 +1,7 @@
 """Tables and chart of what `bench_peers.py` measured; it calls `renew`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 OURS = "jaxrlhf"
 NAMES = {OURS: "jaxrlhf", "trl": "TRL", "tunix": "Tunix"}
+PEERS = [name for name in NAMES if name != OURS]
 COLUMNS = {
     "step_s": "step s",
     "generate_s": "generate s",
@@ -22,16 +23,31 @@ COLUMNS = {
     "first_step_s": "first step s",
 }
 LABELS = {
+    "smollm2_grpo": "SmolLM2, GRPO, 8 x 4, 172 + 128 tokens",
+    "smollm2_ppo": "SmolLM2, PPO, 32 x 1, 172 + 128",
+    "smollm2_sft": "SmolLM2, SFT, 32 of 230",
+    "smollm2_dpo": "SmolLM2, DPO, 16 pairs of 186",
     "fixed": "8 x 8, 64 + 128 tokens",
     "fixed512": "8 x 8, 64 + 512 tokens",
     "longtail": "16 x 8, lengths vary",
     "ppo": "PPO, 64 x 1, 64 + 128",
     "big": "387 M weights, 2 x 4, 64 + 64",
 }
+STARTS = {
+    "to_first_step_s": "first step",
+    "to_third_step_s": "third step",
+    "kept_to_first_step_s": "first, programs kept",
+    "kept_to_third_step_s": "third, programs kept",
+}
+"""Figures of seconds from the command to the end of a step."""
+PANELS = 5
+"""Panels of the chart in a row."""
 PARTS = {"generate_s": "#3b6fb6", "prepare_s": "#4d9a5b", "update_s": "#e07b39", "rest": "#8c8c8c"}
 
 Measured = dict[str, Any]
-"""docs/peers.json."""
+"""docs/peers.json, or that of another machine."""
+Shown = dict[str, Measured]
+"""By workload."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +94,10 @@ FIRST_STEP_S = {
 }
 
 
-def workloads(measured: Measured) -> list[str]:
-    """Those that were measured."""
-    return [name for name in LABELS if name in measured]
+def of_workloads(machines: Sequence[Measured]) -> Shown:
+    """Measurements that are shown of each workload: those of the first machine that has some."""
+    found = {name: [each for each in machines if name in each] for name in LABELS}
+    return {name: measured[0] for name, measured in found.items() if measured}
 
 
 def number(amount: float) -> str:
@@ -88,18 +105,51 @@ def number(amount: float) -> str:
     return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
-def figures_table(measured: Measured) -> str:
-    """Every figure of every framework."""
-    lines = ["| workload | | " + " | ".join(COLUMNS.values()) + " |", "|---|---|" + "---|" * len(COLUMNS)]
-    for workload in workloads(measured):
-        for framework, name in NAMES.items():
-            entry = measured[workload].get(framework)
-            if entry is None:
-                continue
-            cells = [number(entry[column]) if column in entry else "" for column in COLUMNS]
-            cells[0] = "failed" if "failed" in entry else cells[0]
-            lines.append(f"| {LABELS[workload]} | {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", about(measured)])
+def figures_table(shown: Shown) -> str:
+    """Every figure of every framework, then seconds from the command on."""
+    machine, cell_of = _machine_column(shown)
+    lines = ["| workload | | " + " | ".join(COLUMNS.values()) + f" |{machine}", "|---|---|" + "---|" * len(COLUMNS)]
+    lines[1] += "---|" if machine else ""
+    for workload, framework, entry in _entries(shown):
+        cells = [number(entry[column]) if column in entry else "" for column in COLUMNS]
+        cells[0] = "not run" if "failed" in entry else cells[0]
+        lines.append(f"| {LABELS[workload]} | {NAMES[framework]} | " + " | ".join(cells) + f" |{cell_of(workload)}")
+    return "\n".join([*lines, "", *_starts(shown), *_failures(shown), *captions(shown)])
+
+
+def _entries(shown: Shown) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for workload, measured in shown.items():
+        for framework in NAMES:
+            if framework in measured[workload]:
+                yield workload, framework, measured[workload][framework]
+
+
+def _machine_column(shown: Shown) -> tuple[str, Callable[[str], str]]:
+    """Head and cells of a column that names the machine of each row; empty where all rows have one machine."""
+    names = {workload: measured["machine"]["processor"] for workload, measured in shown.items()}
+    if len(set(names.values())) < 2:
+        return "", lambda _: ""
+    return " machine |", lambda workload: f" {names[workload]} |"
+
+
+def _starts(shown: Shown) -> list[str]:
+    """Table of seconds from the command to the end of the first and of the third step, where they were measured."""
+    rows = []
+    for workload, framework, entry in _entries(shown):
+        if any(name in entry for name in STARTS):
+            cells = [number(entry[name]) if name in entry else "" for name in STARTS]
+            rows.append(f"| {LABELS[workload]} | {NAMES[framework]} | " + " | ".join(cells) + " |")
+    heads = "| seconds from the command to the end of | | " + " | ".join(STARTS.values()) + " |"
+    return [heads, "|---|---|" + "---|" * len(STARTS), *rows, ""] if rows else []
+
+
+def _failures(shown: Shown) -> list[str]:
+    """Sentences on what did not run."""
+    reasons: dict[str, list[str]] = {}
+    for workload, framework, entry in _entries(shown):
+        if "failed" in entry:
+            reasons.setdefault(f"{NAMES[framework]}: {entry['failed']}", []).append(f"`{workload}`")
+    return [f"Not run: {', '.join(names)} by {reason}." for reason, names in reasons.items()] + [""] * bool(reasons)
 
 
 def targets_table(measured: Measured) -> str:
@@ -128,16 +178,37 @@ def _mark(reached: bool) -> str:
     return "reached" if reached else "missed"
 
 
-def speed_table(measured: Measured) -> str:
-    """Seconds of a step, in short."""
-    lines = ["| seconds a step | " + " | ".join(NAMES.values()) + " | of the better peer |", "|---|---|---|---|---|"]
-    for workload in workloads(measured):
+def speed_table(shown: Shown) -> str:
+    """Seconds of a step, and from the command to the end of the third step, in short."""
+    machine, cell_of = _machine_column(shown)
+    heads = "| seconds a step | " + " | ".join(NAMES.values()) + f" | of the better peer |{machine}"
+    lines = [heads, "|---|---|---|---|---|" + ("---|" if machine else "")]
+    for workload, measured in shown.items():
         steps = {name: measured[workload].get(name, {}).get("step_s") for name in NAMES}
         peer = Target(workload, "step_s", 1.0).better_peer(measured)
         ratio = f"{steps[OURS] / peer[1]:.2f}" if steps[OURS] and peer else ""
         cells = [number(seconds) if seconds else "" for seconds in steps.values()]
-        lines.append(f"| {LABELS[workload]} | " + " | ".join(cells) + f" | {ratio} |")
-    return "\n".join([*lines, "", about(measured)])
+        lines.append(f"| {LABELS[workload]} | " + " | ".join(cells) + f" | {ratio} |{cell_of(workload)}")
+    real = "SmolLM2 is a chat model of 135 M weights as it was published; other rows are models with random weights."
+    about_models = [real, ""] if any(name.startswith("smollm2") for name in shown) else []
+    return "\n".join([*lines, "", *_third_steps(shown), *about_models, *captions(shown)])
+
+
+def _third_steps(shown: Shown) -> list[str]:
+    """Table of seconds from the command to the end of the third step, where they were measured."""
+    columns = [
+        (OURS, "to_third_step_s"),
+        (OURS, "kept_to_third_step_s"),
+        *((name, "to_third_step_s") for name in PEERS),
+    ]
+    rows = []
+    for workload, measured in shown.items():
+        found = [measured[workload].get(name, {}).get(figure) for name, figure in columns]
+        if any(found):
+            rows.append(f"| {LABELS[workload]} | " + " | ".join(number(one) if one else "" for one in found) + " |")
+    names = ["jaxrlhf", "jaxrlhf, programs kept", *(NAMES[name] for name in PEERS)]
+    heads = "| seconds from the command to the end of the third step | " + " | ".join(names) + " |"
+    return [heads, "|---|" + "---|" * len(columns), *rows, ""] if rows else []
 
 
 def elsewhere_table(others: Sequence[Measured]) -> str:
@@ -147,7 +218,10 @@ def elsewhere_table(others: Sequence[Measured]) -> str:
     for target in TARGETS:
         cells = [_ratio(target, each) for each in others]
         lines.append(f"| {LABELS[target.workload]}: {COLUMNS[target.figure]} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(about(each) for each in others)])
+    aimed = {target.workload for target in TARGETS}
+    return "\n".join(
+        [*lines, "", *(about(each, [name for name in LABELS if name in aimed & {*each}]) for each in others)]
+    )
 
 
 def _ratio(target: Target, measured: Measured) -> str:
@@ -158,36 +232,52 @@ def _ratio(target: Target, measured: Measured) -> str:
     return f"{ratio:.2f}, {_mark(target.reached(ratio))}"
 
 
-def about(measured: Measured) -> str:
-    """Where, when and with what."""
-    versions = measured["versions"]
-    names = (
+def captions(shown: Shown) -> list[str]:
+    """A sentence for each machine that a table shows, with a blank line between two of them."""
+    of_machine: dict[str, list[str]] = {}
+    for workload, measured in shown.items():
+        of_machine.setdefault(measured["machine"]["processor"], []).append(workload)
+    found: list[str] = []
+    for names in of_machine.values():
+        found += [*([""] if found else []), about(shown[names[0]], names)]
+    return found
+
+
+def about(measured: Measured, names: Sequence[str]) -> str:
+    """Machine, versions, dates and commits of workloads."""
+    versions, runs = measured["versions"], [measured["runs"][name] for name in names]
+    packages = (
         *(("trl", "trl", "TRL"), ("trl_ppo", "trl", "for PPO TRL"), ("trl", "torch", "torch")),
         *(("tunix", "google-tunix", "Tunix"), (OURS, "jax", "JAX")),
     )
-    with_ = [f"{name} {versions[who][what]}" for who, what, name in names if what in versions.get(who, {})]
-    runs = [len(kept) for name in workloads(measured) for kept in measured["runs"][name].values()]
-    spread = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)} to {max(runs)}"
+    with_ = [f"{name} {versions[who][what]}" for who, what, name in packages if what in versions.get(who, {})]
+    counts = [len(kept) for each in runs for kept in each.values()]
+    spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    until = max(record["date"] for each in runs for kept in each.values() for record in kept)[:10]
     at: dict[str, list[str]] = {}
-    for name in workloads(measured):
-        for kept in measured["runs"][name].get(OURS, []):
-            if name not in (measured_at := at.setdefault(kept["commit"], [])):
-                measured_at.append(name)
-    commits = ", ".join(f"`{commit}` for {' and '.join(names)}" for commit, names in at.items())
+    for name, each in zip(names, runs, strict=True):
+        for commit in dict.fromkeys(record["commit"] for record in each.get(OURS, [])):
+            at.setdefault(commit, []).append(name)
+    commits = "; ".join(f"{', '.join(named)}: commit `{commit}`" for commit, named in at.items())
     return (
-        f"{measured['machine']['processor']}, float32; {', '.join(with_)}; until {measured['date'][:10]}; ours at "
-        f"commit {commits}; medians, runs of each: {spread}."
+        f"{measured['machine']['processor']}, float32; {', '.join(with_)}; until {until}. Ours: {commits}. Medians, "
+        f"runs of each: {spread}."
     )
 
 
-def draw(measured: Measured, png: Path) -> None:
-    """Bars of a step's seconds, split by phase; a panel for each workload."""
-    names = workloads(measured)
-    figure = Figure(figsize=(2.9 * len(names), 3.4), layout="constrained")
-    for axes, workload in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+def draw(shown: Shown, png: Path) -> None:
+    """Draw a step's seconds as bars, split by phase; a panel for each workload."""
+    across = min(len(shown), PANELS)
+    down = -(-len(shown) // PANELS)
+    figure = Figure(figsize=(2.9 * across, 3.1 * down + 0.3), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (workload, measured) in zip(panels, shown.items(), strict=False):
         _panel(axes, measured[workload])
         axes.set_title(LABELS[workload], fontsize=9)
-    figure.axes[0].set_ylabel("seconds a step")
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    for axes in panels[::across]:
+        axes.set_ylabel("seconds a step")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)
     figure.savefig(png, dpi=130)
@@ -200,7 +290,7 @@ def _panel(axes: Axes, entry: dict[str, dict[str, float]]) -> None:
         if part == "rest":
             heights = [max(0.0, entry[name]["step_s"] - low) for name, low in zip(shown, floor, strict=True)]
         else:
-            heights = [entry[name][part] for name in shown]
+            heights = [entry[name].get(part, 0.0) for name in shown]
         axes.bar(range(len(shown)), heights, 0.65, bottom=floor, color=color, label=part.removesuffix("_s"))
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     for index, name in enumerate(shown):
@@ -211,14 +301,20 @@ def _panel(axes: Axes, entry: dict[str, dict[str, float]]) -> None:
 
 
 def renew(docs: Path) -> None:
-    """The chart, and the tables of the pages that are there; `peers_*.json` beside it are of other machines."""
-    measured = json.loads((docs / "peers.json").read_text())
-    others = [json.loads(path.read_text()) for path in sorted(docs.glob("peers_*.json"))]
-    draw(measured, docs / "peers.png")
-    elsewhere = {"elsewhere": elsewhere_table(others)} if others else {}
+    """Renew the chart, and the tables of the pages that are there; `peers_*.json` are of other machines.
+
+    A table shows a workload as the first machine measured it, peers.json before the others.
+    """
+    files = [path for path in (docs / "peers.json", *sorted(docs.glob("peers_*.json"))) if path.exists()]
+    first, *others = machines = [json.loads(path.read_text()) for path in files]
+    shown = of_workloads(machines)
+    draw(shown, docs / "peers.png")
+    aimed = {target.workload for target in TARGETS}
+    compared = [each for each in others if aimed & {*each}]
+    elsewhere = {"elsewhere": elsewhere_table(compared)} if compared else {}
     parts = {
-        docs / "benchmarks.md": {"peers": figures_table(measured), "targets": targets_table(measured), **elsewhere},
-        docs.parent / "README.md": {"speed": speed_table(measured)},
+        docs / "benchmarks.md": {"peers": figures_table(shown), "targets": targets_table(first), **elsewhere},
+        docs.parent / "README.md": {"speed": speed_table(shown)},
     }
     for page, tables in parts.items():
         if page.exists():

@@ -1,15 +1,18 @@
 """The benchmarks measure one model on one workload, and keep what was measured before."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_host
 import bench_peers
 import bench_update
 import bench_workload as bench
+import chat_workload as chat
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +23,7 @@ import torch
 import transformers
 
 from jaxrlhf import models
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 TAIL = replace(bench.PRESETS["tail"], vocab=1024)
 """As deep and wide: what layers add to the stream must not change how often a response ends."""
@@ -131,7 +135,8 @@ def test_the_reward_is_the_share_of_even_tokens():
 
 def test_the_workloads_need_nothing_heavy():
     """Peers import them in environments that have neither JAX nor us."""
-    code = "import sys, bench_workload as b; b.prompts(b.WORKLOADS['longtail'], count=3); print(*sys.modules)"
+    code = "import sys, bench_workload as b, chat_workload; b.prompts(b.WORKLOADS['longtail'], count=3)"
+    code += "; print(*sys.modules)"
     scripts = Path(bench.__file__).parent
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=scripts, check=True, capture_output=True, text=True
@@ -169,8 +174,12 @@ def test_a_failed_run_is_in_no_median():
 
 def test_a_run_says_why_it_failed(monkeypatch):
     monkeypatch.setattr(bench_peers, "wait_for_quiet", lambda: 0.0)
-    good = [sys.executable, "-c", "print('noise'); print('{\"step_s\": 2}')"]
-    assert bench_peers.run(good, limit_s=10, settings={})["step_s"] == 2
+    code = (
+        "import time; now = time.time(); print('noise'); print('{\"step_s\": 2, \"step_ends\": [%f, 0]}' % (now + 5))"
+    )
+    good = bench_peers.run([sys.executable, "-c", code], limit_s=10, settings={})
+    assert good["step_s"] == 2 and "step_ends" not in good
+    assert 5 <= good["to_first_step_s"] < 15 and "to_third_step_s" not in good, "from the command, its start included"
     bad = bench_peers.run([sys.executable, "-c", "raise SystemExit('no memory')"], limit_s=10, settings={})
     assert bad["failed"] == "exit status 1: no memory"
     slow = bench_peers.run([sys.executable, "-c", "import time; time.sleep(9)"], limit_s=0.2, settings={})
@@ -207,18 +216,118 @@ def test_ratios_are_to_the_better_peer(tmp_path):
 
 
 def test_what_another_machine_measured_is_kept_apart_and_shown(tmp_path):
-    runs = {"fixed": {"jaxrlhf": [record(6.0)], "trl": [record(8.0)]}}
+    runs = {"fixed": {"jaxrlhf": [record(6.0)], "trl": [record(8.0)]}, "big": {"jaxrlhf": [record(3.0)]}}
     other = bench_peers.document(runs) | {"machine": {"processor": "Abacus, 10 cores", "system": "wood"}}
     bench_peers.write(tmp_path / "peers.json", other)
-    with pytest.raises(ValueError, match=r"measured on Abacus, 10 cores, and this is .*; rename it to peers_<name>"):
-        bench_peers.earlier_runs(tmp_path / "peers.json")
-    (tmp_path / "peers.json").rename(tmp_path / "peers_abacus.json")
-    assert bench_peers.earlier_runs(tmp_path / "peers.json") == {}
-    bench_peers.write(tmp_path / "peers.json", bench_peers.document({"fixed": {"jaxrlhf": [record(2.0)]}}))
-    assert bench_peers.earlier_runs(tmp_path / "peers.json") == {"fixed": {"jaxrlhf": [record(2.0)]}}
-    marks = [f"<!-- {name} --><!-- end of {name} -->" for name in ("peers", "targets", "elsewhere")]
-    (tmp_path / "benchmarks.md").write_text("\n".join(marks))
+    here = bench_peers.machine_file(tmp_path)
+    assert here.name.startswith("peers_") and bench_peers.Results(here).runs == {}
+    results = bench_peers.Results(here)
+    for framework, seconds in (("jaxrlhf", 2.0), ("trl", 5.0)):
+        results.add("smollm2_sft", framework, record(seconds, to_third_step_s=30.0 + seconds))
+        results.add("fixed", framework, record(seconds))
+    assert bench_peers.machine_file(tmp_path) == here and bench_peers.Results(here).runs == results.runs
+    marks = [f"<!-- {name} --><!-- end of {name} -->" for name in ("peers", "targets", "elsewhere", "speed")]
+    for page in (tmp_path / "benchmarks.md", tmp_path.parent / "README.md"):
+        page.write_text("\n".join(marks))
     peers_report.renew(tmp_path)
+    readme = (tmp_path.parent / "README.md").read_text().splitlines()
+    rows = [line for line in readme if line.startswith("| SmolLM2") or "+ 128 tokens" in line]
+    assert rows[0].endswith(f"| 2 | 5 |  | 0.40 | {bench.processor()} |"), "the real model leads"
+    assert rows[1].endswith("| 6 | 8 |  | 0.75 | Abacus, 10 cores |"), "the first file's, though both machines have it"
+    assert rows[2] == "| SmolLM2, SFT, 32 of 230 | 32 |  | 35 |  |"
+    captions = [line for line in readme if "float32" in line]
+    assert ["Abacus" in line for line in captions] == [False, True]
+    assert "Ours: fixed, big: commit `abc`." in captions[1]
     page = (tmp_path / "benchmarks.md").read_text()
-    assert "| ours over the better peer | Abacus, 10 cores |" in page
-    assert "| 8 x 8, 64 + 128 tokens: step s | 0.75, missed |" in page
+    assert f"| ours over the better peer | {bench.processor()} |" in page
+    assert "| 8 x 8, 64 + 128 tokens: step s | 0.40, reached |" in page
+
+
+def test_a_session_that_is_cut_short_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    asked = []
+
+    def ran(command, **_):
+        asked.append(command)
+        if "--steps=again" in command:
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            return {"kept_to_first_step_s": 5.0}
+        return record(1.0, to_first_step_s=9.0)
+
+    monkeypatch.setattr(bench_peers, "prepare", lambda _: None)
+    monkeypatch.setattr(bench_peers, "command_of", lambda workload, framework, _: [workload, framework])
+    monkeypatch.setattr(bench_peers, "run", ran)
+    monkeypatch.setattr(bench_peers, "run_again", lambda command, **_: ran([*command, "--steps=again"]))
+    flags = SimpleNamespace(rounds=1, workloads=["fixed"], peers=["trl"], missing=True, limit_s=1)
+    file = tmp_path / "peers.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers.measure(flags, file)
+    assert json.loads(file.read_text())["fixed"]["jaxrlhf"]["to_first_step_s"] == 9.0, "what was done is written"
+    bench_peers.measure(flags, file)
+    bench_peers.measure(flags, file)
+    ours = [["fixed", "jaxrlhf"], ["fixed", "jaxrlhf", "--steps=again"]]
+    assert asked == [*ours, *ours, ["fixed", "trl"]], "ours was not whole, and nothing is done twice"
+    assert json.loads(file.read_text())["fixed"]["jaxrlhf"]["kept_to_first_step_s"] == 5.0
+
+
+def test_a_run_whose_second_process_fails_keeps_its_figures():
+    runs = [record(2.0, to_first_step_s=3.0, kept_failed="killed"), record(4.0, kept_to_first_step_s=1.0)]
+    assert bench_peers.summary(runs)["step_s"] == 3.0
+    assert bench_peers.summary(runs)["kept_to_first_step_s"] == 1.0
+
+
+@pytest.fixture
+def chatting(tmp_path, monkeypatch):
+    """A small checkpoint with a chat template."""
+    tokenizer = embedded_tokenizer()
+    monkeypatch.setitem(bench.PRESETS, "chatting", bench.Preset(64, 2, 4, 2, 128, len(tokenizer), tied=True))
+    place = bench.checkpoint("chatting", tmp_path)
+    tokenizer.save_pretrained(str(place))
+    return place
+
+
+def test_records_of_chat_workloads_are_right_and_fit(chatting, tmp_path):
+    workload = replace(chat.WORKLOADS["smollm2_dpo"], prompts=2, prompt_tokens=380, new_tokens=175)
+    file = chat.records_file(workload, tmp_path, chatting)
+    assert chat.records_file(workload, tmp_path, chatting) == file
+    records = chat.read_records(file, count=2 * chat.STEPS)
+    tokenizer = embedded_tokenizer()
+    for each in records:
+        assert 304 <= len(tokenizer(each["text"], add_special_tokens=False)["input_ids"]) <= 380
+        sums = re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", each["solution"])
+        assert all(int(a) + (int(b) if sign == "+" else -int(b)) == int(c) for a, sign, b, c in sums)
+        assert sums[-1][-1] == each["answer"] and each["solution"].endswith(f"#### {each['answer']}")
+        assert each["rejected"] != each["solution"] and not each["rejected"].endswith(f"#### {each['answer']}")
+    assert len({each["text"] for each in records}) == len(records)
+    with pytest.raises(ValueError, match="has 16 records, and 18 are wanted: at most 8 steps"):
+        chat.read_records(file, count=18)
+    with pytest.raises(ValueError, match="take other limits"):
+        chat.records(replace(workload, prompt_tokens=20), tokenizer, count=1)
+
+
+def test_responses_of_chat_workloads_cannot_end_early(chatting):
+    tokenizer = chat.endless_tokenizer(chatting)
+    assert tokenizer.eos_token_id == len(embedded_tokenizer()), "past the model's vocabulary"
+    assert tokenizer.pad_token_id < len(embedded_tokenizer()) and tokenizer.padding_side == "left"
+    assert chat.lowercase_share("", "ab 1", None, None) == 0.5 and chat.lowercase_share("", "", None, None) == 0.0
+
+
+@pytest.mark.slow
+def test_chat_workloads_run_and_read_the_model_that_transformers_reads(chatting, tmp_path):
+    scripts = Path(bench.__file__).parent
+    flags = ["--models", str(tmp_path), "--model", str(chatting), "--prompts", "2", "--new-tokens", "175"]
+
+    def printed(script, workload, *further):
+        sizes = ["--workload", workload, "--prompt-tokens", "380", *flags]
+        return bench.printed([sys.executable, str(scripts / script), *sizes, *further])
+
+    ours = printed("bench_chat.py", "smollm2_sft", "--logp", "2")
+    theirs = printed("peers/trl_logp.py", "smollm2_sft", "--rows", "2")
+    assert chat.largest_difference(ours["logp"], theirs["logp"]) < 1e-4
+    with pytest.raises(ValueError, match="differ by up to"):
+        chat.largest_difference(ours["logp"], [0.0, 0.0])
+    for workload in ("smollm2_sft", "smollm2_dpo"):
+        ours = printed("bench_chat.py", workload, "--steps", "2")
+        theirs = printed(f"peers/trl_{workload[-3:]}.py", workload, "--micro", "2", "--warmup", "1", "--steps", "1")
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4), "of the same records, in their order"
+        assert len(ours["step_ends"]) == len(theirs["step_ends"]) == 2 and "generate_s" not in ours
