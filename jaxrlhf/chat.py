@@ -36,7 +36,7 @@ def main() -> None:
             ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, a Hugging Face directory or hub id, or a server's address")
+    command.add_argument("policy", help="a run's workdir, a directory, GGUF file or hub id, or a server's address")
     command.add_argument("--vision", action="store_true", help="load the policy with its vision tower")
     command.add_argument("--model", help="name of a server's model; default: its first")
     command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")

@@ -19,7 +19,7 @@ def main() -> None:
             ("--config ppo_gsm8k --policy Qwen/Qwen2.5-0.5B-Instruct", "of a checkpoint of the hub"),
         ],
     )
-    command.add_argument("--policy", default=None, help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("--policy", default=None, help="a run's workdir, Hugging Face directory, GGUF file or hub id")
     command.add_argument("--step", type=int, default=None, help="checkpoint of the run; default: the newest")
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")
     command.add_argument("--show", type=int, default=5, help="answers to print")

@@ -70,7 +70,7 @@ def main() -> None:
             ("runs/my_run train.jsonl best.jsonl --samples 8 --best --config my_run.py", "by the rewards of a run"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
     command.add_argument("prompts", help="file of prompts: .jsonl, .jsonl.gz or .parquet")
     command.add_argument("out", help="file of completions: .jsonl or .parquet")
     command.add_argument(

@@ -22,7 +22,7 @@ def main() -> None:
             ("Qwen/Qwen2.5-0.5B-Instruct --port 9000 --slots 64", "a checkpoint of the hub"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
     command.add_argument("--vision", action="store_true", help="with its vision tower: chats may have images")
     command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's")
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")

@@ -40,7 +40,7 @@ def write_completions(
     """Answer the training problems of a configuration and write them, with their records.
 
     Args:
-      policy: A run's workdir, or a Hugging Face directory or hub id.
+      policy: A run's workdir, a Hugging Face directory, a GGUF file, or a hub id.
       out: A new `.jsonl` file, to which a step's completions are added at a time, or `.parquet`.
       step: Step of a run's checkpoint; None is the newest.
       samples: Answers per prompt.
