@@ -77,11 +77,14 @@ def train(trainer: Any, batch_of: Callable[[list[dict[str, Any]]], Any], *, rows
         return buffer(*args, loss=loss, **named)
 
     def end() -> None:
+        if trainer._buffered_train_metrics is None:  # it closes
+            return written()
         losses.append(round(float(np.mean(trainer._buffered_train_metrics.losses)), 5))
         written()
         CLOCK.end_step()
 
-    CLOCK.watch(trainer, "_prepare_inputs", PREPARE, after=prepared)
+    prepares = PREPARE if hasattr(trainer, "ref_model") else None
+    CLOCK.watch(trainer, "_prepare_inputs", lambda *_: prepares, after=prepared)
     trainer._buffer_metrics, trainer._write_train_metrics = buffered, end
     CLOCK.begin()
     with jax.set_mesh(tunix_model.MESH):
