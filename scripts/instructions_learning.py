@@ -133,7 +133,7 @@ def judged(ends: dict[str, Answers], model: str) -> dict[str, dict[str, float]]:
     def logp(token_RW: Any) -> Any:
         position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
         hidden = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW)).hidden_RWD
-        return models.token_logp(params, config, hidden, token_RW, temperature=1.0).logp_RW
+        return models.token_logp(params, config, hidden, token_RW, temperature=1.0).logp
 
     def rows(topic: str, response: str) -> tuple[list[int], int]:
         chat = [{"role": "user", "content": f"Write a short sentence about {topic}."}]

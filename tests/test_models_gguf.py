@@ -81,6 +81,19 @@ def test_transformers_reads_the_same_model(kind, tmp_path):
     np.testing.assert_allclose(our_logits(params, config, token_RW, *plain(token_RW)), expected, atol=1e-4)
 
 
+def test_what_transformers_saves_of_a_file_is_a_checkpoint(tmp_path):
+    """Its config.json goes on to name the file and the method, though its weights are quantised no more."""
+    file, model = write_kind(tmp_path / "m.gguf", "llama")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    fresh = type(read)(read.config)
+    fresh.load_state_dict(read.state_dict())
+    fresh.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]["quant_method"] == "gguf"
+    config = models.read_config(tmp_path / "saved")
+    params = models.load_params(tmp_path / "saved", config, "lm")
+    np.testing.assert_array_equal(params["embed"][: SIZES["vocab_size"]], model.model.embed_tokens.weight.detach())
+
+
 @pytest.mark.parametrize("kind", DEQUANTISED, ids=lambda kind: kind.name)
 def test_slices_of_every_type_are_those_of_the_whole(kind):
     block, size = GGML_QUANT_SIZES[kind]

@@ -34,7 +34,7 @@ class GgufTensors:
         ours: dict[str, str] = {}
         for name in tensor_shapes(self._config, "lm", stored_tensors(self._config, "lm")):
             theirs = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if theirs in self._header.tensors:
+            if theirs is not None and theirs in self._header.tensors:
                 ours[name] = theirs
         others = self._header.tensors.keys() - set(ours.values()) - _READ_ELSEWHERE
         self._names = ours | {name: name for name in sorted(others)}

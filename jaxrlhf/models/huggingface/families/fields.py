@@ -8,6 +8,7 @@ from jaxrlhf.config import Refusal
 # Descriptions of the file and defaults of training or generation: nothing of a forward pass.
 _HARMLESS = {
     *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path", "transformers_version"),
+    *("_model_name_or_path",),  # which transformers takes from a GGUF file
     *("torch_dtype",),
     *("dtype", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
     *("tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
@@ -29,6 +30,8 @@ _OFF = {
 }
 _DEQUANTISED = ("mxfp4", "fp8")
 """Values of `quant_method` whose tensors `quantized_files` reads."""
+_PLAIN = ("gguf",)
+"""Values of `quant_method` in directories whose tensors are not quantised: transformers saved what it dequantised."""
 
 
 class Fields:
@@ -85,7 +88,7 @@ class Fields:
             if self._given.get(name):
                 raise self.error(f"{name}={self._given[name]!r}", f"no {self._family} decoder computes that")
         method = (self._given.get("quantization_config") or {}).get("quant_method", _DEQUANTISED[0])
-        if method not in _DEQUANTISED:
+        if method not in (*_DEQUANTISED, *_PLAIN):
             raise self.error(
                 f"quantization_config={self._given['quantization_config']!r}",
                 f"{' and '.join(_DEQUANTISED)} are read, by dequantising; give other checkpoints in bfloat16",
