@@ -3,9 +3,9 @@
     python scripts/tools/get_smollm2.py models
     python -m jaxrlhf.train --config grpo_instructions.py
 
-A prompt asks for something about a topic in at most 15 words, and gives one instruction on its form, later two: only
-lowercase letters, exactly five words, a list of three points, JSON with two keys, and eight more. The rewards are plain
-functions below. Topics and pairs of instructions of the evaluation are in no training prompt.
+A prompt asks for a short sentence about a topic, and gives one instruction on its form, later two: only lowercase
+letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are plain functions
+below. Topics and pairs of instructions of the evaluation are in no training prompt.
 
 Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for instructions that can be verified; Shao et al. 2024
 (arXiv:2402.03300) for GRPO.
@@ -24,7 +24,6 @@ from jaxrlhf.config import (
     Evaluation,
     FunctionReward,
     Generated,
-    KLInLoss,
     Optimizer,
     Pretrained,
     Rewards,
@@ -35,7 +34,8 @@ from jaxrlhf.config import (
 )
 
 MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 44, 16, 8
+STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 56, 16, 8
+SINGLE_SHARE = {"train": 0.4, "evaluation": 0.5}
 MOST_WORDS, OWN_WORDS, MOST_REPETITIONS = 20, 2, 3
 
 TRAIN_TOPICS = (
@@ -53,7 +53,7 @@ TRAIN_TOPICS = (
         "rain",
         "apples",
     ),
-    *("books", "horses", "islands", "clocks", "cheese", "forests", "football", "dreams", "mirrors", "salt", "boats"),
+    *("books", "horses", "valleys", "clocks", "cheese", "forests", "football", "dreams", "mirrors", "salt", "boats"),
     *("dogs", "mountains", "paper", "schools", "honey", "shoes", "stars", "tea", "cities", "doctors", "gold", "birds"),
     *("painting", "potatoes", "robots", "sleep", "snow", "teachers", "whales", "windows", "wool", "bicycles", "fire"),
     *("bees", "letters", "maps", "markets", "milk", "museums", "oranges", "pianos", "rice", "roses", "sharks", "soup"),
@@ -95,7 +95,8 @@ def near(count: int, wanted: int) -> float:
 
 
 def lowercase(response: str, argument: str, topic: str) -> float:
-    return share([word == word.lower() for word in words_of(response)])
+    lower = [word == word.lower() for word in words_of(response)]
+    return 0.5 * share(lower) + 0.5 * share(lower[:1])  # a sentence's first word is the one that has a capital
 
 
 def capitals(response: str, argument: str, topic: str) -> float:
@@ -151,10 +152,6 @@ def question(response: str, argument: str, topic: str) -> float:
     return 1.0 if response.rstrip(' "').endswith("?") else 0.3 * ("?" in response)
 
 
-def avoids(response: str, word: str, topic: str) -> float:
-    return 1 / (1 + [each.lower() for each in words_of(response)].count(word))
-
-
 class Kind(NamedTuple):
     """A kind of instruction.
 
@@ -173,39 +170,34 @@ KINDS = {
     "lowercase": Kind("Write only lowercase letters, like this: we like {topic}.", lowercase),
     "capitals": Kind("WRITE IT IN CAPITAL LETTERS, LIKE THIS: WE LIKE {TOPIC}.", capitals),
     "no_comma": Kind("Do not use any comma.", no_comma),
-    "words": Kind("Write exactly {} words.", exact_words, ("4", "5", "6", "7")),
+    "words": Kind("Use exactly {} words.", exact_words, ("4", "5", "6")),
     "begins": Kind('Begin with the word "{}".', begins, ("Today", "Yes", "Maybe", "Look", "Once", "Sometimes")),
-    "ends": Kind('The last word is "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
+    "ends": Kind('End with the word "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
     "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2", "3")),
     "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2", "3")),
     "json": Kind('Answer in JSON, like this: {{"{}": "...", "{}": "..."}}', json_keys, ("name fact", "what why")),
     "quoted": Kind('Write it "in double quotes".', quoted),
     "question": Kind("Write it as a question.", question),
-    "avoids": Kind('Do not use the word "{}".', avoids, ("the", "and", "are", "is")),
 }
 CONFLICTS = {
     *(("lowercase", "capitals"), ("words", "points"), ("words", "json"), ("words", "repeats"), ("points", "json")),
     *(("begins", "points"), ("begins", "json"), ("ends", "json"), ("json", "quoted"), ("json", "question")),
     *(("points", "quoted"), ("points", "question"), ("ends", "question"), ("no_comma", "json"), ("capitals", "json")),
-    *(("lowercase", "json"), ("json", "avoids"), ("repeats", "json")),
+    *(("lowercase", "json"), ("repeats", "json"), ("repeats", "points")),
 }
 PAIRS = [pair for pair in combinations(KINDS, 2) if pair not in CONFLICTS and tuple(reversed(pair)) not in CONFLICTS]
-HELD_OUT_PAIRS = PAIRS[2::5]
+HELD_OUT_PAIRS = PAIRS[2::4]
 TRAIN_PAIRS = [pair for pair in PAIRS if pair not in HELD_OUT_PAIRS]
 
 
-def prompts(split: str, count: int, seed: int, *, single_share: float = 0.5) -> list[dict[str, Any]]:
-    """Prompts of a split: those with one instruction first, then those with two.
-
-    Args:
-      single_share: Share of the prompts that have one instruction.
-    """
+def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts of a split: those with one instruction first, then those with two."""
     dice = random.Random(f"{seed} {split}")
     held_out = split == "evaluation"
     records = []
     for number in range(count):
         topic = dice.choice(HELD_OUT_TOPICS if held_out else TRAIN_TOPICS)
-        if number < single_share * count:
+        if number < SINGLE_SHARE[split] * count:
             kinds: tuple[str, ...] = (list(KINDS)[number % len(KINDS)],)
         else:
             kinds = dice.choice(HELD_OUT_PAIRS if held_out else TRAIN_PAIRS)
@@ -269,10 +261,7 @@ def get_config() -> Config:
         rewards=Rewards(
             parts=(FunctionReward("grpo_instructions.py:follows"), FunctionReward("grpo_instructions.py:comes_near"))
         ),
-        algorithm=GRPO(
-            responses_per_update=PROMPTS_PER_STEP * RESPONSES_PER_PROMPT,
-            kl=KLInLoss(coefficient=0.02, estimator="k3"),
-        ),
+        algorithm=GRPO(responses_per_update=PROMPTS_PER_STEP * RESPONSES_PER_PROMPT // 2, old_logp="bypass"),
         rollout=Rollout(
             prompts_per_step=PROMPTS_PER_STEP,
             responses_per_prompt=RESPONSES_PER_PROMPT,
@@ -281,9 +270,9 @@ def get_config() -> Config:
             sampling=Sampling(temperature=0.9),
         ),
         actor=Training(
-            optimizer=Optimizer(learning_rate=2e-5, warmup_updates=4, weight_decay=0.0),
-            tokens_per_microbatch=2048,
+            optimizer=Optimizer(learning_rate=4e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
+            tokens_per_microbatch=1024,
         ),
         steps=STEPS,
-        evaluation=Evaluation(every_steps=11, problems=192),
+        evaluation=Evaluation(every_steps=14, problems=192),
     )

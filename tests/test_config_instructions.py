@@ -41,7 +41,6 @@ RIGHT = [
     (("json", "name fact"), '{"name": "Cats", "fact": "They sleep a lot"}'),
     (("quoted", ""), '"Cats sleep all day."'),
     (("question", ""), "Why do cats purr?"),
-    (("avoids", "the"), "Cats sleep near windows."),
 ]
 WRONG = [
     (("lowercase", ""), "My cats sleep all day."),
@@ -62,7 +61,6 @@ WRONG = [
     (("json", "name fact"), '{"name": "Cats sleeping", "fact": ""}'),
     (("quoted", ""), 'They said "cats sleep all day."'),
     (("question", ""), "Why do cats purr? They are happy."),
-    (("avoids", "the"), "Cats sleep near the window."),
     (("no_comma", ""), ""),
     (("no_comma", ""), "Dogs sleep and eat."),
     (("no_comma", ""), "Cats."),
@@ -106,7 +104,7 @@ def test_topics_and_pairs_of_the_evaluation_are_in_no_training_prompt():
         for split in (train, held_out)
     ]
     assert not topics[0] & topics[1] and not pairs[0] & pairs[1] and len(pairs[1]) >= 8
-    singles = {one["instructions"][0][0] for one in train[:1000]}
+    singles = {one["instructions"][0][0] for one in train[:800]}
     assert singles == set(task["KINDS"]) and len(singles) >= 8
     counts = [len(one["instructions"]) for one in train]
     assert counts == sorted(counts) and set(counts) == {1, 2}
