@@ -13,7 +13,7 @@ import torch
 from real_claims.logits import their_model
 from real_claims.runs import Figures, Given, questions
 
-PROMPTS, TOKENS, CONTEXT, SLOTS = 64, 48, 512, 32
+PROMPTS, TOKENS, CONTEXT, SLOTS, BATCH = 64, 48, 512, 32, 16
 
 
 def messages(given: Given) -> list[list[dict[str, str]]]:
@@ -75,20 +75,19 @@ def generated(given: Given, prompts: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 def expected(model: Any, prompts: Sequence[Sequence[int]], end: int) -> list[list[int]]:
-    """Answers of transformers, one prompt after another, so that none is padded."""
-    answers = []
-    for prompt in prompts:
-        token_1W = torch.tensor([list(prompt)])
-        whole = model.generate(
-            token_1W,
-            attention_mask=torch.ones_like(token_1W),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=end,
-            pad_token_id=end,
-        )
-        answers.append(whole[0, len(prompt) :].tolist())
-    return answers
+    """Answers of transformers, in batches of prompts of similar length, which are padded on the left."""
+    answers: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    for start in range(0, len(order), BATCH):
+        batch = order[start : start + BATCH]
+        width = max(len(prompts[number]) for number in batch)
+        token_BT = torch.tensor([[end] * (width - len(prompts[n])) + list(prompts[n]) for n in batch])
+        real_BT = torch.tensor([[0] * (width - len(prompts[n])) + [1] * len(prompts[n]) for n in batch])
+        how: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+        whole_BT = model.generate(token_BT, attention_mask=real_BT, **how)
+        for number, answer in zip(batch, whole_BT[:, width:].tolist(), strict=True):
+            answers[number] = answer[: answer.index(end) + 1] if end in answer else answer
+    return [answers[number] for number in range(len(prompts))]
 
 
 def margin(model: Any, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]) -> float:
