@@ -35,6 +35,8 @@ FUNCTIONS = {
     "quantised": "adapters:quantised",
     "dpo": "preferences:dpo",
     "reward_model": "preferences:reward_model",
+    "grpo_gsm8k": "gsm8k:grpo",
+    "ppo_gsm8k": "gsm8k:ppo",
     "killed": "resumed:killed",
     "stale": "resumed:stale",
     "devices": "devices:measure",

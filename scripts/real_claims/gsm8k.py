@@ -82,7 +82,7 @@ def _job(given: Given, name: str) -> tuple[Config, Figures]:
     config = config_of(given, name)
     train(config)
     steps = records(config.folder / "metrics.jsonl")
-    losses = [record["actor/loss"] for record in records(config.folder / "cold_start" / "metrics.jsonl")]
+    losses = curve(config.phases[0], "actor/loss")
     phases = {
         phase: round(float(np.median([step[f"time/{phase}_s"] for step in steps[1:]])), 1)
         for phase in ("step", "generate", "prepare", "update")
@@ -103,7 +103,8 @@ def grpo(given: Given) -> Figures:
     """Run `grpo_gsm8k` after supervised updates, whose first loss is compared with transformers'."""
     config, found = _job(given, "grpo_gsm8k")
     theirs = their_loss(given, config)
-    return found | {"their_first_loss": theirs, "loss_gap": abs(found["losses"][0] - theirs)}
+    first = curve(config.phases[0], "actor/loss")[0]
+    return found | {"losses_first": first, "their_first_loss": theirs, "loss_gap": abs(first - theirs)}
 
 
 def ppo(given: Given) -> Figures:
