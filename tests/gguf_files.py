@@ -41,7 +41,8 @@ def write_gguf(
     *,
     matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     template: str | None = TEMPLATE,
-    more: dict[str, int] | None = None,
+    more: dict[str, int | list[int]] | None = None,
+    cut: str = "default",
 ) -> Path:
     """Write a model of transformers, with a byte-level vocabulary.
 
@@ -49,6 +50,7 @@ def write_gguf(
       matrices: Type of the matrices; vectors are float32, as the converter has them.
       template: Chat template; None writes none.
       more: Further numbers of the architecture, or others in their place.
+      cut: Name of the rules that cut text before byte-pair encoding.
     """
     config = model.config
     writer = gguf.GGUFWriter(file, architecture)
@@ -57,7 +59,8 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in (more or {}):
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // 4)
     writer.add_value_length(config.head_dim if hasattr(config, "head_dim") else config.hidden_size // 4)
@@ -68,9 +71,10 @@ def write_gguf(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     for name, number in (more or {}).items():
-        writer.add_uint32(f"{architecture}.{name}", number)
+        add = writer.add_array if isinstance(number, list) else writer.add_uint32
+        add(f"{architecture}.{name}", number)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(cut)
     writer.add_token_list([*SPECIAL, *letters(), "ab"])
     writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * 257)
     writer.add_token_merges(["a b"])

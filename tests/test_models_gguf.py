@@ -37,10 +37,8 @@ def cache(monkeypatch, tmp_path_factory):
     from jaxrlhf.models.huggingface import gguf_folder
 
     gguf_folder._place.cache_clear()
-    gguf_folder._directory.cache_clear()
     yield folder / "jaxrlhf" / "gguf"
     gguf_folder._place.cache_clear()
-    gguf_folder._directory.cache_clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,6 +236,18 @@ def test_other_architectures_are_refused_by_name(tmp_path):
 def test_models_that_are_not_computed_are_refused(more, said, tmp_path):
     file, _ = write_kind(tmp_path / "m.gguf", "llama", more=more)
     assert said in refusal_of(file)
+
+
+def test_layers_that_differ_are_refused(tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "llama", more={"attention.head_count_kv": [2, 2, 1]})
+    assert "llama.attention.head_count_kv as a list, so its layers differ" in refusal_of(file)
+
+
+def test_rules_of_cutting_text_that_are_not_known_are_told_each_time(tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "llama", cut="poro-chat")
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="by the rules of 'poro-chat', which are not known"):
+            resolve(file)
 
 
 def test_a_missing_value_and_a_missing_tensor_are_named(tmp_path):

@@ -21,13 +21,20 @@ _GOOGLE = "0x1ae0"
 """PCI vendor of TPUs."""
 
 
+def _read(file: Path) -> str:
+    """The text of a file, empty where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
 def chips_are_here() -> bool:
     """Return whether the machine has a GPU or TPU, or an installed plugin of JAX is for other chips."""
-    vendors = _PCI_DEVICES.glob("*/vendor")
     others = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" not in plugin.name]
     return (
         any(Path(file).exists() for file in _CHIP_FILES)
-        or any(vendor.read_text().strip() == _GOOGLE for vendor in vendors)
+        or any(_read(vendor) == _GOOGLE for vendor in _PCI_DEVICES.glob("*/vendor"))
         or "JAX_FORCE_TPU_INIT" in os.environ
         or len(others) > 0
     )

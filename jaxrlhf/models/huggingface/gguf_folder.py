@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LINK = "model.gguf"
 """Link in the directory to the file itself."""
 SUFFIX = ".gguf"
+_NOTICE = "notice.txt"
+"""File of a warning that is given whenever the directory is used."""
 _VERSION = 1
 """Number that changes with what is written into a directory."""
 _SMOLLM = "smollm"
@@ -39,28 +41,40 @@ def as_directory(file: Path) -> Path:
     Raises:
       Refusal: The file is no GGUF file, is damaged or cut, or holds a model that is not read.
     """
-    status = file.stat()
-    return _directory(file.absolute(), status.st_size, status.st_mtime_ns)
+    file, status = file.absolute(), file.stat()
+    facts = f"{file} {status.st_size} {status.st_mtime_ns} {_VERSION}"
+    folder = _place() / f"{file.stem}-{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}"
+    if not (folder / "config.json").is_file():
+        _describe(file, folder)
+    if (folder / _NOTICE).is_file():
+        warnings.warn((folder / _NOTICE).read_text(), RuntimeWarning, stacklevel=2)
+    return folder
 
 
-@cache
-def _directory(file: Path, size: int, written_ns: int) -> Path:
-    digest = hashlib.blake2b(f"{file} {size} {written_ns} {_VERSION}".encode(), digest_size=8).hexdigest()
-    folder = _place() / f"{file.stem}-{digest}"
-    if (folder / "config.json").is_file():
-        return folder
+def _describe(file: Path, folder: Path) -> None:
+    """Write the directory of a file; it takes its place when it is whole."""
     header = read_header(file)
     fields, tokenizer = config_fields(header), _tokenizer(header)
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         tokenizer.save_pretrained(made)
         (made / LINK).symlink_to(file)
+        if not _cuts_text_by_known_rules(header):
+            (made / _NOTICE).write_text(
+                f"{file} cuts text by the rules of {header.values['tokenizer.ggml.pre']!r}, which are not known, and "
+                "is read with GPT-2's; give another tokenizer with --tokenizer if its tokens differ"
+            )
         (made / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
         if not folder.exists():  # another process may have been as quick
             os.replace(made, folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return folder
+
+
+def _cuts_text_by_known_rules(header: Header) -> bool:
+    """Return whether text is cut before byte-pair encoding by rules that the tokenizer here has."""
+    of_bytes = header.values.get("tokenizer.ggml.model") == "gpt2"
+    return not of_bytes or header.values.get("tokenizer.ggml.pre", "default") in _PRE_TOKENIZERS
 
 
 @cache
@@ -104,13 +118,6 @@ def _tokenizer(header: Header) -> "PreTrainedTokenizerBase":
     if kind == "gpt2" and cut == _SMOLLM:  # made as GPT-2's, which cuts line breaks before a digit apart
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif kind == "gpt2" and cut not in _PRE_TOKENIZERS:
-        warnings.warn(
-            f"{header.file} cuts text by the rules of {cut!r}, which are not known, and is read with GPT-2's; give "
-            "another tokenizer with --tokenizer if its tokens differ",
-            RuntimeWarning,
-            stacklevel=2,
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -42,7 +42,13 @@ class Header:
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key of the architecture, such as `block_count`."""
-        return self.values.get(f"{self.architecture}.{key}", default)
+        value = self.values.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, list):
+            raise Refusal(
+                f"{self.file} has {self.architecture}.{key} as a list, so its layers differ; such models are not read "
+                "from GGUF: give the model's safetensors"
+            )
+        return value
 
     def need(self, key: str) -> Any:
         """The value of a key of the architecture that has to be there."""
@@ -121,8 +127,20 @@ def config_fields(header: Header) -> dict[str, Any]:
     """Fields of the config.json of the model in a GGUF file.
 
     Raises:
-      Refusal: A value is missing, or the model has something that its architecture's decoder does not compute.
+      Refusal: A value is missing or senseless, or the model has something that its architecture's decoder does not
+        compute.
     """
+    try:
+        return _shared_fields(header) | ARCHITECTURES[header.architecture](header)
+    except (TypeError, ArithmeticError, IndexError) as error:  # of a text in place of a number, of no heads, of one row
+        raise Refusal(
+            f"{header.file} has values that no {header.architecture} model can have ({reason_of(error)}); download it "
+            "again"
+        ) from error
+
+
+def _shared_fields(header: Header) -> dict[str, Any]:
+    """Fields of config.json that all architectures have."""
     heads, width = header.need("attention.head_count"), header.need("embedding_length")
     head_dim = header.take("attention.key_length", width // heads)
     rotated = header.take("rope.dimension_count", head_dim)
@@ -135,7 +153,7 @@ def config_fields(header: Header) -> dict[str, Any]:
     if "token_embd.weight" not in header.tensors:
         raise Refusal(f"{header.file} has no token_embd.weight, so it holds no whole model; give another file")
     ends = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    shared = {
+    return {
         "vocab_size": int(header.tensors["token_embd.weight"].shape[1]),
         "hidden_size": width,
         "intermediate_size": header.need("feed_forward_length"),
@@ -151,7 +169,6 @@ def config_fields(header: Header) -> dict[str, Any]:
         "pad_token_id": header.values.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
-    return shared | ARCHITECTURES[header.architecture](header)
 
 
 def _shortest(value: float) -> float:
