@@ -41,15 +41,15 @@ def write_gguf(
     *,
     matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     template: str | None = TEMPLATE,
-    more: dict[str, int | list[int]] | None = None,
-    cut: str = "default",
+    more: dict[str, Any] | None = None,
+    cut: str = "gpt-2",
 ) -> Path:
     """Write a model of transformers, with a byte-level vocabulary.
 
     Args:
       matrices: Type of the matrices; vectors are float32, as the converter has them.
       template: Chat template; None writes none.
-      more: Further numbers of the architecture, or others in their place.
+      more: Further values of the architecture.
       cut: Name of the rules that cut text before byte-pair encoding.
     """
     config = model.config
@@ -71,8 +71,8 @@ def write_gguf(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     for name, number in (more or {}).items():
-        add = writer.add_array if isinstance(number, list) else writer.add_uint32
-        add(f"{architecture}.{name}", number)
+        adds = {list: writer.add_array, float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
+        adds[type(number)](f"{architecture}.{name}", number)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(cut)
     writer.add_token_list([*SPECIAL, *letters(), "ab"])

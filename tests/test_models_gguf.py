@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import gguf
 import jax
@@ -16,9 +17,12 @@ from test_models_transformers import our_logits, plain
 from transformers import AutoModelForCausalLM
 
 from jaxrlhf import models
+from jaxrlhf.checkpoint.identity import identity
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.rendering import ChatTemplate
 from jaxrlhf.data.tokenizer import load_tokenizer
+from jaxrlhf.models.huggingface import gguf_folder
+from jaxrlhf.models.huggingface.gguf_header import config_fields, read_header
 from jaxrlhf.models.huggingface.gguf_tensors import GgufTensor
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import check_params
@@ -34,8 +38,6 @@ def cache(monkeypatch, tmp_path_factory):
     """Folder that descriptions are kept in."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    from jaxrlhf.models.huggingface import gguf_folder
-
     gguf_folder._place.cache_clear()
     yield folder / "jaxrlhf" / "gguf"
     gguf_folder._place.cache_clear()
@@ -238,6 +240,66 @@ def test_models_that_are_not_computed_are_refused(more, said, tmp_path):
     assert said in refusal_of(file)
 
 
+@pytest.mark.parametrize(
+    "values, rope",
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.factor": 1.0}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_scaling_of_rotary_positions(values, rope, tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "qwen2", more=values)
+    fields = json.loads((resolve(file) / "config.json").read_text())
+    assert fields["rope_parameters"] == {"rope_theta": 1e6, **rope}
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.yarn_beta_fast", "rope.scaling.attn_factor", "attention.scale"])
+def test_factors_that_are_not_read_are_refused(key, tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "qwen2", more={key: 2.0})
+    assert f"has qwen2.{key}" in refusal_of(file)
+
+
+@pytest.mark.parametrize("layers, scalar", [(46, 24), (3, 16)])
+def test_the_largest_gemma_scales_queries_by_its_width(layers, scalar, tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "gemma2", sizes={"hidden_size": 96, "num_attention_heads": 4})
+    header = read_header(file)
+    changed = replace(header, values=header.values | {"gemma2.block_count": layers})
+    assert config_fields(changed)["query_pre_attn_scalar"] == scalar
+
+
+def test_a_resumed_run_tells_another_file_by_its_weights(tmp_path):
+    file, _ = write_kind(tmp_path / "m.gguf", "qwen2")
+    before = identity(file)
+    assert set(before) == {"config.json", "model.gguf"}
+    write_kind(file, "qwen2", sizes={"initializer_range": 0.5})
+    after = identity(file)
+    assert after["config.json"] == before["config.json"] and after["model.gguf"] != before["model.gguf"]
+
+
+def test_two_processes_may_describe_a_file_at_once(tmp_path, cache):
+    file, _ = write_kind(tmp_path / "m.gguf", "qwen2")
+    folder = resolve(file)
+    (folder / "config.json").unlink()  # as a cleaner of caches may
+    assert (resolve(file) / "config.json").is_file()
+    gguf_folder._describe(file, folder)  # which another process has written by now
+    assert (folder / "config.json").is_file() and list(cache.iterdir()) == [folder]
+
+
+def test_files_of_the_other_byte_order_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "in the other byte order" in refusal_of(tmp_path / "m.gguf")
+
+
 def test_layers_that_differ_are_refused(tmp_path):
     file, _ = write_kind(tmp_path / "m.gguf", "llama", more={"attention.head_count_kv": [2, 2, 1]})
     assert "llama.attention.head_count_kv as a list, so its layers differ" in refusal_of(file)
@@ -246,7 +308,7 @@ def test_layers_that_differ_are_refused(tmp_path):
 def test_rules_of_cutting_text_that_are_not_known_are_told_each_time(tmp_path):
     file, _ = write_kind(tmp_path / "m.gguf", "llama", cut="poro-chat")
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="by the rules of 'poro-chat', which are not known"):
+        with pytest.warns(RuntimeWarning, match="by unknown rules, 'poro-chat'"):
             resolve(file)
 
 

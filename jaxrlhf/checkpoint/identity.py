@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 from jaxrlhf.checkpoint.pretrained import WEIGHTS
+from jaxrlhf.models.huggingface.gguf_folder import LINK
 from jaxrlhf.models.huggingface.hub import resolve
 
 PLACES, PLACE_BYTES = 1024, 4096
@@ -20,7 +21,7 @@ def identity(path: str | Path, *, fetch: bool = False) -> dict[str, str] | None:
       fetch: Download the weights of a hub id first.
     """
     directory = resolve(path, weights=fetch)
-    weights = sorted([*directory.glob("model*.safetensors"), *(directory / WEIGHTS).rglob("*")])
+    weights = sorted([*directory.glob("model*.safetensors"), *directory.glob(LINK), *(directory / WEIGHTS).rglob("*")])
     files = [file for file in (directory / "config.json", *weights) if file.is_file()]
     return {file.relative_to(directory).as_posix(): _digest(file) for file in files} if weights else None
 

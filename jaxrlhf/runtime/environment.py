@@ -35,7 +35,7 @@ def chips_are_here() -> bool:
     return (
         any(Path(file).exists() for file in _CHIP_FILES)
         or any(_read(vendor) == _GOOGLE for vendor in _PCI_DEVICES.glob("*/vendor"))
-        or "JAX_FORCE_TPU_INIT" in os.environ
+        or any(name in os.environ for name in ("JAX_FORCE_TPU_INIT", "PJRT_NAMES_AND_LIBRARY_PATHS"))
         or len(others) > 0
     )
 

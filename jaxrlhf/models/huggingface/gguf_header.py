@@ -1,7 +1,8 @@
 """The header of a GGUF file: its metadata as the fields of a config.json."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,12 @@ _LLAMA3_CONTEXT = 8192
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
 """Numbers that all published Llama 3 models share; a GGUF file has only the factors that follow from them."""
 _TOLERANCE = 1e-4
+_OF_OTHERS = ("attention.scale", "logit_scale", "embedding_scale", "residual_scale", "attention.clamp_kqv")
+"""Keys of factors that the decoders of these architectures do not have."""
+_OF_SCALING = ("type", "factor", "original_context_length", "finetuned")
+"""Keys of rotary scaling that are read, or say nothing of the forward pass."""
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>")
+"""Tokens that end a turn in some vocabulary, though the file may not say so."""
 _TOKEN_LISTS = ("tokens", "token_type", "merges", "scores")
 
 
@@ -89,20 +96,34 @@ def _read(file: Path, size: int, written_ns: int) -> Header:
 
     try:
         reader = Reader(file)
+        if reader.byte_order != "I":
+            raise ValueError("its numbers are in the other byte order, which is not read")
         values = {name: field.contents() for name, field in reader.fields.items()}
         tokens = {name: values.pop(key) for name in _TOKEN_LISTS if (key := f"tokenizer.ggml.{name}") in values}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, OSError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, OSError, RecursionError) as error:
         raise Refusal(f"{file} is damaged or cut short ({reason_of(error)}); download it again") from error
     header = Header(file, values, tokens, tensors)
-    _check(header, gguf)
+    with _senseless(header):
+        _check(header, gguf)
     return header
+
+
+@contextmanager
+def _senseless(header: Header) -> Iterator[None]:
+    """Refuse, in place of what Python raises, values that cannot be those of a model."""
+    try:
+        yield
+    except (TypeError, ArithmeticError, LookupError) as error:  # a text in place of a number, no heads, one dimension
+        raise Refusal(
+            f"{header.file} has values in its header that no model can have ({reason_of(error)}); download it again"
+        ) from error
 
 
 def _check(header: Header, gguf: Any) -> None:
     """Refuse other architectures, parts of files, and weights that are not dequantised."""
     named = header.values.get("general.architecture")
-    if named not in ARCHITECTURES:
+    if not isinstance(named, str) or named not in ARCHITECTURES:
         raise Refusal(
             f"{header.file} has architecture {named!r}; of GGUF files {', '.join(ARCHITECTURES)} are read: give the "
             "directory with the model's safetensors"
@@ -111,6 +132,12 @@ def _check(header: Header, gguf: Any) -> None:
         raise Refusal(
             f"{header.file} is one of {parts} parts; join them with `llama-gguf-split --merge`, and give the result"
         )
+    for key in _OF_OTHERS:
+        if header.take(key) not in (None, 0, 0.0, 1, 1.0):
+            raise Refusal(
+                f"{header.file} has {named}.{key}={header.take(key)}, which is not read from GGUF; give the model's "
+                "safetensors"
+            )
     if header.take("expert_count", 0):
         raise Refusal(f"{header.file} has experts, which are not read from GGUF; give the model's safetensors")
     for tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.values():
@@ -130,13 +157,8 @@ def config_fields(header: Header) -> dict[str, Any]:
       Refusal: A value is missing or senseless, or the model has something that its architecture's decoder does not
         compute.
     """
-    try:
+    with _senseless(header):
         return _shared_fields(header) | ARCHITECTURES[header.architecture](header)
-    except (TypeError, ArithmeticError, IndexError) as error:  # of a text in place of a number, of no heads, of one row
-        raise Refusal(
-            f"{header.file} has values that no {header.architecture} model can have ({reason_of(error)}); download it "
-            "again"
-        ) from error
 
 
 def _shared_fields(header: Header) -> dict[str, Any]:
@@ -152,7 +174,6 @@ def _shared_fields(header: Header) -> dict[str, Any]:
         )
     if "token_embd.weight" not in header.tensors:
         raise Refusal(f"{header.file} has no token_embd.weight, so it holds no whole model; give another file")
-    ends = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return {
         "vocab_size": int(header.tensors["token_embd.weight"].shape[1]),
         "hidden_size": width,
@@ -165,10 +186,18 @@ def _shared_fields(header: Header) -> dict[str, Any]:
         "rms_norm_eps": _shortest(header.need("attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": header.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        "eos_token_id": _ends(header) or None,
         "pad_token_id": header.values.get("tokenizer.ggml.padding_token_id"),
         "dtype": "float32",
     }
+
+
+def _ends(header: Header) -> list[int]:
+    """Ids of the tokens that end a text or a turn."""
+    said = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    known = {token: number for number, token in enumerate(header.tokens.get("tokens", []))}
+    found = [*said, *header.values.get("tokenizer.ggml.eos_token_ids", []), *map(known.get, _TURN_ENDS)]
+    return list(dict.fromkeys(int(end) for end in found if end is not None))
 
 
 def _shortest(value: float) -> float:
@@ -183,7 +212,13 @@ def _one_rope(header: Header) -> dict[str, Any]:
 
 def _scaling(header: Header) -> dict[str, Any]:
     """Stretching of rotary frequencies, in the names of `rope_parameters`."""
-    kind = header.take("rope.scaling.type", "none")
+    prefix = f"{header.architecture}.rope.scaling."
+    keys = {key.removeprefix(prefix) for key in header.values if key.startswith(prefix)}
+    if unread := sorted(keys - {*_OF_SCALING}):
+        raise Refusal(
+            f"{header.file} has {prefix}{unread[0]}, which is not read from GGUF; give the model's safetensors"
+        )
+    kind = header.take("rope.scaling.type", "linear")
     factor = header.take("rope.scaling.factor", header.take("rope.scale_linear", 1.0))
     if "rope_freqs.weight" in header.tensors:
         return _llama3_scaling(header)

@@ -1,4 +1,4 @@
-"""Directory of a checkpoint: a local one, a repository downloaded to the hub's cache, or what describes a GGUF file."""
+"""Directory of a checkpoint: a local one, the hub's cache of a repository, or the description of a GGUF file."""
 
 import functools
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
-from jaxrlhf.models.huggingface.gguf_folder import LINK as GGUF_LINK
 from jaxrlhf.models.huggingface.gguf_folder import SUFFIX as GGUF
 from jaxrlhf.models.huggingface.gguf_folder import as_directory as gguf_directory
 
@@ -17,7 +16,7 @@ _TIMEOUT_S = 5.0
 
 
 def resolve(path: str | Path, *, weights: bool = False) -> Path:
-    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache, a GGUF file described.
+    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache, a description of a GGUF.
 
     `a/b` beside an existing directory `a` is a local path, whatever the hub has. A hub id may end in a branch,
     tag or commit: `a/b@v1.0`.
@@ -55,7 +54,7 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
 def _check_no_gguf_alone(directory: Path) -> None:
     """Refuse a directory that has GGUF files in place of a checkpoint: which of the files is meant is not known."""
     files = sorted(directory.glob(f"*{GGUF}"))
-    if files and files[0].name != GGUF_LINK and not (directory / "config.json").is_file():
+    if files and not (directory / "config.json").is_file():
         raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
 
 

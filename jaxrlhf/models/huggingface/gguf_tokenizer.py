@@ -1,0 +1,110 @@
+"""The tokenizer in a GGUF file: made by transformers, with the ids, special tokens and rules that the file says."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.models.huggingface.gguf_header import Header
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_BYTES, _SENTENCEPIECE = "gpt2", "llama"
+"""Kinds of vocabularies, as GGUF files name them."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens that a text is searched for before all else."""
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Special tokens of transformers by their names in a GGUF file."""
+
+_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+"""Rules under which a word that is a token is not merged from parts, and texts begin with BOS unless the file says no.
+
+Source: ggml-org/llama.cpp, src/llama-vocab.cpp, as are the sets below.
+"""
+_SMOLLM = "smollm"
+_GPT2 = {"gpt-2", "phi-2", "mellum", "exaone4"}
+"""Rules of GPT-2, which transformers falls back on."""
+_NFC = {"qwen2", "deepseek-r1-qwen"}
+"""Rules of models whose own tokenizers normalise texts to NFC."""
+
+
+def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a GGUF file, with the file's chat template if it has one.
+
+    Raises:
+      Refusal: The file has no tokenizer, or one that transformers does not make.
+    """
+    given = {key.removeprefix("tokenizer."): value for key, value in header.values.items()}
+    given |= {f"ggml.{name}": listed for name, listed in header.tokens.items()}
+    tokens, rules = header.tokens.get("tokens", []), given.get("ggml.pre")
+    ids = {name: given.get(f"ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    try:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+        names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+        renamed = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+        backend, _ = convert_gguf_tokenizer(header.architecture, renamed)
+        mended = _mended(backend, header, given)
+        special = {name: tokens[number] for name, number in ids.items() if number is not None}
+    except ImportError as error:
+        raise Refusal(f"{header.file} needs a newer transformers: pip install 'jaxrlhf[gguf]'") from error
+    except Exception as error:  # what transformers and tokenizers raise of such files has no class of its own
+        raise Refusal(
+            f"transformers makes no tokenizer of {header.file} ({reason_of(error)}); give the directory with the "
+            "model's safetensors and tokenizer.json"
+        ) from error
+    return PreTrainedTokenizerFast(
+        tokenizer_object=mended,
+        chat_template=given.get("chat_template"),
+        add_bos_token=given.get("ggml.add_bos_token", given.get("ggml.model") == _SENTENCEPIECE or rules in _LLAMA3),
+        add_eos_token=given.get("ggml.add_eos_token", False),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def doubt_of(header: Header) -> str | None:
+    """A warning on a file that does not say how its tokenizer cuts text, or says so in words that are not known."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    rules = header.values.get("tokenizer.ggml.pre")
+    known = {_SMOLLM, *_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
+    if header.values.get("tokenizer.ggml.model") != _BYTES or rules in known:
+        return None
+    said = "does not say by which rules it cuts text" if rules is None else f"cuts text by unknown rules, {rules!r}"
+    return f"{header.file} {said}, and is read with GPT-2's; give another tokenizer with --tokenizer if tokens differ"
+
+
+def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tokenizer":
+    """The tokenizer with the file's own tokens under their ids, and no others.
+
+    transformers' classes bring special tokens of their own, behind the file's, and spell control tokens in bytes.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    made = json.loads(backend.to_str())
+    tokens, rules = header.tokens["tokens"], given.get("ggml.pre")
+    made["added_tokens"], made["post_processor"] = [], None
+    if given["ggml.model"] == _BYTES:
+        made["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
+        made["model"]["ignore_merges"] = rules in _LLAMA3
+        if rules in _NFC:
+            made["normalizer"] = {"type": "NFC"}
+        if rules == _SMOLLM:  # GPT-2's rules behind single digits, or line breaks before a digit would be cut apart
+            digits = {"type": "Digits", "individual_digits": True}
+            made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, made["pre_tokenizer"]]}
+    elif given.get("ggml.add_space_prefix") is False and made["pre_tokenizer"]["type"] == "Metaspace":
+        made["pre_tokenizer"]["prepend_scheme"] = "never"
+        made["decoder"]["decoders"] = [part for part in made["decoder"]["decoders"] if part["type"] != "Strip"]
+    mended = Tokenizer.from_str(json.dumps(made))
+    kinds, vocabulary = header.tokens.get("token_type", []), mended.get_vocab()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        found = [token for token, its in zip(tokens, kinds, strict=False) if its == kind and token in vocabulary]
+        add = mended.add_special_tokens if special else mended.add_tokens
+        add([AddedToken(token, normalized=False, special=special) for token in found])
+    if mended.get_vocab_size() != len(set(tokens)):
+        raise ValueError(f"{mended.get_vocab_size()} tokens were made of {len(set(tokens))}")
+    return mended
