@@ -36,7 +36,7 @@ from jaxrlhf.config import (
 MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 56, 16, 8
 SINGLE_SHARE = {"train": 0.4, "evaluation": 0.5}
-MOST_WORDS, OWN_WORDS, MOST_REPETITIONS = 20, 2, 3
+MOST_WORDS, MOST_CHARACTERS, OWN_WORDS, MOST_REPETITIONS = 20, 200, 2, 3
 
 TRAIN_TOPICS = (
     *(
@@ -54,11 +54,11 @@ TRAIN_TOPICS = (
         "apples",
     ),
     *("books", "horses", "valleys", "clocks", "cheese", "forests", "football", "dreams", "mirrors", "salt", "boats"),
-    *("dogs", "mountains", "paper", "schools", "honey", "shoes", "stars", "tea", "cities", "doctors", "gold", "birds"),
-    *("painting", "potatoes", "robots", "sleep", "snow", "teachers", "whales", "windows", "wool", "bicycles", "fire"),
+    *("dogs", "mountains", "paper", "schools", "honey", "shoes", "stars", "tea", "towns", "doctors", "gold", "birds"),
+    *("painting", "onions", "robots", "sleep", "snow", "teachers", "whales", "windows", "wool", "bicycles", "fire"),
     *("bees", "letters", "maps", "markets", "milk", "museums", "oranges", "pianos", "rice", "roses", "sharks", "soup"),
-    *("spiders", "summer", "swimming", "tigers", "tomatoes", "trees", "volcanoes", "wheat", "wolves", "farmers"),
-    *("deserts", "dancing", "elephants", "families", "glass", "houses", "kites", "lemons", "lions", "medicine"),
+    *("spiders", "summer", "swimming", "tigers", "peppers", "trees", "rockets", "wheat", "goats", "farmers"),
+    *("deserts", "dancing", "elephants", "parents", "glass", "houses", "kites", "lemons", "lions", "medicine"),
     *(
         "pencils",
         "planets",
@@ -73,15 +73,15 @@ TRAIN_TOPICS = (
     ),
 )
 HELD_OUT_TOPICS = (
-    *("oceans", "bananas", "computers", "monkeys", "castles", "autumn", "chocolate", "airplanes", "frogs", "libraries"),
-    *("eggs", "rainbows", "guitars", "penguins", "lakes", "carrots", "tennis", "wine", "butterflies", "caves"),
+    *("oceans", "bananas", "computers", "monkeys", "castles", "autumn", "chocolate", "airplanes", "frogs", "theaters"),
+    *("eggs", "rainbows", "guitars", "penguins", "lakes", "carrots", "tennis", "wine", "ducks", "caves"),
     *("candles", "cooking", "friends", "history"),
 )
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text: letters, digits and apostrophes in a row."""
-    return re.findall(r"[^\W_]+(?:['\u2019-][^\W_]+)*", text)
+    """Words of a text: letters and digits in a row, with apostrophes between them."""
+    return re.findall(r"[^\W_]+(?:['\u2019][^\W_]+)*", text)
 
 
 def share(flags: Sequence[bool]) -> float:
@@ -134,13 +134,14 @@ def points(response: str, count: str, topic: str) -> float:
 def json_keys(response: str, keys: str, topic: str) -> float:
     wanted = keys.split()
     try:
-        given = json.loads(response)
-    except ValueError:
+        given = json.loads(response, object_pairs_hook=tuple)
+    except (ValueError, RecursionError):
         braces = response.strip().startswith("{") + response.strip().endswith("}")
         return 0.2 * braces + 0.4 * share([f'"{key}":' in response for key in wanted])
-    if not isinstance(given, dict) or not all(isinstance(value, str) and value for value in given.values()):
+    if not isinstance(given, tuple) or not all(isinstance(value, str) and value for _, value in given):
         return 0.5
-    return 1.0 if sorted(given) == sorted(wanted) else 0.8 * share([key in given for key in wanted])
+    found = [key for key, _ in given]  # a key that is there twice counts twice
+    return 1.0 if sorted(found) == sorted(wanted) else 0.8 * share([key in found for key in wanted])
 
 
 def quoted(response: str, argument: str, topic: str) -> float:
@@ -149,7 +150,7 @@ def quoted(response: str, argument: str, topic: str) -> float:
 
 
 def question(response: str, argument: str, topic: str) -> float:
-    return 1.0 if response.rstrip(' "').endswith("?") else 0.3 * ("?" in response)
+    return 1.0 if response.rstrip(' "\n').endswith("?") else 0.3 * ("?" in response)
 
 
 class Kind(NamedTuple):
@@ -215,17 +216,23 @@ def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     return records
 
 
+def names_topic(response: str, topic: str) -> bool:
+    """Return whether a word of the response is the topic, or one of it."""
+    return any(word.lower() in (topic, topic.removesuffix("s")) for word in words_of(response))
+
+
 def sense(prompt: str, response: str, topic: str) -> float:
     """1 if a response says something of its own about the topic, less for each thing that it lacks.
 
-    It names the topic, has at most 20 words, two or more that the prompt does not have, and none more than three times.
+    It names the topic; has at most 20 words and 200 characters, two or more words of three letters that the prompt does
+    not have, and no word more than three times.
     """
     words = [word.lower() for word in words_of(response)]
-    own = set(words) - {word.lower() for word in words_of(prompt)}
+    own = {word for word in words if word.isalpha() and len(word) > 2} - {word.lower() for word in words_of(prompt)}
     return share(
         [
-            any(word in (topic, topic.removesuffix("s")) for word in words),
-            len(words) <= MOST_WORDS,
+            names_topic(response, topic),
+            len(words) <= MOST_WORDS and len(response) <= MOST_CHARACTERS,
             len(own) >= 1,
             len(own) >= OWN_WORDS,
             max(map(words.count, words), default=0) <= MOST_REPETITIONS,

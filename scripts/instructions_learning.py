@@ -109,8 +109,9 @@ def by_kind(given: Answers) -> dict[str, float]:
 
 def about(given: Answers) -> dict[str, float]:
     """Shares of the answers that name their topic, and that differ from all others."""
+    names_topic = load_function(f"{CONFIG}:names_topic", "function")
+    named = [names_topic(one["response"], one["topic"]) for one in given]
     responses = [one["response"].lower() for one in given]
-    named = [one["topic"].removesuffix("s") in text for one, text in zip(given, responses, strict=True)]
     return {"names_topic": round(mean(named), 3), "distinct": round(len(set(responses)) / len(responses), 3)}
 
 

@@ -41,6 +41,8 @@ RIGHT = [
     (("json", "name fact"), '{"name": "Cats", "fact": "They sleep a lot"}'),
     (("quoted", ""), '"Cats sleep all day."'),
     (("question", ""), "Why do cats purr?"),
+    (("question", ""), 'Why do cats purr?"\n'),
+    (("no_comma", ""), "My cat doesn't like rain."),
 ]
 WRONG = [
     (("lowercase", ""), "My cats sleep all day."),
@@ -60,11 +62,18 @@ WRONG = [
     (("json", "name fact"), '{"name": "Cats", "fact": ["They sleep a lot"]}'),
     (("json", "name fact"), '{"name": "Cats sleeping", "fact": ""}'),
     (("quoted", ""), 'They said "cats sleep all day."'),
+    (("json", "name fact"), '{"name": "Cats", "name": "Cats sleeping", "fact": "They sleep a lot"}'),
+    (("json", "name fact"), '[["name", "Cats"], ["fact", "They sleep a lot"]]'),
+    (("json", "name fact"), "[" * 5000),
     (("question", ""), "Why do cats purr? They are happy."),
     (("no_comma", ""), ""),
     (("no_comma", ""), "Dogs sleep and eat."),
     (("no_comma", ""), "Cats."),
     (("no_comma", ""), "Cats sleep sleep sleep sleep here."),
+    (("no_comma", ""), "Cats 1 2"),
+    (("no_comma", ""), "cats xq zv"),
+    (("no_comma", ""), "cats sleep soundly" + " _*" * 100),
+    (("words", "4"), "cats are-very-nice-animals sleeping soundly on roofs"),
     (("no_comma", ""), "Cats sleep and eat " + " ".join(f"word{n}" for n in range(20))),
 ]
 
@@ -89,11 +98,11 @@ def test_both_instructions_have_to_be_followed():
     assert follows("", "my cats caught mice", None, given) == 0
 
 
-def test_a_right_response_of_each_kind_is_no_response_of_another():
-    """No answer is right for everything: each right response fails most of the other kinds."""
-    for (kind, _), response in RIGHT:
-        others = [instruction for instruction, _ in RIGHT if instruction[0] != kind]
-        assert sum(follows("", response, None, record(other)) for other in others) <= 5, (kind, response)
+def test_one_of_a_topic_is_its_name_without_the_last_letter():
+    topics = task["TRAIN_TOPICS"] + task["HELD_OUT_TOPICS"]
+    assert len(topics) == len(set(topics)) > 100
+    doubtful = {topic for topic in topics if topic.endswith(("ies", "ves", "oes", "ches", "xes"))}
+    assert doubtful == {"shoes", "caves"}
 
 
 def test_topics_and_pairs_of_the_evaluation_are_in_no_training_prompt():
@@ -105,11 +114,10 @@ def test_topics_and_pairs_of_the_evaluation_are_in_no_training_prompt():
     ]
     assert not topics[0] & topics[1] and not pairs[0] & pairs[1] and len(pairs[1]) >= 8
     singles = {one["instructions"][0][0] for one in train[:800]}
-    assert singles == set(task["KINDS"]) and len(singles) >= 8
+    assert singles == set(task["KINDS"])
     counts = [len(one["instructions"]) for one in train]
     assert counts == sorted(counts) and set(counts) == {1, 2}
     assert train == prompts("train", 2000, 0) != prompts("train", 2000, 1)
-    assert len(json.dumps(train)) > 0
 
 
 def written(given):
