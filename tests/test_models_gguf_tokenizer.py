@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files: the ids of the file, special tokens whole, and text cut as the model learned it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_sentencepiece_vocabularies():
     assert other.encode("<|endoftext|>a")[:2] == [1, 2] and len(other) == 264
     gemma = read_tokenizer(of_pieces("gemma2", special=("<pad>", "<eos>", "<bos>"), **{"ggml.add_bos_token": False}))
     assert len(gemma) == 264 and gemma.encode("a") == [260]
+
+
+def test_what_a_template_opens_turns_with_is_whole_though_the_file_calls_it_normal():
+    template = "{% for message in messages %}<start_of_turn>{{ message.content }}<end_of_turn>{% endfor %}"
+    header = of_pieces("gemma3", **{"ggml.add_bos_token": False, "chat_template": template})
+    tokens, kinds = [*header.tokens["tokens"], "<start_of_turn>"], [*header.tokens["token_type"], NORMAL]
+    scores = [*header.tokens["scores"], -3.0]
+    changed = replace(header, tokens={"tokens": tokens, "token_type": kinds, "scores": scores})
+    assert read_tokenizer(changed).encode("<start_of_turn>a") == [264, 260]
 
 
 def test_rules_that_are_not_said_or_not_known_are_doubted():

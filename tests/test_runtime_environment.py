@@ -77,6 +77,8 @@ def test_chips_are_found_by_their_files_and_vendors(vendor, variables, here, tmp
     (tmp_path / "0000:00" / "vendor").write_text(vendor + "\n")
     monkeypatch.setattr(environment, "_PCI_DEVICES", tmp_path)
     monkeypatch.setattr(environment, "_CHIP_FILES", (str(tmp_path / "nvidia0"),))
+    monkeypatch.setattr(environment, "entry_points", lambda group: [SimpleNamespace(name="xla_cuda13")])
+    monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert environment.chips_are_here() == here

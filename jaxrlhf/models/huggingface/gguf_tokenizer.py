@@ -1,6 +1,8 @@
 """The tokenizer in a GGUF file: made by transformers, with the ids, special tokens and rules that the file says."""
 
 import json
+import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jaxrlhf.config import Refusal
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 
 _BYTES, _SENTENCEPIECE = "gpt2", "llama"
 """Kinds of vocabularies, as GGUF files name them."""
-_CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that a text is searched for before all else."""
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+"""Types of tokens; a text is searched for those of the last two before all else."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Special tokens of transformers by their names in a GGUF file."""
 
@@ -100,7 +102,10 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [part for part in made["decoder"]["decoders"] if part["type"] != "Strip"]
     mended = Tokenizer.from_str(json.dumps(made))
-    kinds, vocabulary = header.tokens.get("token_type", []), mended.get_vocab()
+    kinds, vocabulary = list(header.tokens.get("token_type", [])), mended.get_vocab()
+    for number, kind in enumerate(kinds):  # some files mark what opens a turn as a normal token
+        if kind == _NORMAL and tokens[number] in _named(given.get("chat_template") or ""):
+            kinds[number] = _CONTROL
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [token for token, its in zip(tokens, kinds, strict=False) if its == kind and token in vocabulary]
         add = mended.add_special_tokens if special else mended.add_tokens
@@ -108,3 +113,9 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
     if mended.get_vocab_size() != len(set(tokens)):
         raise ValueError(f"{mended.get_vocab_size()} tokens were made of {len(set(tokens))}")
     return mended
+
+
+@cache
+def _named(template: str) -> frozenset[str]:
+    """Texts in angle brackets that a chat template writes."""
+    return frozenset(re.findall(r"<[^<>\s]+>", template))
