@@ -87,10 +87,10 @@ def figures_of(run: Path, model: str) -> dict[str, Any]:
 def answers(records: list[dict[str, Any]], step: int, problems: list[dict[str, Any]]) -> Answers:
     """Greedy answers of one evaluation, each with its record of the data, in the order of the data."""
     found = []
-    at_step = [record for record in records if record["step"] == step]
-    for problem, record in zip(problems, at_step, strict=True):
-        if problem["prompt"] not in record["prompt"]:
-            raise ValueError(f"answer to {record['prompt']!r} stands where the data have {problem['prompt']!r}")
+    at_step = sorted((record for record in records if record["step"] == step), key=lambda record: len(record["prompt"]))
+    for problem in problems:
+        # The shortest prompt that has the text is the one of the record; equal prompts have equal answers.
+        record = next(record for record in at_step if problem["prompt"] in record["prompt"])
         one = {"question": problem["prompt"], "topic": problem["topic"], "response": record["response"]}
         kinds = [kind for kind, _ in problem["instructions"]]
         found.append(one | {"kinds": kinds, "follows": record["parts"]["follows"]})
