@@ -84,18 +84,10 @@ def checkpoint(folder: Path) -> Path:
 
 
 def _write_checkpoint(file: Path, place: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from jaxrlhf import models
 
-    read: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model = LlamaForCausalLM(read.config)  # a model read from GGUF refuses to be saved
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(place)
-    described = json.loads((place / "config.json").read_text())
-    for leftover in ("quantization_config", "_model_name_or_path"):  # of the GGUF file
-        described.pop(leftover, None)
-    (place / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(place)
+    config = models.read_config(file)
+    models.save_params(models.load_params(file, config, "lm"), config, place, source=file)
 
 
 def tokenizer_of(model: Path) -> Any:
