@@ -1,11 +1,13 @@
 """GRPO on instructions that a program can check, from SmolLM2-135M-Instruct: a real chat model on a laptop CPU.
 
-    python scripts/tools/get_smollm2.py models
+    pip install -e '.[gguf]' && python scripts/tools/get_smollm2.py models
     python -m jaxrlhf.train --config grpo_instructions.py
 
 A prompt asks for a short sentence about a topic, and gives one instruction on its form, later two: only lowercase
 letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are plain functions
 below. Topics and pairs of instructions of the evaluation are in no training prompt.
+
+Result: not measured with these rewards yet; docs/instructions.md says what runs before it reached.
 
 Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for instructions that can be verified; Shao et al. 2024
 (arXiv:2402.03300) for GRPO.
@@ -39,38 +41,16 @@ SINGLE_SHARE = {"train": 0.4, "evaluation": 0.5}
 MOST_WORDS, MOST_CHARACTERS, OWN_WORDS, MOST_REPETITIONS = 20, 200, 2, 3
 
 TRAIN_TOPICS = (
-    *(
-        "rivers",
-        "bread",
-        "chess",
-        "trains",
-        "winter",
-        "coffee",
-        "cats",
-        "bridges",
-        "music",
-        "gardens",
-        "rain",
-        "apples",
-    ),
+    *("rivers", "bread", "chess", "trains", "winter", "coffee", "cats", "bridges", "music", "gardens"),
+    *("rain", "apples"),
     *("books", "horses", "valleys", "clocks", "cheese", "forests", "football", "dreams", "mirrors", "salt", "boats"),
     *("dogs", "mountains", "paper", "schools", "honey", "shoes", "stars", "tea", "towns", "doctors", "gold", "birds"),
     *("painting", "onions", "robots", "sleep", "snow", "teachers", "whales", "windows", "wool", "bicycles", "fire"),
     *("bees", "letters", "maps", "markets", "milk", "museums", "oranges", "pianos", "rice", "roses", "sharks", "soup"),
     *("spiders", "summer", "swimming", "tigers", "peppers", "trees", "rockets", "wheat", "goats", "farmers"),
     *("deserts", "dancing", "elephants", "parents", "glass", "houses", "kites", "lemons", "lions", "medicine"),
-    *(
-        "pencils",
-        "planets",
-        "rabbits",
-        "restaurants",
-        "sailors",
-        "singing",
-        "thunder",
-        "towers",
-        "turtles",
-        "umbrellas",
-    ),
+    *("pencils", "planets", "rabbits", "restaurants", "sailors", "singing"),
+    *("thunder", "towers", "turtles", "umbrellas"),
 )
 HELD_OUT_TOPICS = (
     *("oceans", "bananas", "computers", "monkeys", "castles", "autumn", "chocolate", "airplanes", "frogs", "theaters"),
@@ -157,9 +137,10 @@ class Kind(NamedTuple):
     """A kind of instruction.
 
     Attributes:
-      text: Instruction; `{}` stands for its argument, or for each part of it.
-      check: Function of a response and the argument: 1 if the response follows the instruction, less the farther away.
-      arguments: Arguments that a prompt may have; `topic` in one stands for the topic of the prompt.
+      text: Instruction; `{}` stands for a word of the argument, `{topic}` for the topic.
+      check: Function of a response, the argument and the topic: 1 if the response follows the instruction, less the
+        farther away.
+      arguments: Arguments that a prompt may have.
     """
 
     text: str

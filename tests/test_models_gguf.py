@@ -65,7 +65,7 @@ _ASSUMED = {
         "sliding_window": 4096,
     },
 }
-"""What transformers takes for given where the file may say otherwise."""
+"""Values that transformers assumes and the file may contradict."""
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2"])
@@ -82,7 +82,7 @@ def test_transformers_reads_the_same_model(kind, tmp_path):
 
 
 def test_what_transformers_saves_of_a_file_is_a_checkpoint(tmp_path):
-    """Its config.json goes on to name the file and the method, though its weights are quantised no more."""
+    """config.json still names the GGUF file, and the weights are plain float32."""
     file, model = write_kind(tmp_path / "m.gguf", "llama")
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     fresh = type(read)(read.config)
@@ -169,7 +169,7 @@ def test_without_torch(tmp_path):
 
 
 def refusal_of(path):
-    """What `resolve` says of a path, in one line."""
+    """Refusal of a path by `resolve`, in one line."""
     with pytest.raises(Refusal) as caught:
         resolve(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
