@@ -124,6 +124,26 @@ def test_an_array_deleted_in_the_middle_of_its_count_is_left_out(monkeypatch: py
     assert bytes_in_use(jax.local_devices()) == [0] * 8
 
 
+def test_an_array_that_is_still_computed_counts_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Computed:
+        """An array of a program that goes on; JAX 0.11 would wait for it, with the interpreter's lock."""
+
+        nbytes = 800
+        sharding = of_kib(8).sharding
+
+        def is_ready(self) -> bool:
+            return False
+
+        def unsafe_buffer_pointer(self) -> int:
+            raise AssertionError("waited for an array that is not ready")
+
+    pending, device = Computed(), jax.local_devices()[0]
+    monkeypatch.setattr(device_memory, "_POINTERS_WAIT", True)
+    monkeypatch.setattr(jax, "live_arrays", lambda: [pending])
+    monkeypatch.setattr(device_memory, "_shards", lambda _: [(device, pending)])
+    assert bytes_in_use(jax.local_devices()) == [800, *[0] * 7]
+
+
 def test_an_error_that_is_not_a_deletion_comes_out_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(devices: object) -> list[int]:
         if threading.current_thread() is not threading.main_thread():

@@ -14,6 +14,9 @@ LOOK_S = 0.05
 LOOKING_SHARE = 0.01
 """Most of the time that looking may take: where a look takes long, looks become rare."""
 
+_POINTERS_WAIT = jax.version.__version_info__ >= (0, 11)
+"""Whether asking for a buffer's place waits for the program that fills the buffer."""
+
 
 class DevicePeak:
     """Most bytes in use at once on any device, between entering and leaving.
@@ -81,20 +84,26 @@ def _peaks_ever(devices: Sequence[jax.Device]) -> list[int]:
 
 
 def _bytes_alive() -> Counter[jax.Device]:
-    """Bytes of the arrays alive in each device's default memory. A buffer that arrays share counts once."""
-    buffers: dict[tuple[jax.Device, int], int] = {}
+    """Bytes of the arrays alive in each device's default memory. A buffer that arrays share counts once.
+
+    Where pointers wait, they do so with the interpreter's lock, which the program needs to end: an array that is still
+    computed counts by itself there. (JAX 0.10 does not wait, and crashes in `is_ready` of a deleted array.)
+    """
+    buffers: dict[tuple[jax.Device, int, bool], int] = {}
     for array in jax.live_arrays():
         try:
             for device, shard in _shards(array):
                 if shard.sharding.memory_kind in (None, device.default_memory().kind):
-                    buffers[device, shard.unsafe_buffer_pointer()] = shard.nbytes
+                    ready = not _POINTERS_WAIT or shard.is_ready()
+                    place = shard.unsafe_buffer_pointer() if ready else id(shard)
+                    buffers[device, place, ready] = shard.nbytes
         except RuntimeError as error:
             # Another thread may delete an array, or another that shares its buffers, while it is counted; of the former
             # the error may speak of shards.
             if "deleted" not in str(error) and not array.is_deleted():
                 raise
     counts: Counter[jax.Device] = Counter()
-    for (device, _), size in buffers.items():
+    for (device, _, _), size in buffers.items():
         counts[device] += size
     return counts
 
