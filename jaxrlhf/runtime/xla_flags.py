@@ -6,15 +6,21 @@ Source: MaxText's scripts for A3 (H100) and v5e, https://github.com/AI-Hypercomp
 """
 
 from collections.abc import Mapping
+from importlib.metadata import version
+
+_PIPELINED: Mapping[str, bool | str] = {
+    # In the loop over layers the next layer's weights are gathered, and the last one's gradients summed, meanwhile.
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+}
+"""Flags that XLA had until JAX 0.11."""
 
 GPU_FLAGS: Mapping[str, bool | str] = {
     # Collectives start as early and end as late as their data allow, on a stream of their own, beside products.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_highest_priority_async_stream": True,
-    # In the loop over layers the next layer's weights are gathered, and the last one's gradients summed, meanwhile.
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
+    **(_PIPELINED if version("jaxlib") < "0.11" else {}),
     # Matrices of one layer travel together: few large messages.
     "xla_gpu_all_gather_combine_threshold_bytes": "134217728",
     "xla_gpu_all_reduce_combine_threshold_bytes": "134217728",

@@ -1,0 +1,15 @@
+"""What this card does at best: matrix products, memory, transfers to the host, and the start of a program.
+
+    PYTHONPATH=scripts python -m gpu_day.card
+"""
+
+from dataclasses import asdict
+
+import jax
+from gpu_day.report import say
+
+from jaxrlhf.planner.calibrate import calibrate
+
+if __name__ == "__main__":
+    found = calibrate(jax.local_devices()[:1], seconds_per_figure=1.0, progress=lambda *_: None)
+    say("card", **{name: value for name, value in asdict(found).items() if isinstance(value, (int, float, str))})
