@@ -1,13 +1,13 @@
 """What this card does at best: matrix products, memory, transfers to the host, and the start of a program.
 
-    PYTHONPATH=scripts python -m gpu_day.card
+PYTHONPATH=scripts python -m gpu_day.card
 """
 
 from dataclasses import asdict
 
 import jax
-from gpu_day.report import say
 
+from gpu_day.report import say
 from jaxrlhf.planner.calibrate import calibrate
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens a second of the engine, and the share of the card's bandwidth that decoding reads with.
 
-    PYTHONPATH=scripts python -m gpu_day.decode --size 0.5B --rows 8 64 256 --cache auto [--bandwidth 3.0e12]
+PYTHONPATH=scripts python -m gpu_day.decode --size 0.5B --rows 8 64 256 --cache auto [--bandwidth 3.0e12]
 """
 
 import argparse
@@ -10,8 +10,8 @@ from statistics import median
 
 import jax
 import numpy as np
-from gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 
+from gpu_day.report import SIZES, compute_dtype, one_device, random_params, refused, say
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
@@ -20,9 +20,7 @@ from jaxrlhf.engine import Engine, Request
 def measure(flags: argparse.Namespace, rows: int) -> None:
     """Generate a few times; the first time compiles."""
     config, dtype, mesh = SIZES[flags.size], compute_dtype(), one_device()
-    execution = models.choose_execution(
-        config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache
-    )
+    execution = models.choose_execution(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache)
     start = time.perf_counter()
     engine = Engine(
         config,

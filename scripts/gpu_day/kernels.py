@@ -1,6 +1,6 @@
 """Which attention kernels pass their try-out on this device, and how fast rows and their gradients are.
 
-    PYTHONPATH=scripts python -m gpu_day.kernels
+PYTHONPATH=scripts python -m gpu_day.kernels
 """
 
 import itertools
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from gpu_day.report import SIZES, compute_dtype, one_device, refused, say, seconds
 
+from gpu_day.report import SIZES, compute_dtype, one_device, refused, say, seconds
 from jaxrlhf import models
 from jaxrlhf.models.attention.attention import ROWS
 from jaxrlhf.models.attention.score_mod import ScoreMod

@@ -1,6 +1,6 @@
-"""Tokens a second and share of the card's rate (MFU) of forward passes and updates, and the sampler beside the trainer.
+"""Tokens a second and share of the card's rate (MFU) of forward passes and updates.
 
-    PYTHONPATH=scripts python -m gpu_day.update --size 0.5B --sequences 64 --tokens 512 --microbatch 16384 [--remat full]
+PYTHONPATH=scripts python -m gpu_day.update --size 0.5B --sequences 64 --tokens 512 --microbatch 16384 [--remat full]
 """
 
 import argparse
@@ -13,8 +13,8 @@ from typing import Any, get_args
 import bench_update
 import jax
 import numpy as np
-from gpu_day.report import SIZES, random_params, refused, say
 
+from gpu_day.report import SIZES, random_params, refused, say
 from jaxrlhf import models
 from jaxrlhf.algos import policy_objective
 from jaxrlhf.batch import Experience, RolloutBatch
@@ -79,9 +79,7 @@ def measure(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape = flags.sequences, flags.tokens, flags.trained, model.vocab_size
     sequences = bench_update.sequences_of(*shape, responses=1)
     dice, both = np.random.default_rng(1), sequences.token_BT.shape
-    fields: dict[str, Any] = {
-        name: dice.normal(-9, 0.1, both).astype(np.float32) for name in ("old_logp", "ref_logp")
-    }
+    fields: dict[str, Any] = {name: dice.normal(-9, 0.1, both).astype(np.float32) for name in ("old_logp", "ref_logp")}
     fields |= {"advantage": dice.normal(size=both).astype(np.float32), "kl_weight": np.full(both, 1e-5, np.float32)}
     weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
     experience = [Experience(sequences, weight_BT, fields)]
@@ -89,9 +87,7 @@ def measure(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
     pools = launch(config, embedded_tokenizer(), progress=lambda *_: None, workdir=None)
     roles = pools.roles(Phase(config, ("actor",), 100))
     load_s = time.perf_counter() - start
-    rollout = RolloutBatch(
-        sequences, np.zeros(both, np.float32), np.zeros(both[0], bool), np.zeros(both, np.int32)
-    )
+    rollout = RolloutBatch(sequences, np.zeros(both, np.float32), np.zeros(both[0], bool), np.zeros(both, np.int32))
 
     def timed(call: Any) -> tuple[float, float]:
         times = []
