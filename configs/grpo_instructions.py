@@ -36,8 +36,8 @@ from jaxrlhf.config import (
 )
 
 MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
-STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 56, 16, 8
-SINGLE_SHARE = {"train": 0.4, "evaluation": 0.5}
+STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 60, 16, 8
+SINGLE_SHARE = {"train": 0.5, "evaluation": 0.5}
 MOST_WORDS, MOST_CHARACTERS, OWN_WORDS, MOST_REPETITIONS = 20, 200, 2, 3
 
 TRAIN_TOPICS = (
@@ -165,7 +165,7 @@ CONFLICTS = {
     *(("lowercase", "capitals"), ("words", "points"), ("words", "json"), ("words", "repeats"), ("points", "json")),
     *(("begins", "points"), ("begins", "json"), ("ends", "json"), ("json", "quoted"), ("json", "question")),
     *(("points", "quoted"), ("points", "question"), ("ends", "question"), ("no_comma", "json"), ("capitals", "json")),
-    *(("lowercase", "json"), ("repeats", "json"), ("repeats", "points")),
+    *(("lowercase", "json"), ("repeats", "json"), ("repeats", "points"), ("begins", "question")),
 }
 PAIRS = [pair for pair in combinations(KINDS, 2) if pair not in CONFLICTS and tuple(reversed(pair)) not in CONFLICTS]
 HELD_OUT_PAIRS = PAIRS[2::4]
@@ -258,9 +258,9 @@ def get_config() -> Config:
             sampling=Sampling(temperature=0.9),
         ),
         actor=Training(
-            optimizer=Optimizer(learning_rate=4e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=8e-5, warmup_updates=4, decay="cosine", weight_decay=0.0),
             tokens_per_microbatch=1024,
         ),
         steps=STEPS,
-        evaluation=Evaluation(every_steps=14, problems=192),
+        evaluation=Evaluation(every_steps=15, problems=192),
     )

@@ -32,7 +32,7 @@ from jaxrlhf.tracking.plots import read_curves
 
 RESULTS, PAGE, PICTURE = DOCS / "instructions.json", DOCS / "instructions.md", DOCS / "instructions.png"
 CONFIG = "grpo_instructions.py"
-LORA = ("--actor.lora", "Lora", "--actor.lora.rank", "32", "--actor.optimizer.learning_rate", "2e-4")
+LORA = ("--actor.lora", "Lora", "--actor.lora.rank", "32", "--actor.optimizer.learning_rate", "5e-4")
 """Flags of the run with adapters."""
 CURVES = {
     "eval/accuracy": "accuracy, held out",
@@ -46,16 +46,15 @@ SHOWN = 12
 Answers = list[dict[str, Any]]
 
 
-def learn(seed: int, changes: tuple[str, ...], model: str) -> dict[str, Any]:
+def learn(seed: int, changes: tuple[str, ...], model: str, folder: Path) -> dict[str, Any]:
     """Figures of one run in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxrlhf.train", "--config", CONFIG, "--model.path", model]
-        command += ["--seed", str(seed), "--workdir", folder, *changes]
-        start, before = time.monotonic(), sum(os.times()[2:4])
-        # The seconds are those of a first run, compilation included.
-        subprocess.run(command, check=True, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"})
-        seconds, cores = time.monotonic() - start, sum(os.times()[2:4]) - before
-        return figures_of(Path(folder), model) | {"seconds": round(seconds), "cpu_seconds": round(cores)}
+    command = [sys.executable, "-m", "jaxrlhf.train", "--config", CONFIG, "--model.path", model]
+    command += ["--seed", str(seed), "--workdir", str(folder), *changes]
+    start, before = time.monotonic(), sum(os.times()[2:4])
+    # The seconds are those of a first run, compilation included.
+    subprocess.run(command, check=True, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    seconds, cores = time.monotonic() - start, sum(os.times()[2:4]) - before
+    return figures_of(folder, model) | {"seconds": round(seconds), "cpu_seconds": round(cores)}
 
 
 def figures_of(run: Path, model: str) -> dict[str, Any]:
@@ -226,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--lora", type=int, nargs="*", default=[0], help="seeds of runs with adapters")
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--runs", type=Path, help="folder that keeps the runs; a temporary one if not given")
     parser.add_argument("--draw", action="store_true", help="write the page and the picture of what was measured")
     flags = parser.parse_args()
     measured = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": {}}
@@ -234,7 +234,9 @@ def main() -> None:
     }
     for name, (seed, changes) in {} if flags.draw else wanted.items():
         measured["about"] = bench.about("jax")
-        measured["runs"][name] = learn(seed, changes, flags.model)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (flags.runs or Path(temporary)) / name.replace(", ", "_").replace(" ", "_")
+            measured["runs"][name] = learn(seed, changes, flags.model, folder)
         RESULTS.write_text(json.dumps(measured, indent=1) + "\n")
     renew(PAGE, tables(measured))
     draw(measured["runs"]).savefig(PICTURE, dpi=110)
