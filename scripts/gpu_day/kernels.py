@@ -3,7 +3,6 @@
 PYTHONPATH=scripts python -m gpu_day.kernels
 """
 
-import itertools
 import time
 import warnings
 from dataclasses import replace
@@ -18,6 +17,8 @@ from jaxrlhf.models.attention.score_mod import ScoreMod
 
 HEADS = {64: (14, 2), 128: (12, 2), 256: (8, 4)}
 """Query heads and key-value heads by the width of a head."""
+TRIED = ((64, None, None), (128, None, None), (256, None, None), (128, 1024, 50.0))
+"""Width of a head, window and soft cap of each try-out."""
 ROW_HEADS = (16, 8, 128)
 """Heads of a row whose attention is timed: query heads, key-value heads and their width."""
 
@@ -25,7 +26,7 @@ ROW_HEADS = (16, 8, 128)
 def choices() -> None:
     """Say what a run would choose for each width of a head, with windows and soft caps and without."""
     mesh, whole = one_device(), SIZES["0.5B"]
-    for head_dim, window, cap in itertools.product(HEADS, (None, 1024), (None, 50.0)):
+    for head_dim, window, cap in TRIED:
         heads, kv_heads = HEADS[head_dim]
         sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
         config = replace(whole, **sizes, num_layers=2, sliding_window=window, attn_logit_softcapping=cap)

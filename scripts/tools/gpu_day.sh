@@ -5,8 +5,8 @@
 #   bash scripts/tools/gpu_day.sh OUT [PART ...]      # on the machine, from the root of the repository
 #
 # Every part has a time limit of its own and appends its lines to OUT/gpu_day.jsonl as they are found; what it printed
-# besides is in OUT/gpu_day.log. Parts: kernels, decode, update, buffers, card, tests. `WHEELS=FOLDER` installs the
-# wheels first, without a network. `python scripts/gpu_page.py OUT/gpu_day.jsonl` puts the lines into the docs.
+# besides is in OUT/gpu_day.log. Parts: kernels, decode, update, card, tests; buffers is run where it is named.
+# `WHEELS=FOLDER` installs the wheels first, without a network.
 set -u
 
 WHEELS_NEEDED=(tyro docstring-parser typeguard tensorboardX jsonschema attrs referencing rpds-py
@@ -40,8 +40,8 @@ measure() { # NAME LIMIT_S COMMAND ...
 
 kernels() { measure kernels 90 python3 -m gpu_day.kernels; }
 decode() {
-    measure decode 80 python3 -m gpu_day.decode --cache auto --rows 8 64 256
-    measure decode 60 python3 -m gpu_day.decode --cache slots --rows 8 64 256
+    measure decode 150 python3 -m gpu_day.decode --cache auto --rows 8 64 256
+    measure decode 60 python3 -m gpu_day.decode --cache slots --rows 64
 }
 buffers() { # CUDA graphs: none, ours with loops, one token and 64 a dispatch
     local graphs=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL
@@ -59,6 +59,6 @@ update() {
 card() { measure card 60 python3 -m gpu_day.card; }
 tests() { measure tests 90 python3 -m pytest -q -n 0 -p no:cacheprovider -m accel tests >> "$out/gpu_day.log"; }
 
-for part in "${@:-kernels decode update buffers card tests}"; do
+for part in "${@:-kernels decode update card tests}"; do
     for each in $part; do $each; done
 done
