@@ -1,4 +1,4 @@
-"""DAPO on DAPO-Math-17k from Qwen2.5-7B, on a machine of eight H100 or more; needs `jaxrlhf[math]`.
+"""DAPO on DAPO-Math-17k from Qwen2.5-7B, on a machine of eight H100 or more.
 
     python -m jaxrlhf.train --config dapo_math_7b.py
 

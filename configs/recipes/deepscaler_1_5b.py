@@ -1,4 +1,4 @@
-"""Long reasoning in DeepScaleR's manner, from DeepSeek-R1-Distill-Qwen-1.5B; needs `jaxrlhf[math]`.
+"""Long reasoning in DeepScaleR's manner, from DeepSeek-R1-Distill-Qwen-1.5B.
 
     python -m jaxrlhf.train --config deepscaler_1_5b.py --rollout.max-response-tokens 8192 --steps 240
 

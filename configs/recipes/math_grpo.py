@@ -1,4 +1,4 @@
-"""GRPO on MATH from Qwen2.5-Instruct of any size, on whatever devices there are; needs `jaxrlhf[math]`.
+"""GRPO on MATH from Qwen2.5-Instruct of any size, on whatever devices there are.
 
     python -m jaxrlhf.train --config math_grpo.py --model.path Qwen/Qwen2.5-0.5B-Instruct
 

@@ -1,4 +1,4 @@
-"""Mathematics with a Python interpreter, from Qwen2.5-7B-Instruct, on a machine of eight H100; needs `jaxrlhf[math]`.
+"""Mathematics with a Python interpreter, from Qwen2.5-7B-Instruct, on a machine of eight H100.
 
     python -m jaxrlhf.train --config retool_7b.py
 

@@ -329,10 +329,16 @@ def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, 
     return selected(above_B - group_sum(above_B, group_B) / jnp.maximum(count_B, 1), scorable_B), count_B
 
 
+_SQUARABLE = 1e15
+"""Largest difference of scores whose squares are summed as they are."""
+
+
 def _deviation(centred_B: Array, count_B: Array, group_B: Array) -> Array:
-    """Standard deviation of each row's group, and 1e-6."""
-    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
-    return jnp.sqrt(variance_B) + 1e-6
+    """Standard deviation of each row's group, and 1e-6; groups whose squares float32 cannot hold are scaled first."""
+    wide_B = group_sum(jnp.asarray(jnp.abs(centred_B) > _SQUARABLE, jnp.float32), group_B) > 0
+    scale_B = jnp.where(wide_B, jnp.float32(2.0**-70), 1.0)
+    variance_B = group_sum(jnp.square(centred_B * scale_B), group_B) / jnp.maximum(count_B - 1, 1)
+    return jnp.sqrt(variance_B) / scale_B + 1e-6
 
 
 def to_tokens(advantage_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:

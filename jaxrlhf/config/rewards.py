@@ -42,7 +42,7 @@ class ArithmeticReward:
 
 @dataclass(frozen=True)
 class MathReward:
-    """1 if the response's final answer equals the reference as mathematics; needs `jaxrlhf[math]`."""
+    """1 if the response's final answer equals the reference as mathematics; docs/rewards.md says what is equal."""
 
     weight: float = 1.0
 

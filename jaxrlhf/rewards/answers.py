@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
+from jaxrlhf.rewards.final_text import after_thinking, without_gaps
+
 MARK = "####"
 
 # A sign counts only where it cannot be a minus between two terms ("10-12"), and a number neither
@@ -46,26 +48,6 @@ def marked_number(text: str) -> Decimal | None:
     return None if found is None else _value(found)
 
 
-def final_answer(text: str) -> str | None:
-    """Answer that a response gives: the last `\\boxed{...}`, the number after `####`, or the last number."""
-    begun = text.rfind("\\boxed{")
-    if begun >= 0 and (inside := _braced(text[begun + len("\\boxed{") :])) is not None:
-        return "".join(inside.split()).rstrip(".")
-    number = marked_number(text)
-    number = last_number(text) if number is None else number
-    return None if number is None else f"{number.normalize():f}"
-
-
-def _braced(text: str) -> str | None:
-    """The text up to the brace that closes one before it; None if none does."""
-    depth = 1
-    for place, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return text[:place]
-    return None
-
-
 def gsm8k(
     prompt: str,
     response: str,
@@ -86,7 +68,8 @@ def gsm8k(
     Source: Cobbe et al. 2021 (arXiv:2110.14168), answer format of the data set.
     """
     expected = _reference(answer)
-    given = marked_number(response) if method == "strict" else last_number(response)
+    said = without_gaps(after_thinking(prompt, response))
+    given = marked_number(said) if method == "strict" else last_number(said)
     return float(given == expected)
 
 
@@ -98,10 +81,11 @@ def arithmetic(prompt: str, response: str, answer: str | None, record: Mapping[s
 def _reference(answer: str | None) -> Decimal:
     if answer is None:
         raise ValueError("this reward compares with a reference answer, and the record has none")
-    if MARK in answer:
-        expected = marked_number(answer)
+    plain = without_gaps(answer)
+    if MARK in plain:
+        expected = marked_number(plain)
     else:
-        found = _NUMBER.match(answer.strip())
+        found = _NUMBER.match(plain.strip())
         expected = None if found is None else _value(found)
     if expected is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is not a number")

@@ -56,14 +56,39 @@ async def judged(
 
 
 def _score(text: str, pattern: str, lowest: float, highest: float) -> float:
-    found = re.findall(pattern, text)
+    found = list(re.finditer(pattern, text))
     if not found:
         raise Unreadable(f"the judge gives no score that matches {pattern!r}; it ends with {text[-100:]!r}")
-    last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+    last = found[-1]
     try:
-        score = float(last)
+        score = _whole_number(text, last, highest)
     except ValueError as error:
-        raise Unreadable(f"the judge's score {last!r} is not a number") from error
+        raise Unreadable(f"the judge's score {text[last.start(1) : last.end(1) + 20]!r} is not a number") from error
     if not lowest <= score <= highest:
         raise Unreadable(f"the judge's score {score:g} is not in [{lowest:g}, {highest:g}]")
     return score
+
+
+def _whole_number(text: str, found: re.Match[str], highest: float) -> float:
+    """Return the number that the pattern found, with what belongs to it behind the match: `1e-1`, `7,5`, `8/10`.
+
+    Raises:
+      ValueError: More belongs to the number than can be read, such as a fraction whose whole is not `highest`.
+    """
+    digits, behind = found[1], text[found.end(1) :]
+    exponent = re.match(r"[eE][-+]?\d+", behind)
+    if exponent is not None:
+        digits, behind = digits + exponent[0], behind[exponent.end() :]
+    decimals = re.match(r",(\d{1,2})(?!\d)", behind)
+    if decimals is not None and "." not in digits:
+        digits, behind = f"{digits}.{decimals[1]}", behind[decimals.end() :]
+    whole = re.match(r"\s*(?:/|out\s+of|of)\s*(\d+(?:\.\d+)?)", behind)
+    if whole is not None:
+        behind = behind[whole.end() :]
+        if float(whole[1]) != highest:
+            if highest != 1 or float(whole[1]) == 0:
+                raise ValueError("a share of another whole")
+            return float(digits) / float(whole[1])
+    if re.match(r"[.,/]?\d|[eE%]", behind):
+        raise ValueError("more digits")
+    return float(digits)

@@ -1,6 +1,5 @@
 """Accuracy on held-out problems."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,9 @@ from jaxrlhf.dataflows.batches.episode_rows import drawn_by
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import answered
 from jaxrlhf.dataflows.step import Metrics, value_of
-from jaxrlhf.rewards.answers import final_answer
+from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.mathematics import same_text
+from jaxrlhf.rewards.mathematics.stated import stated_answer
 from jaxrlhf.rewards.parts import first_part, part_names
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.trainer.samples import texts_of
@@ -101,7 +102,8 @@ def evaluate(
 def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
     """maj@k: mean score of each problem's most frequent final answer, the earliest of those that are as frequent.
 
-    Answers that name nothing, or have no score, do not vote; a problem on which none does has the score 0.
+    Answers are grouped as `MathReward` compares them. A response that states no answer, or has no score, does not vote;
+    a problem whose scored responses state none has the score 0. A problem without a scored response is left out.
 
     Source: Wang et al. 2022 (arXiv:2203.11171).
 
@@ -110,12 +112,21 @@ def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
     """
     won = []
     for group, score_G in enumerate(score_PG):
+        if not np.isfinite(score_G).any():
+            continue
         own = texts[group * len(score_G) : (group + 1) * len(score_G)]
-        named = [(final_answer(text), score) for text, score in zip(own, score_G.tolist(), strict=True)]
-        votes = Counter(answer for answer, score in named if answer is not None and np.isfinite(score))
-        best = max(votes, key=votes.__getitem__, default=None)  # the first of equals: a Counter keeps their order
-        won.append(next((score for answer, score in named if answer == best and np.isfinite(score)), 0.0))
-    return float(np.mean(won))
+        votes: list[tuple[str, list[float]]] = []
+        for text, score in zip(own, score_G.tolist(), strict=True):
+            answer = stated_answer(after_thinking("", text)) if np.isfinite(score) else None
+            if answer is None:
+                continue
+            alike = next((scores for stated, scores in votes if same_text(answer, stated)), None)
+            if alike is None:
+                votes.append((answer, [score]))
+            else:
+                alike.append(score)
+        won.append(max((scores for _, scores in votes), key=len, default=[0.0])[0])
+    return float(np.mean(won)) if won else float("nan")
 
 
 def _first_scores(config: Config, scores: Scores, sources: Sequence[str]) -> np.ndarray:

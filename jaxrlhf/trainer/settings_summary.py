@@ -1,8 +1,9 @@
 """The table of derived settings that a run prints before it starts."""
 
-from jaxrlhf.config import Config, PolicyGradient
+from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradient
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
+from jaxrlhf.rewards.mathematics.references import read_as_text
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.trainer.phase import RunData
@@ -10,6 +11,8 @@ from jaxrlhf.workers.summary import SummaryRow
 
 _SHOWN = 5
 """Malformed records of a split that the table names."""
+_READ = 1000
+"""Reference answers that are read before the start."""
 
 
 def settings_rows(
@@ -28,6 +31,7 @@ def settings_rows(
         ("run", "model", _count(model.num_parameters()), _kind(model)),
         compilation_cache.settings_row(),
         *_split_rows("training", data.train, len(data.train.problems)),
+        *_reference_rows(config, data),
         *_selection_rows(data),
         *_held_out_rows(config, data),
         *[("data", f"set {one.settings.name}", f"{len(one.problems)} problems", "evaluated") for one in data.sets],
@@ -60,6 +64,20 @@ def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
         return _split_rows("held out", data.evaluation, len(data.held_out))
     kind = type(config.data).__name__
     return [("data", "held out", "none", f"nothing is evaluated: {kind} has no held-out records, name some there")]
+
+
+def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
+    """Rows on reference answers that `MathReward` can only compare as text."""
+    parts = [part for parts in (config.rewards.parts, *config.source_rewards.values()) for part in parts]
+    parts += [part.correct for part in parts if isinstance(part, CosineLengthReward)]
+    if not any(isinstance(part, MathReward) for part in parts):
+        return []
+    answers = [problem.answer for problem in data.train.problems[:_READ] if problem.answer is not None]
+    texts = read_as_text(answers)
+    if not texts:
+        return []
+    what = f"such as {texts[0][:60]!r}: MathReward pays an answer with the same text alone"
+    return [("data", "references, as text", f"{len(texts)} of {len(answers)} read", what)]
 
 
 def _selection_rows(data: RunData) -> list[SummaryRow]:

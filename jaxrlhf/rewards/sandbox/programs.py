@@ -1,6 +1,6 @@
 """Does the program in a response pass its tests?
 
-The program is the last fenced block of the response that is marked as Python or not at all. Its
+The program is the last fenced block behind the response's thinking that is marked as Python or not at all. Its
 tests are a field of the record, in one of these forms (or the JSON text of one):
 
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}      what it reads and is to print
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxrlhf.rewards.final_text import after_thinking
 from jaxrlhf.rewards.sandbox.sandbox import Limits, run
 
 FENCE = "```"
@@ -57,7 +58,7 @@ def passes(
       RuntimeError: If the machine cannot confine programs.
     """
     cases = read_cases(record.get(tests_key), tests_key)
-    program = last_program(response)
+    program = last_program(after_thinking(prompt, response))
     if program is None:
         return 0.0
     end, passed = time.monotonic() + total_s, 0

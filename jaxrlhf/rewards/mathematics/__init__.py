@@ -1,0 +1,47 @@
+"""Is the final answer right, as mathematics? `\\\\frac{1}{2}`, `0.5` and `2/4` are one answer.
+
+An answer is read as a whole: a quantity with its unit, a list, an interval, a relation, a table, or words. What cannot
+be read as a whole is compared as text, and no number inside it counts. docs/rewards.md has what was decided.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.mathematics.equality import equal
+from jaxrlhf.rewards.mathematics.options import same_option
+from jaxrlhf.rewards.mathematics.reading import read_answer, squeezed
+from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
+from jaxrlhf.rewards.mathematics.stated import reference_text, stated_answer
+
+_LONGEST = 2000
+"""Characters of an answer that is read; a longer one is compared as text."""
+
+
+def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
+    """Return 1 if the response's final answer equals the reference answer, else 0.
+
+    Args:
+      answer: An expression in LaTeX or plain text, with or without its box or dollar signs.
+
+    Raises:
+      ValueError: There is no reference answer; the response is then unscorable, not wrong.
+    """
+    if answer is None:
+        raise ValueError("this reward compares with a reference answer, and the record has none")
+    expected = reference_text(answer)
+    if expected is None:
+        raise ValueError(f"the reference answer {answer[:80]!r} is empty")
+    given = stated_answer(after_thinking(prompt, response))
+    return float(given is not None and same_text(given, expected))
+
+
+def same_text(given: str, expected: str) -> bool:
+    """Return whether two answers are equal, as text, as an option or as mathematics."""
+    if squeezed(given) == squeezed(expected) or same_option(given, expected):
+        return True
+    if len(given) > _LONGEST or len(expected) > _LONGEST:
+        return False
+    wanted, bare = read_answer(without_commas(undressed(expected))), undressed(given)
+    # Whether 100,200 is one number or two is the reference's to say.
+    return any(equal(read_answer(each), wanted) for each in dict.fromkeys((without_commas(bare), bare)))

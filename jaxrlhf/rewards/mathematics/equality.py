@@ -1,0 +1,306 @@
+"""Equality of the values of two answers."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import mpmath
+
+from jaxrlhf.rewards.mathematics.expressions import DIGITS, Expr, Undefined, alike, number, operation, real
+from jaxrlhf.rewards.mathematics.sets import EVERYTHING, same_sets, set_of, turned
+from jaxrlhf.rewards.mathematics.units import amount_of, unit_of
+from jaxrlhf.rewards.mathematics.values import (
+    Compound,
+    Congruence,
+    Family,
+    Items,
+    Quantity,
+    Ratio,
+    Relation,
+    Table,
+    Union,
+    Words,
+)
+
+_MOST_VALUES = 60
+_NOTHING = ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none", "nosuchvalues")
+_EVERYTHING = ("allrealnumbers", "allreals", "anyrealnumber", "realnumbers")
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two answers are the same answer."""
+    one, other = _simplest(one), _simplest(other)
+    for left, right in ((one, other), (other, one)):
+        verdict = _compare(left, right)
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def _simplest(value: Any) -> Any:
+    """Return a value without what does not count beside a value of another kind."""
+    if isinstance(value, Items) and len(value.values) == 1 and value.bracket in ("", "{}"):
+        return _simplest(value.values[0])
+    if isinstance(value, Words) and value.text in _NOTHING:
+        return Union(())
+    if isinstance(value, Words) and value.text in _EVERYTHING:
+        return Union((EVERYTHING,))
+    if isinstance(value, Table) and value.cases and all(len(row) == 1 for row in value.rows):
+        return Items(tuple(row[0] for row in value.rows), "", "and")
+    if isinstance(value, Table) and not value.cases:
+        rows = value.rows
+        if len(rows) == 1 or all(len(row) == 1 for row in rows):
+            return Items(tuple(cell for row in rows for cell in row), "()")
+    return value
+
+
+def _compare(one: Any, other: Any) -> bool | None:
+    """Return whether two values are equal; None if the first kind says nothing of the second."""
+    match one, other:
+        case Relation(), _ if not isinstance(other, Relation) and _value_of(one) is not None:
+            return equal(_value_of(one), other)
+        case Relation(), Relation():
+            return _same_relations(one, other)
+        case Quantity(), Quantity():
+            return _same_quantities(one, other)
+        case (Compound(), Compound() | Quantity()):
+            return _same_amounts(one, other)
+        case Items(), (Compound() | Quantity()):
+            amount = _compound_of(one)
+            return amount is not None and _same_amounts(amount, other)
+        case Family(), Family():
+            return _same_families(one, other)
+        case Congruence(), Congruence():
+            return _same_classes(one, other)
+        case Ratio(), Ratio():
+            return _same_ratios(one, other)
+        case Ratio(), Quantity():
+            two = len(one.parts) == 2 and not one.clock and not other.unit and not other.percent
+            return two and alike(operation("div", *one.parts), other.expr)
+        case Table(), Table():
+            return _same_tables(one, other)
+        case Words(), Words():
+            return one.text == other.text
+        case Words(), Quantity():
+            return _is_letter(other.expr) and not other.unit and str(other.expr.args[0]).lower() == one.text
+    sets = [set_of(value) for value in (one, other)]
+    if sets[0] is not None and sets[1] is not None and not (isinstance(one, Items) and isinstance(other, Items)):
+        return same_sets(sets[0], sets[1])
+    if isinstance(one, Items) and isinstance(other, Items):
+        if sets[0] is not None and sets[1] is not None and {one.bracket, other.bracket} & {"[)", "(]", "or"}:
+            return same_sets(sets[0], sets[1])
+        return _same_items(one, other)
+    return None
+
+
+def _value_of(relation: Relation) -> Any:
+    """Return what a named value or a chain of equations comes to; None for other relations."""
+    if set(relation.signs) != {"="}:
+        return None
+    if relation.named or len(relation.sides) > 2:
+        return relation.sides[-1]
+    left = relation.sides[0]
+    constant = isinstance(left, Quantity) and not left.expr.symbols()
+    return relation.sides[-1] if constant else None
+
+
+def _is_letter(expr: Expr) -> bool:
+    return expr.head in ("symbol",) and len(str(expr.args[0])) == 1
+
+
+def _same_quantities(one: Quantity, other: Quantity) -> bool:
+    if one.base is not None or other.base is not None:
+        return _same_digits(one, other)
+    if one.percent != other.percent:
+        share, plain = (one, other) if one.percent else (other, one)
+        hundredth = operation("div", share.expr, number(100))
+        return not plain.unit and (alike(share.expr, plain.expr) or alike(hundredth, plain.expr))
+    units = unit_of(one.unit), unit_of(other.unit)
+    if one.unit and other.unit and units[0] != units[1]:
+        amounts = amount_of((one,)), amount_of((other,))
+        known = amounts[0] is not None and amounts[1] is not None
+        return known and amounts[0][0] == amounts[1][0] and alike(amounts[0][1], amounts[1][1])  # type: ignore[index]
+    if _is_letter(one.expr) and _is_letter(other.expr):
+        return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
+    return alike(one.expr, other.expr)
+
+
+def _same_digits(one: Quantity, other: Quantity) -> bool:
+    """Compare numbers of which one has its base written below; the other may leave the base out."""
+    if one.base is not None and other.base is not None:
+        return one.base == other.base and one.digits.lstrip("0") == other.digits.lstrip("0")
+    return not one.unit and not other.unit and alike(one.expr, other.expr)
+
+
+def _same_amounts(one: Compound, other: Compound | Quantity) -> bool:
+    """Compare amounts of several units: in one unit if all are of a kind, else part by part."""
+    parts = other.parts if isinstance(other, Compound) else (other,)
+    amounts = amount_of(one.parts), amount_of(parts)
+    if amounts[0] is not None and amounts[1] is not None:
+        return amounts[0][0] == amounts[1][0] and alike(amounts[0][1], amounts[1][1])
+    return _matched(one.parts, parts)
+
+
+def _same_relations(one: Relation, other: Relation) -> bool:
+    values = _value_of(one), _value_of(other)
+    if one.named and other.named:
+        if equal(one.sides[0], other.sides[0]):
+            return equal(values[0], values[1])
+    elif values[0] is not None and values[1] is not None:
+        return equal(values[0], values[1])
+    sets = set_of(one), set_of(other)
+    if sets[0] is not None and sets[1] is not None:
+        return _variable_of(one) == _variable_of(other) and same_sets(sets[0], sets[1])
+    if len(one.sides) == len(other.sides) == 2:
+        for sides, sign in ((other.sides, other.signs[0]), (other.sides[::-1], turned(other.signs[0]))):
+            if one.signs[0] == sign and _same_differences(one.sides, sides, scaled="either" if sign in "=!=" else "up"):
+                return True
+        return False
+    return one.signs == other.signs and all(map(equal, one.sides, other.sides))
+
+
+def _same_differences(one: Sequence[Any], other: Sequence[Any], *, scaled: str) -> bool:
+    """Return whether the sides of two relations differ by the same, up to a constant factor."""
+    if not all(isinstance(side, Quantity) for side in (*one, *other)):
+        return False
+    first, second = (operation("add", left.expr, operation("neg", right.expr)) for left, right in (one, other))
+    if first.symbols() != second.symbols() or not first.symbols():
+        return False
+    ratios = []
+    with mpmath.workdps(DIGITS):
+        for point in range(1, 6):
+            at = {name: mpmath.mpf(7 * point + 3 * place) / 5 for place, name in enumerate(sorted(first.symbols()))}
+            try:
+                values = first.value(at), second.value(at)
+            except Undefined:
+                continue
+            if values[1] == 0:
+                if values[0] != 0:
+                    return False
+                continue
+            ratios.append(values[0] / values[1])
+        good = len(ratios) >= 2 and all(
+            abs(each - ratios[0]) <= abs(ratios[0]) * mpmath.mpf(10) ** -40 for each in ratios
+        )
+        return good and ratios[0] != 0 and (scaled == "either" or mpmath.re(ratios[0]) > 0)
+
+
+def _variable_of(relation: Relation) -> frozenset[str]:
+    exprs = [side.expr for side in relation.sides if isinstance(side, Quantity)]
+    return frozenset().union(*(expr.symbols() for expr in exprs))
+
+
+def _same_items(one: Items, other: Items) -> bool:
+    """Compare lists: with their order in round or square brackets, without in sets and plain lists."""
+    if len(one.values) != len(other.values) or len(one.values) > _MOST_VALUES:
+        amounts = [_compound_of(each) for each in (one, other)]
+        return bool(amounts[0] and amounts[1] and _same_amounts(amounts[0], amounts[1]))
+    ordered = [each.bracket not in ("", "{}") for each in (one, other)]
+    if ordered[0] != ordered[1]:
+        return False
+    if all(ordered):
+        round_ = all(each.bracket in ("()", "[]") for each in (one, other))
+        return (one.bracket == other.bracket or (round_ and len(one.values) != 2)) and all(
+            map(equal, one.values, other.values)
+        )
+    return _matched(one.values, other.values)
+
+
+def _compound_of(items: Items) -> Compound | None:
+    quantities = items.values
+    if items.bracket or not all(isinstance(each, Quantity) and each.unit for each in quantities):
+        return None
+    return Compound(tuple(quantities))
+
+
+def _matched(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether each value has an equal one of its own on the other side."""
+    left = list(other)
+    for value in one:
+        place = next((index for index, each in enumerate(left) if equal(value, each)), None)
+        if place is None:
+            return False
+        del left[place]
+    return not left
+
+
+def _same_families(one: Family, other: Family) -> bool:
+    """Compare formulas over whole numbers: the same values, however the variable is named."""
+    if one.domain != other.domain:
+        return False
+    lists = [family.value.values if isinstance(family.value, Items) else (family.value,) for family in (one, other)]
+    lines = [
+        [_line(value, family.name) for value in values] for family, values in zip((one, other), lists, strict=True)
+    ]
+    if any(line is None for each in lines for line in each) or len(lines[0]) != len(lines[1]):
+        return False
+    return _matched_by(lines[0], lines[1], one.domain)
+
+
+def _matched_by(one: list[Any], other: list[Any], domain: str) -> bool:
+    left = list(other)
+    for line in one:
+        place = next((index for index, each in enumerate(left) if _same_lines(line, each, domain)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _line(value: Any, name: str) -> tuple[Any, Any] | None:
+    """Return start and step of a formula that is linear in a whole number."""
+    if isinstance(value, Relation):
+        value = _value_of(value)
+    if not isinstance(value, Quantity) or value.percent or value.expr.symbols() - {name}:
+        return None
+    with mpmath.workdps(DIGITS):
+        try:
+            start, second, third = (value.expr.value({name: mpmath.mpf(at)}) for at in range(3))
+        except Undefined:
+            return None
+        step = second - start
+        if abs(third - second - step) > mpmath.mpf(10) ** -40 or step == 0 or mpmath.im(start) or mpmath.im(step):
+            return None
+        return start, step
+
+
+def _same_lines(one: tuple[Any, Any], other: tuple[Any, Any], domain: str) -> bool:
+    with mpmath.workdps(DIGITS):
+        near = mpmath.mpf(10) ** -40
+        if domain != "numbersz":
+            return bool(abs(one[0] - other[0]) < near and abs(one[1] - other[1]) < near)
+        shift = (one[0] - other[0]) / one[1]
+        return bool(abs(abs(one[1]) - abs(other[1])) < near and abs(shift - mpmath.nint(shift)) < near)
+
+
+def _same_classes(one: Congruence, other: Congruence) -> bool:
+    if not (alike(one.left, other.left) and alike(one.modulus, other.modulus)):
+        return False
+    ends = [real(each) for each in (one.right, other.right, one.modulus)]
+    if any(end is None for end in ends) or ends[2] == 0:
+        return alike(one.right, other.right)
+    return bool(mpmath.isint((ends[0] - ends[1]) / ends[2]))
+
+
+def _same_ratios(one: Ratio, other: Ratio) -> bool:
+    """Compare times of day as they stand, and other ratios by their proportions."""
+    if len(one.parts) != len(other.parts) or (one.suffix and other.suffix and one.suffix != other.suffix):
+        return False
+    if (one.clock and other.clock) or one.suffix or other.suffix:
+        return all(map(alike, one.parts, other.parts))
+    crossed = [
+        (operation("mul", left, after), operation("mul", right, before))
+        for (left, before), (right, after) in pairwise(zip(one.parts, other.parts, strict=True))
+    ]
+    return all(alike(left, right) for left, right in crossed)
+
+
+def _same_tables(one: Table, other: Table) -> bool:
+    if len(one.rows) != len(other.rows) or one.cases != other.cases:
+        return False
+    if one.cases:
+        return _matched([Items(row, "()") for row in one.rows], [Items(row, "()") for row in other.rows])
+    return all(
+        len(left) == len(right) and all(map(equal, left, right))
+        for left, right in zip(one.rows, other.rows, strict=True)
+    )

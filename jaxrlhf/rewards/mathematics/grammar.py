@@ -1,0 +1,380 @@
+"""Reads an answer into a value: quantities, lists, intervals, relations, tables; the whole text, or no value."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxrlhf.rewards.mathematics.arithmetic import Arithmetic
+from jaxrlhf.rewards.mathematics.expressions import Expr, operation
+from jaxrlhf.rewards.mathematics.sets import joined, without
+from jaxrlhf.rewards.mathematics.tokens import Token, Unread
+from jaxrlhf.rewards.mathematics.units import amount_of
+from jaxrlhf.rewards.mathematics.values import (
+    Compound,
+    Congruence,
+    Family,
+    Items,
+    Quantity,
+    Ratio,
+    Relation,
+    Table,
+    Union,
+    Words,
+)
+from jaxrlhf.rewards.mathematics.words import NOISE, VERBS
+
+_SIGNS = {"=": "=", "<": "<", ">": ">"}
+_COMMANDS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "approx": "=", "in": "in"}
+_JOINERS = {",": ",", ";": ",", "and": "and", "or": "or", "lor": "or", "land": "and", "vee": "or", "wedge": "and"}
+_CURRENCIES = ("$", "£", "€", "¥", "₹")
+_LEADING = ("approximately", "about", "exactly", "roughly", "around", "only", "the")
+_MOST_UNIT_WORDS = 3
+_OPENED, _CLOSED = (
+    ("(", "[", "\\{", "{", "langle", "lfloor", "lceil"),
+    (")", "]", "\\}", "}", "rangle", "rfloor", "rceil"),
+)
+
+
+class Grammar(Arithmetic):
+    """Reader of the tokens of one answer."""
+
+    def answer(self) -> Any:
+        """Read all tokens.
+
+        Raises:
+          Unread: Tokens are left over, or make no value.
+        """
+        value = self.values("")
+        if self.place < len(self.tokens):
+            raise Unread(f"{self.tokens[self.place].text!r} is left over")
+        return value
+
+    def values(self, bracket: str) -> Any:
+        """Read values with commas, `and` or `or` between them; a single one without a bracket is itself."""
+        found, joiner = [self.item()], ","
+        while (token := self.peek()) is not None and token.text in _JOINERS and token.kind != "letter":
+            self.place += 1
+            joiner = _JOINERS[token.text] if _JOINERS[token.text] != "," else joiner
+            if self.accept("and", "or"):
+                joiner = self.tokens[self.place - 1].text
+            if token.text == "," and self.closing():
+                break
+            found.append(self.item())
+        found = [each for one in found for each in _both_signs(one)]
+        families = [each for each in found if isinstance(each, Family) and each.value is None]
+        if families and len(found) > len(families):
+            (clause, *_), rest = families, [each for each in found if each not in families]
+            value = rest[0] if len(rest) == 1 else Items(tuple(rest), bracket, joiner)
+            return Family(value, clause.name, clause.domain)
+        if len(found) == 1 and not bracket:
+            return found[0]
+        return Items(tuple(found), bracket, joiner)
+
+    def closing(self) -> bool:
+        """Return whether the next token closes a bracket, or none is left."""
+        token = self.peek()
+        return token is None or token.text in _CLOSED
+
+    def item(self) -> Any:
+        """Read one value: a chain of comparisons, or one side."""
+        name = self.name()
+        if name is not None:
+            self.place += 1
+            inner = self.chain()
+            if isinstance(inner, Relation) and set(inner.signs) == {"="}:
+                return Relation((name, *inner.sides), ("=", *inner.signs), named=True)
+            return Relation((name, inner), ("=",), named=True)
+        return self.chain()
+
+    def name(self) -> Any:
+        """Return what stands before an equals sign if that is a name; the sign is next then."""
+        depth, end = 0, self.place
+        while end < len(self.tokens):
+            token = self.tokens[end]
+            depth += (token.text in _OPENED) - (token.text in _CLOSED)
+            if depth < 0 or (depth == 0 and token.text in _JOINERS and token.kind != "letter"):
+                return None
+            if depth == 0 and (token.text == "=" or (token.kind == "command" and token.text == "approx")):
+                break
+            if depth == 0 and (token.text in _SIGNS or token.text in _COMMANDS):
+                return None
+            end += 1
+        left = self.tokens[self.place : end]
+        if end == len(self.tokens) or not left or not _is_name(left):
+            return None
+        start, self.place = self.place, end
+        if left[0].kind == "letter" and (len(left) == 1 or left[1].text == "_"):
+            self.place = start
+            expr = self.power()
+            if self.place == end:
+                return Quantity(expr)
+            self.place = end
+        return Words("".join(token.text for token in left).lower())
+
+    def chain(self) -> Any:
+        """Read sides with comparisons between them."""
+        sides, signs = [self.side()], []
+        while (sign := self.sign()) is not None:
+            if sign == "equiv":
+                return self.congruence(sides[0])
+            sides.append(self.side())
+            signs.append(sign)
+        if not signs:
+            return sides[0]
+        if signs == ["in"]:
+            inside = sides[1]
+            if isinstance(inside, Words) and isinstance(sides[0], Quantity):
+                return Family(None, _only_symbol(sides[0].expr), inside.text)
+            return inside
+        if "in" in signs:
+            raise Unread("a membership inside a chain of comparisons")
+        return Relation(tuple(sides), tuple(signs))
+
+    def sign(self) -> str | None:
+        """Read the sign of a comparison, if one is next."""
+        token = self.peek()
+        if token is None:
+            return None
+        found = _SIGNS.get(token.text) if token.kind == "sign" else None
+        if token.kind == "command":
+            found = "equiv" if token.text == "equiv" else _COMMANDS.get(token.text)
+        if found is None:
+            return None
+        self.place += 1
+        if found in "<>" and self.accept("="):
+            found += "="
+        return found
+
+    def congruence(self, left: Any) -> Congruence:
+        """Read what follows the sign of a congruence."""
+        right = self.sum()
+        self.accept("(")
+        if not (self.accept("pmod") or self.accept("mod") or self.accept("bmod")):
+            raise Unread("a congruence without its modulus")
+        modulus = self.argument()
+        self.accept(")")
+        return Congruence(_expr(left), right, modulus)
+
+    def side(self) -> Any:
+        """Read a union of sets, or a quantity."""
+        value = self.quantity()
+        while (token := self.peek()) is not None and token.kind == "command" and token.text in ("cup", "setminus"):
+            self.place += 1
+            other = self.quantity()
+            value = joined(value, other) if token.text == "cup" else without(value, other)
+        return value
+
+    def quantity(self) -> Any:
+        """Read a number or formula with its unit, a ratio, or words."""
+        while self.accept(*_LEADING):
+            pass
+        token = self.peek()
+        if token is None:
+            raise Unread("nothing is there")
+        if token.kind == "word":
+            return self.words()
+        negative = self.accept("-") if self.next_is(1, *_CURRENCIES) else False
+        if self.accept(*_CURRENCIES) or self.accept("pounds", "euro", "texteuro", "textsterling"):
+            self.accept("\\ ")
+        value = self.sum()
+        if isinstance(value, Expr) and negative:
+            value = operation("neg", value)
+        if not isinstance(value, Expr):
+            return value
+        self.accept("$", "€", "£")
+        if self.peek() is not None and self.peek().text == ":":  # type: ignore[union-attr]
+            return self.ratio(value)
+        quantity = self.with_unit(value)
+        more = [quantity]
+        while quantity.unit and (token := self.peek()) is not None and token.kind == "number":
+            more.append(self.with_unit(self.expr(self.sum())))
+        if len(more) > 1:
+            if amount_of(more) is None:
+                raise Unread("a number behind a quantity")
+            return Compound(tuple(more))
+        return quantity
+
+    def ratio(self, first: Expr) -> Ratio:
+        """Read what follows the first number of a ratio or a time of day."""
+        start = self.place - 1
+        parts = [first]
+        while (colon := self.peek()) is not None and self.accept(":"):
+            after = self.peek()
+            if after is None or after.spaced != colon.spaced:
+                raise Unread("a colon between words")
+            parts.append(self.expr(self.sum()))
+        texts = [token.text for token in self.tokens[start : self.place] if token.text != ":"]
+        clock = len(texts) == len(parts) and texts[0].isdigit() and int(texts[0]) <= 24
+        clock = clock and all(len(text) == 2 and text.isdigit() and int(text) < 60 for text in texts[1:])
+        suffix = ""
+        while (token := self.peek()) is not None and token.kind == "word":
+            suffix += token.text.replace(".", "").lower()
+            self.place += 1
+        if suffix not in ("", "am", "pm"):
+            raise Unread("words behind a ratio")
+        return Ratio(tuple(parts), clock, suffix)
+
+    def with_unit(self, value: Expr) -> Quantity:
+        """Read a percent sign, degrees, or the words of a unit."""
+        if value.head == "degree":
+            return Quantity(value.args[0], "degree")
+        base, self.base = self.base, None
+        if base is not None:
+            return Quantity(value, base=base[1], digits=base[0])
+        if self.accept("%", "percent"):
+            return Quantity(value, percent=True)
+        words: list[str] = []
+        while (token := self.peek()) is not None:
+            if token.kind == "word" and token.text not in _JOINERS:
+                if token.text.lower() in VERBS:
+                    raise Unread("a sentence behind a number")
+                words.append(token.text.lower())
+            elif words and token.text == "^" and self.next_is(1, "2", "3", "{"):
+                self.place += 1
+                words[-1] += "^" + str(self.argument().args[0])
+                continue
+            elif words and token.text == "/" and self.follows_word():
+                words.append("/")
+            else:
+                break
+            self.place += 1
+        cut = next((place for place, word in enumerate(words) if word in NOISE), len(words))
+        unit = " ".join(words[:cut])
+        if cut > _MOST_UNIT_WORDS:
+            raise Unread("a sentence behind a number")
+        if unit == "percent":
+            return Quantity(value, percent=True)
+        return Quantity(value, unit)
+
+    def follows_word(self) -> bool:
+        """Return whether a word is behind the next token."""
+        return self.place + 1 < len(self.tokens) and self.tokens[self.place + 1].kind == "word"
+
+    def words(self) -> Words:
+        """Read words, and whatever is between them, up to the end of the answer."""
+        found = ""
+        while (token := self.peek()) is not None and token.text not in (",", ";", "=", *_CLOSED):
+            if token.kind not in ("word", "letter", "sign", "number", "constant", "function"):
+                raise Unread("a command among words")
+            found += token.text
+            self.place += 1
+        return Words(found.lower().replace(".", ""))
+
+    def bracketed(self, opened: str) -> Any:
+        """Read what is between brackets: a group, a point, an interval, a set."""
+        if opened == "\\{" and self.next_is(0, "begin"):
+            self.place += 1
+            table = self.table()
+            self.accept("\\}")
+            return Table(table.rows, cases=True)
+        closers = {"(": (")", "]"), "[": ("]", ")"), "\\{": ("\\}",), "langle": ("rangle",), "<": (">",)}[opened]
+        if self.accept(*closers):
+            if opened == "\\{":
+                return Union(())
+            raise Unread("empty brackets")
+        inner = self.values(opened)
+        if opened == "\\{" and (self.accept("|", ":", "mid")):
+            inner = self.values("")
+            if not self.accept(*closers):
+                raise Unread("a set is not closed")
+            return inner
+        if not self.accept(*closers):
+            raise Unread(f"{opened} is not closed")
+        shut = self.tokens[self.place - 1].text
+        assert isinstance(inner, Items | Family)
+        if isinstance(inner, Family):
+            return inner
+        if len(inner.values) == 1 and opened in "([":
+            (only,) = inner.values
+            if isinstance(only, Quantity) and not only.unit and not only.percent and only.base is None:
+                return only.expr
+            return only
+        return Items(inner.values, {"langle": "()", "\\{": "{}", "<": "()"}.get(opened, opened + shut))
+
+    def table(self) -> Table:
+        """Read an environment of rows behind `\\begin`."""
+        kind = self.braced_name()
+        rows: list[list[list[Token]]] = [[[]]]
+        depth = 0
+        while self.place < len(self.tokens):
+            token = self.tokens[self.place]
+            self.place += 1
+            if token.kind == "command" and token.text == "end" and depth == 0:
+                self.braced_name()
+                break
+            depth += (token.text == "begin") - (token.text == "end")
+            if depth == 0 and token.text == "\\\\":
+                rows.append([[]])
+            elif depth == 0 and token.text == "&":
+                rows[-1].append([])
+            elif token.text not in ("hline",):
+                rows[-1][-1].append(token)
+        else:
+            raise Unread("an environment is not ended")
+        read: Callable[[list[Token]], Any] = lambda cell: type(self)(cell).answer()  # noqa: E731
+        kept = [[cell for cell in row if cell] for row in rows]
+        found = tuple(tuple(read(_without_condition(cell)) for cell in row) for row in kept if row)
+        if not found:
+            raise Unread("an empty environment")
+        return Table(found, cases=kind in ("cases", "dcases", "rcases"))
+
+
+def _without_condition(cell: list[Token]) -> list[Token]:
+    """Return a cell without the `if`, `for` or comma between a value and its condition."""
+    while cell and cell[0].text in ("if", "for", "when", ",", "otherwise,"):
+        cell = cell[1:]
+    while cell and cell[-1].text in (",", ";", "."):
+        cell = cell[:-1]
+    return cell or [Token("word", "otherwise")]
+
+
+def _is_name(tokens: list[Token]) -> bool:
+    """Return whether tokens before an equals sign name something, and compute nothing."""
+    depth, before = 0, ""
+    for token in tokens:
+        depth += (token.text in _OPENED) - (token.text in _CLOSED)
+        if token.kind == "number" and depth == 0 and before != "_":
+            return False
+        if depth == 0 and token.kind == "sign" and token.text in ("+", "-", "*", "/", "^", "%", "!", ":"):
+            return False
+        if token.kind == "function" or (
+            token.kind == "command" and token.text in ("frac", "sqrt", "times", "cdot", "begin")
+        ):
+            return False
+        before = token.text
+    letters = [token for token in tokens if token.kind == "letter"]
+    plain = all(token.kind == "letter" for token in tokens)
+    return not (plain and len(letters) > 1 and any(letter.text in "xyz" for letter in letters))
+
+
+def _only_symbol(expr: Expr) -> str:
+    if expr.head == "symbol":
+        return str(expr.args[0])
+    if expr.head in ("i", "e"):
+        return expr.head
+    raise Unread("a membership of a formula")
+
+
+def _expr(value: Any) -> Expr:
+    if isinstance(value, Quantity) and not value.unit and not value.percent:
+        return value.expr
+    raise Unread("no formula")
+
+
+def _both_signs(value: Any) -> list[Any]:
+    """Return a value, or the two that a plus-minus sign makes of it."""
+    replaced = [_with_sign(value, sign) for sign in (1, -1)]
+    return [value] if replaced[0] == value else replaced
+
+
+def _with_sign(value: Any, sign: int) -> Any:
+    match value:
+        case Expr(head="plusminus", args=(inner, which)):
+            return _with_sign(inner, sign) if which * sign > 0 else operation("neg", _with_sign(inner, sign))
+        case Expr(head=head, args=args):
+            return Expr(head, tuple(_with_sign(arg, sign) if isinstance(arg, Expr) else arg for arg in args))
+        case Quantity():
+            return Quantity(_with_sign(value.expr, sign), value.unit, value.percent, value.base, value.digits)
+        case Relation():
+            sides = tuple(_with_sign(side, sign) for side in value.sides)
+            return Relation(sides, value.signs, value.named)
+    return value

@@ -1,0 +1,25 @@
+"""Options of a multiple choice."""
+
+import re
+
+from jaxrlhf.rewards.mathematics.spelling import undressed
+
+_LETTER = re.compile(r"[\[(]?\s*([A-J])\s*[\])]?")
+_CHOSEN = re.compile(
+    r"(?:option|choice|answer)?\s*[\[(]?\s*([A-J])\s*(?:[\])]\s*[.:]?|[.:]|\)\s*)\s*(\S.*)?", re.IGNORECASE | re.DOTALL
+)
+
+
+def same_option(given: str, expected: str) -> bool:
+    """Return whether an answer chooses the option that the reference names by its letter alone."""
+    wanted = _LETTER.fullmatch(_bare(expected))
+    if wanted is None:
+        return False
+    bare = _bare(given)
+    chosen = _LETTER.fullmatch(bare.upper()) or _CHOSEN.fullmatch(bare)
+    return chosen is not None and chosen[1].upper() == wanted[1]
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}", r"\1", undressed(text))
+    return text.replace("{", "").replace("}", "").strip()

@@ -1,0 +1,160 @@
+"""Sets of real numbers: intervals, unions, and what an inequality of one variable says."""
+
+from itertools import pairwise
+from typing import Any
+
+import mpmath
+
+from jaxrlhf.rewards.mathematics.expressions import Expr, alike, operation, real
+from jaxrlhf.rewards.mathematics.tokens import Unread
+from jaxrlhf.rewards.mathematics.values import Interval, Items, Quantity, Relation, Union
+
+INFINITY = operation("infinity")
+EVERYTHING = Interval(operation("neg", INFINITY), INFINITY, False, False)
+"""All real numbers."""
+
+
+def interval_of(value: Any) -> Interval | None:
+    """Return a pair in brackets as an interval."""
+    if isinstance(value, Interval):
+        return value
+    if not isinstance(value, Items) or len(value.values) != 2 or value.bracket not in ("()", "(]", "[)", "[]"):
+        return None
+    low, high = value.values
+    if not all(isinstance(end, Quantity) and not end.percent for end in (low, high)):
+        return None
+    return Interval(low.expr, high.expr, value.bracket[0] == "[", value.bracket[1] == "]")
+
+
+def _parts(value: Any) -> tuple[Interval, ...]:
+    if isinstance(value, Union):
+        return value.parts
+    if isinstance(value, Items) and value.bracket == "{}":
+        return tuple(Interval(_number(each), _number(each), True, True) for each in value.values)
+    found = interval_of(value)
+    if found is None:
+        raise Unread("a union of what are no sets of numbers")
+    return (found,)
+
+
+def joined(one: Any, other: Any) -> Union:
+    return Union(_parts(one) + _parts(other))
+
+
+def without(whole: Any, points: Any) -> Union:
+    """Return the real numbers without single points."""
+    if whole != Union((EVERYTHING,)) or not isinstance(points, Items) or points.bracket != "{}":
+        raise Unread("a difference of sets")
+    ends = sorted((_number(each) for each in points.values), key=lambda expr: float(_real(real(expr))))
+    bounds = [EVERYTHING.low, *ends, EVERYTHING.high]
+    return Union(tuple(Interval(low, high, False, False) for low, high in pairwise(bounds)))
+
+
+def _real(value: Any) -> Any:
+    if value is None:
+        raise Unread("no real number")
+    return value
+
+
+def _number(value: Any) -> Expr:
+    if isinstance(value, Quantity) and not value.unit and not value.percent:
+        return value.expr
+    raise Unread("a set of what are no numbers")
+
+
+def turned(sign: str) -> str:
+    """Return the sign of a comparison whose sides change places."""
+    return {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
+
+
+def set_of(value: Any) -> Union | None:
+    """Return the numbers that a value means, if the value is a set or an inequality of one variable."""
+    if isinstance(value, Union):
+        return value
+    if isinstance(value, Items) and value.joiner in ("or", "and") and not value.bracket:
+        parts = [set_of(each) for each in value.values]
+        if not all(isinstance(each, Relation) for each in value.values) or any(part is None for part in parts):
+            return None
+        if value.joiner == "or":
+            return Union(tuple(interval for part in parts if part for interval in part.parts))
+        return _intersection([part for part in parts if part is not None])
+    found = interval_of(value)
+    if found is not None:
+        return Union((found,))
+    return _solution(value) if isinstance(value, Relation) else None
+
+
+def _solution(relation: Relation) -> Union | None:
+    """Return the interval of a chain such as 2 <= x < 5."""
+    if relation.named or not set(relation.signs) <= {"<", "<=", ">", ">="} or len(relation.sides) > 3:
+        return None
+    sides, signs = relation.sides, relation.signs
+    if not all(isinstance(side, Quantity) for side in sides):
+        return None
+    if signs[0][0] == ">":
+        sides, signs = sides[::-1], tuple(turned(sign) for sign in signs[::-1])
+    if any(sign[0] == ">" for sign in signs):
+        return None
+    place = next((index for index, side in enumerate(sides) if side.expr.head == "symbol"), None)
+    others = [side for index, side in enumerate(sides) if index != place]
+    if place is None or any(side.expr.symbols() for side in others) or (len(sides) == 3 and place != 1):
+        return None
+    low = sides[place - 1].expr if place else EVERYTHING.low
+    high = sides[place + 1].expr if place + 1 < len(sides) else EVERYTHING.high
+    has_low, has_high = place > 0 and signs[place - 1] == "<=", place + 1 < len(sides) and signs[place] == "<="
+    return Union((Interval(low, high, has_low, has_high),))
+
+
+def _intersection(sets: list[Union]) -> Union | None:
+    """Return the numbers that are in each of several sets of one interval."""
+    if any(len(each.parts) != 1 for each in sets):
+        return None
+    found = sets[0].parts[0]
+    for each in sets[1:]:
+        (part,) = each.parts
+        ends = [real(end) for end in (found.low, part.low, found.high, part.high)]
+        if any(end is None for end in ends):
+            return None
+        low = max(((ends[0], not found.has_low, found), (ends[1], not part.has_low, part)), key=lambda end: end[:2])
+        high = min(((ends[2], found.has_high, found), (ends[3], part.has_high, part)), key=lambda end: end[:2])
+        found = Interval(low[2].low, high[2].high, not low[1], bool(high[1]))
+    return Union((found,))
+
+
+def same_sets(one: Union, other: Union) -> bool:
+    """Compare unions of intervals, joined where they meet."""
+    merged = [_merged(each) for each in (one, other)]
+    if merged[0] is None or merged[1] is None:
+        return one == other
+    if len(merged[0]) != len(merged[1]):
+        return False
+    return all(
+        left.has_low == right.has_low
+        and left.has_high == right.has_high
+        and alike(left.low, right.low)
+        and alike(left.high, right.high)
+        for left, right in zip(*merged, strict=True)
+    )
+
+
+def _merged(union: Union) -> list[Interval] | None:
+    """Return intervals in order, those that meet as one; None where an end is no real number."""
+    ends = [(real(part.low), real(part.high), part) for part in union.parts]
+    if any(low is None or high is None for low, high, _ in ends):
+        return None
+    found: list[Interval] = []
+    for low, high, part in sorted(ends, key=lambda end: (end[0], not end[2].has_low)):
+        part = Interval(
+            part.low, part.high, part.has_low and not mpmath.isinf(low), part.has_high and not mpmath.isinf(high)
+        )
+        if low > high or (low == high and not (part.has_low and part.has_high)):
+            return None
+        if found:
+            last = found[-1]
+            end = real(last.high)
+            if low < end or (low == end and (last.has_high or part.has_low)):
+                keep = last if end > high or (end == high and last.has_high) else part
+                found[-1] = Interval(last.low, keep.high, last.has_low, keep.has_high)
+                continue
+        found.append(part)
+    return found

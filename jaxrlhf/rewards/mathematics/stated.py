@@ -1,0 +1,155 @@
+"""Finds the final answer that a response states."""
+
+import re
+
+from jaxrlhf.rewards.mathematics.reading import is_mathematics
+from jaxrlhf.rewards.mathematics.spelling import closes
+from jaxrlhf.rewards.mathematics.words import FRACTIONS
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(\\[A-Za-z]+(?:\s*\{[^{}]*\})*|[^\s\\{}$.,;]+)")
+_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+_STATED = re.compile(
+    r"(?:final|correct|right)?\s*\b(?:answers?|results?|solutions?)\s*(?:(?:is|are|be|equals?)\b\s*:?|:|=)\s*",
+    re.IGNORECASE,
+)
+_EMPHASIS = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
+_SENTENCES = re.compile(r"(?<=[.!?])[ \t]+|\n+")
+_WORD = re.compile(r"[^ \t\n]+")
+_MATH = re.compile(rf"[\d\\^\u03c0\u221a\u221e{''.join(FRACTIONS)}]")
+_MOST_WORDS = 24
+"""Words of a sentence among which an answer in plain text is searched."""
+_MARK = "####"
+
+
+def stated_answer(text: str) -> str | None:
+    """Return the final answer of a text; None if the text states none.
+
+    The last box counts, with boxes before it that commas or `and` join to it; then what `<answer>` tags hold, what is
+    behind the last `####`, a formula behind the last "answer is", the last formula, and what "answer is" says in plain
+    text; at last the last number with all that belongs to it.
+    """
+    boxes = _boxes(text)
+    if boxes is not None:
+        return boxes
+    tagged = _TAGS.findall(text)
+    if tagged:
+        inner = tagged[-1]
+        return _boxes(inner) or _formula(inner) or inner.strip() or None
+    if _MARK in text:
+        marked = text.rpartition(_MARK)[2].strip().split("\n")[0]
+        return _formula(marked) or _without_stop(marked) or None
+    phrases = list(_STATED.finditer(text))
+    if phrases:
+        said = text[phrases[-1].end() :]
+        formula = _formula(said, first=True)
+        if formula is not None:
+            return formula
+    formula = _formula(text)
+    if formula is not None and not phrases:
+        return formula
+    if phrases:
+        return _beginning(_sentence(text[phrases[-1].end() :])) or formula
+    return _ending(text)
+
+
+def reference_text(answer: str) -> str | None:
+    """Return the answer of a reference: of its boxes or formulas, else the whole reference; None of an empty one."""
+    boxes = _boxes(answer)
+    if boxes is not None:
+        return boxes or None
+    formulas = _formulas(answer)
+    outside = _FORMULA.sub(" ", answer)
+    if (
+        formulas
+        and not re.search(r"[^\W\d_]{2,}", re.sub(r"\b(?:and|or)\b", "", outside))
+        and not re.search(r"\d", outside)
+    ):
+        joined = ", ".join(formulas) if len(formulas) > 1 else formulas[0]
+        return joined.strip() or None
+    if formulas and _STATED.search(answer):
+        return formulas[-1]
+    bare = answer.replace("$", " ").strip() if re.fullmatch(r"[\s$]*", answer) else answer.strip()
+    return bare or None
+
+
+def _without_stop(text: str) -> str:
+    """Return plain text without the punctuation at its end, where an exclamation mark is no factorial."""
+    return text.rstrip(" \t\n.,;:?!")
+
+
+def _boxes(text: str) -> str | None:
+    """Return what the last boxes hold that belong together."""
+    found: list[tuple[int, int, str]] = []
+    for box in _BOX.finditer(text):
+        end = closes(text, box.end())
+        if end is not None and not (found and box.start() < found[-1][1]):
+            found.append((box.start(), end + 1, text[box.end() + 1 : end]))
+    if not found:
+        bare = _BARE_BOX.findall(text)
+        return bare[-1] if bare else None
+    together = [found[-1]]
+    for earlier in reversed(found[:-1]):
+        between = text[earlier[1] : together[0][0]]
+        joined = re.sub(r"[\s$]|\\[()\[\]]|\\text|[{}]|\\quad", "", between)
+        if joined not in (",", ";", "and", "or", ",and", ",or", "&"):
+            break
+        together.insert(0, earlier)
+    return ", ".join(inner for _, _, inner in together)
+
+
+def _formulas(text: str) -> list[str]:
+    """Return what stands between dollar signs or brackets of formulas, but for amounts of money."""
+    found = []
+    for match in _FORMULA.finditer(text):
+        inner = next(group for group in match.groups() if group is not None)
+        money = match[2] is not None and re.match(r"\s*\d", inner) and re.match(r"\d", text[match.end() :])
+        if inner.strip() and not money:
+            found.append(inner)
+    return found
+
+
+def _formula(text: str, *, first: bool = False) -> str | None:
+    """Return the last formula, or the first one."""
+    found = _formulas(text)
+    return None if not found else found[0 if first else -1]
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence of a text, without emphasis."""
+    return _SENTENCES.split(_EMPHASIS.sub(r"\2", text.strip()))[0]
+
+
+def _beginning(sentence: str) -> str | None:
+    """Return the longest beginning of a sentence that is mathematics; the sentence where none is."""
+    words = _WORD.findall(sentence)
+    for end in range(min(len(words), _MOST_WORDS), 0, -1):
+        found = _readable(" ".join(words[:end]))
+        if found is not None:
+            return found
+    return _without_stop(sentence) or None
+
+
+def _ending(text: str) -> str | None:
+    """Return the longest end of the last sentence with a number that is mathematics."""
+    for sentence in reversed(_SENTENCES.split(_EMPHASIS.sub(r"\2", text))):
+        words = _WORD.findall(sentence)[-_MOST_WORDS:]
+        if not _MATH.search(" ".join(words)):
+            continue
+        for start in range(len(words)):
+            found = _readable(" ".join(words[start:]))
+            if found is not None and _MATH.search(found):
+                return found
+        numbers = [word for word in words if _MATH.search(word) and _readable(word) is not None]
+        if numbers:
+            return _readable(numbers[-1])
+    return None
+
+
+def _readable(text: str) -> str | None:
+    """Return plain text, without its punctuation, if the text is mathematics."""
+    bare = _without_stop(text)
+    return bare if bare and is_mathematics(bare) else None

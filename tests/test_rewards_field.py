@@ -1,0 +1,123 @@
+"""Kinds of faults that users of other frameworks reported of rewards: thinking, thousands, judges, votes, spreads."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.algos.advantages import group_relative
+from jaxrlhf.config import JudgeReward
+from jaxrlhf.rewards.answers import gsm8k
+from jaxrlhf.rewards.endpoint import Unreadable
+from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.judges import _score
+from jaxrlhf.rewards.sandbox.programs import last_program
+from jaxrlhf.trainer.evaluation import majority
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "method", "right"),
+    [
+        ("So it is $1{,}234$", "234", "flexible", 0),
+        ("So it is $1{,}234$", "1234", "flexible", 1),
+        ("it is 1{,}000", "0", "flexible", 0),
+        (r"So it is \boxed{1{,}234}", "1234", "flexible", 1),
+        (r"#### 1\,234", "1234", "strict", 1),
+        ("#### 1\u202f234", "1234", "strict", 1),
+        ("#### 7", r"2 + 5 = 7 #### 1{,}000", "strict", 0),
+        ("<think>maybe #### 7</think>The answer is 8.", "7", "strict", 0),
+        ("<think>maybe #### 7</think>The answer is 8.", "8", "flexible", 1),
+        ("<think>maybe #### 7", "7", "flexible", 0),
+        ("<think>#### 3</think>\n#### 7", "7", "strict", 1),
+        ("#### 7", "7", "strict", 1),
+        ("In 3 1234 steps", "1234", "flexible", 1),
+    ],
+)
+def test_numbers_of_gsm8k(response, answer, method, right):
+    assert gsm8k("", response, answer, {}, method=method) == right
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("<think>\n```python\nprint(4)\n</think>\n```python\nprint(3)\n```\n", "print(3)"),
+        ("<think>```python\nprint(4)\n```</think>\n```python\nprint(3)\n```\n", "print(3)"),
+        ("<think>\n```python\nprint(4)\n```\n</think>\nNo program.", None),
+        ("<think>\n```python\nprint(4)\n```\n", None),
+        ("```python\nprint(3)\n```\n", "print(3)"),
+    ],
+)
+def test_the_program_stands_behind_the_thinking(response, program):
+    assert last_program(after_thinking("", response)) == program
+
+
+PATTERN = JudgeReward.__dataclass_fields__["pattern"].default
+
+
+@pytest.mark.parametrize(
+    ("text", "highest", "score"),
+    [
+        ("Score: 7", 10, 7),
+        ("Score: 7.5", 10, 7.5),
+        ("Score: 7,5", 10, 7.5),
+        ("Score: 1e-1", 1, 0.1),
+        ("Score: 8/10", 10, 8),
+        ("Score: 8 out of 10.", 10, 8),
+        ("Score: 1/2", 1, 0.5),
+        ("Score: 3 of 4", 1, 0.75),
+        ("Score: 4. It is good, of course.", 5, 4),
+        ("Score: 4, since 3 of 5 points are right", 5, 4),
+        ("**Score:** 4", 5, 4),
+    ],
+)
+def test_scores_of_judges(text, highest, score):
+    assert _score(text, PATTERN, 0, highest) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "highest"),
+    [
+        ("Score: 5e5", 10),
+        ("Score: 10 out of 100", 10),
+        ("Score: 1/2", 10),
+        ("Score: 1,000", 10),
+        ("Score: 7.5.1", 10),
+        ("Score: 50%", 100),
+        ("Score: 11", 10),
+    ],
+)
+def test_scores_that_say_something_else_are_refused(text, highest):
+    with pytest.raises(Unreadable, match="the judge's score"):
+        _score(text, PATTERN, 0, highest)
+
+
+@pytest.mark.parametrize(
+    ("texts", "scores", "share"),
+    [
+        ([r"\boxed{5}"] * 2 + [r"\boxed{137}", r"\boxed{\text{137}}", r"\boxed{137.0}"], [[0, 0, 1, 1, 1]], 1.0),
+        ([r"\boxed{3}"] * 2 + [r"\fbox{x+1}", r"\boxed{x+1}", r"\boxed {1+x}"], [[0, 0, 1, 1, 1]], 1.0),
+        ([r"\boxed{5}"] * 2 + [r"\boxed{1{,}000}", r"\boxed{1000}", r"\boxed{1,000}"], [[0, 0, 1, 1, 1]], 1.0),
+        ([r"\boxed{\frac12}", r"\boxed{0.5}", r"\boxed{2}"], [[1, 1, 0]], 1.0),
+        ([r"\boxed{2}", r"\boxed{2}", r"\boxed{3}"], [[0, 0, 1]], 0.0),
+        (
+            ["<think>\\boxed{2}</think>\\boxed{3}", "<think>\\boxed{2}</think>\\boxed{4}", r"\boxed{3}"],
+            [[1, 0, 1]],
+            1.0,
+        ),
+        (["1", "1", "2", "2"], [[np.nan, np.nan], [1, 1]], 1.0),
+        (["1", "1", "2", "2"], [[np.nan, 0], [1, 1]], 0.5),
+    ],
+)
+def test_votes_are_grouped_as_the_reward_compares(texts, scores, share):
+    assert majority(texts, np.array(scores, float)) == share
+
+
+def test_no_problem_with_a_score_has_no_majority():
+    assert np.isnan(majority(["1", "2"], np.full((1, 2), np.nan)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e10, 1e20, 1e37])
+def test_advantages_are_as_good_at_any_scale(scale):
+    scores = jnp.array([0.0, scale, 1.0, 3.0, 5.0], jnp.float32)
+    found = group_relative(scores, jnp.ones(5, bool), jnp.array([0, 0, 1, 1, 1]), normalize_std=True)
+    np.testing.assert_allclose(found[:2], [-(0.5**0.5), 0.5**0.5], rtol=2e-3)
+    np.testing.assert_allclose(found[2:], [-1.0, 0.0, 1.0], atol=1e-5)
