@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 # fmt: off
 
-
 class Case(NamedTuple):
     """A reference, spellings of the same answer, and answers that are others."""
 
@@ -16,11 +15,9 @@ class Case(NamedTuple):
     right: list[str]
     wrong: list[str]
 
-
 def thousands(value: int, gap: str) -> str:
     """Return a whole number with a gap between thousands."""
     return f"{value:,}".replace(",", gap)
-
 
 def digits_changed(value: int, dice: random.Random) -> list[int]:
     """Return numbers that look like one: a digit off, one more, one less, two in another order."""
@@ -31,7 +28,6 @@ def digits_changed(value: int, dice: random.Random) -> list[int]:
     if len(text) > 1:
         found |= {int(text[1:]), int(text[:-1]), int(text[::-1])}
     return sorted(found - {value})
-
 
 def whole(dice: random.Random) -> Case:
     value = dice.choice([dice.randint(2, 99), dice.randint(1000, 99999)])
@@ -49,7 +45,6 @@ def whole(dice: random.Random) -> Case:
     ]
     wrong += [f"({value},{value})", f"{value}, {value + 1}", f"\\frac{{1}}{{{value}}}", f"{value}i", f"{value}x"]
     return Case("whole", str(value), right, wrong)
-
 
 def fraction(dice: random.Random) -> Case:
     value = Fraction(dice.randint(1, 40), dice.choice([3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 20]))
@@ -69,7 +64,6 @@ def fraction(dice: random.Random) -> Case:
     wrong += [f"-{p}/{q}", str(p), str(q), f"{p // q}", f"{round(p / q, 4)}1", f"{p},{q}", f"{p}:{q + 1}"]
     return Case("fraction", rf"\frac{{{p}}}{{{q}}}", right, [each for each in wrong if each != f"{p / q}"])
 
-
 def decimal(dice: random.Random) -> Case:
     hundredths = dice.randint(1, 9999)
     while hundredths % 10 == 0:
@@ -86,7 +80,6 @@ def decimal(dice: random.Random) -> Case:
     wrong += [f"{hundredths / 100 + 0.01:.2f}", repr(small), rf"{hundredths}\times 10^{{-20}}"]
     return Case("decimal", text, right, wrong)
 
-
 def surd(dice: random.Random) -> Case:
     a, b = dice.randint(2, 12), dice.choice([2, 3, 5, 6, 7, 10, 11, 13])
     right = [
@@ -100,7 +93,6 @@ def surd(dice: random.Random) -> Case:
     ]
     return Case("surd", rf"{a}\sqrt{{{b}}}", right, wrong)
 
-
 def circle(dice: random.Random) -> Case:
     a, b = dice.randint(2, 30), dice.choice([1, 1, 7, 11])
     reference = rf"{a}\pi" if b == 1 else rf"\frac{{{a}\pi}}{{{b}}}"
@@ -113,7 +105,6 @@ def circle(dice: random.Random) -> Case:
     ]
     return Case("circle", reference, right, wrong)
 
-
 def complex_number(dice: random.Random) -> Case:
     a, b = dice.randint(1, 20), dice.randint(2, 20)
     while a == b:
@@ -123,7 +114,6 @@ def complex_number(dice: random.Random) -> Case:
         f"{a}-{b}i", f"-{a}+{b}i", f"{b}+{a}i", str(a), str(b), f"{a + b}", f"{a}+{b}", f"{a}+{b + 1}i", f"{a}{b}i",
     ]
     return Case("complex", f"{a}+{b}i", right, wrong)
-
 
 def polynomial(dice: random.Random) -> Case:
     a, b = dice.randint(1, 9), dice.randint(10, 15)
@@ -139,7 +129,6 @@ def polynomial(dice: random.Random) -> Case:
     ]
     return Case("polynomial", f"x^2+{total}x+{product}", right, wrong)
 
-
 def several(dice: random.Random) -> Case:
     a, b, c = dice.sample(range(-20, 40), 3)
     right = [
@@ -151,7 +140,6 @@ def several(dice: random.Random) -> Case:
         f"{a + b + c}" if a + b + c not in (a, b, c) else "9999",
     ]
     return Case("several", f"{a}, {b}, {c}", right, wrong)
-
 
 def point(dice: random.Random) -> Case:
     a, b = dice.sample(range(-20, 40), 2)
@@ -165,7 +153,6 @@ def point(dice: random.Random) -> Case:
     ]
     return Case("point", f"({a},{b})", right, wrong)
 
-
 def interval(dice: random.Random) -> Case:
     a = dice.randint(-20, 20)
     b = a + dice.randint(1, 20)
@@ -178,7 +165,6 @@ def interval(dice: random.Random) -> Case:
         rf"(-\infty,{b})", rf"[{a},\infty)", rf"x<{a} \text{{ or }} x\ge {b}", f"({a},{b}]",
     ]
     return Case("interval", f"[{a},{b})", right, wrong)
-
 
 def outside(dice: random.Random) -> Case:
     a = dice.randint(-20, 20)
@@ -194,7 +180,6 @@ def outside(dice: random.Random) -> Case:
     ]
     return Case("outside", reference, right, wrong)
 
-
 def length(dice: random.Random) -> Case:
     a = dice.randint(2, 90)
     right = [
@@ -206,7 +191,6 @@ def length(dice: random.Random) -> Case:
         rf"{a} cm, {a + 1} cm", rf"-{a}\text{{ cm}}", rf"\frac{{{a}}}{{2}}\text{{ cm}}", f"{a} km",
     ]
     return Case("length", rf"{a}\text{{ cm}}", right, wrong)
-
 
 def duration(dice: random.Random) -> Case:
     hours, minutes = dice.randint(1, 9), dice.randint(1, 59)
@@ -222,7 +206,6 @@ def duration(dice: random.Random) -> Case:
     ]
     return Case("duration", reference, right, [each for each in wrong if hours != minutes or "minutes" not in each])
 
-
 def clock(dice: random.Random) -> Case:
     hours, minutes = dice.randint(1, 11), dice.randint(10, 59)
     reference = rf"{hours}:{minutes}\text{{ p.m.}}"
@@ -234,7 +217,6 @@ def clock(dice: random.Random) -> Case:
     ]
     return Case("clock", reference, right, wrong)
 
-
 def ratio(dice: random.Random) -> Case:
     a, b, c = dice.sample([2, 3, 5, 7, 11, 13], 3)
     right = [f"{a}:{b}:{c}", f"{2 * a}:{2 * b}:{2 * c}", f"{a} : {b} : {c}"]
@@ -244,13 +226,11 @@ def ratio(dice: random.Random) -> Case:
     ]
     return Case("ratio", f"{a}:{b}:{c}", right, wrong)
 
-
 def numeral(dice: random.Random) -> Case:
     text = "".join(dice.choice("1234567") for _ in range(dice.randint(2, 5)))
     right = [f"{text}_8", f"{text}_{{8}}", text]
     wrong = [f"{text}_9", f"{text}_{{10}}", f"{text[::-1]}1_8", f"{text}0_8", "8", f"1{text}"]
     return Case("numeral", f"{text}_8", right, wrong)
-
 
 def residue(dice: random.Random) -> Case:
     m = dice.randint(5, 20)
@@ -262,7 +242,6 @@ def residue(dice: random.Random) -> Case:
         rf"y\equiv {r + 1} \pmod {{{m}}}",
     ]
     return Case("residue", reference, right, wrong)
-
 
 def angles(dice: random.Random) -> Case:
     q = dice.choice([3, 4, 5, 6, 8, 12])
@@ -279,7 +258,6 @@ def angles(dice: random.Random) -> Case:
     ]
     return Case("angles", reference, right, wrong)
 
-
 def system(dice: random.Random) -> Case:
     a, b = dice.sample(range(-9, 20), 2)
     reference = rf"\begin{{cases}}x={a}\\y={b}\end{{cases}}"
@@ -292,14 +270,12 @@ def system(dice: random.Random) -> Case:
     ]
     return Case("system", reference, right, wrong)
 
-
 def pieces(dice: random.Random) -> Case:
     a, b = dice.sample(range(1, 20), 2)
     made = r"\begin{{cases}}{0}&x>0\\{1}&x\le 0\end{{cases}}"
     right = [made.format(f"{a}x", b), r"f(x)=" + made.format(f"{a}x", b), made.format(f"{a} x", f"{b}.0")]
     wrong = [made.format(f"{b}x", a), made.format(f"{a}x", b + 1), made.format(f"-{a}x", b), str(b), f"{a}x"]
     return Case("pieces", made.format(f"{a}x", b), right, wrong)
-
 
 def matrix(dice: random.Random) -> Case:
     a, b, c, d = dice.sample(range(-9, 20), 4)
@@ -311,7 +287,6 @@ def matrix(dice: random.Random) -> Case:
     ]
     return Case("matrix", made.format(a, b, c, d, k="pmatrix"), right, wrong)
 
-
 def line(dice: random.Random) -> Case:
     m, b = dice.randint(2, 9), dice.randint(1, 20)
     right = [f"y={m}x+{b}", f"y - {m}x = {b}", f"{m}x - y + {b} = 0", f"y = {b} + {m}x", f"2y={2 * m}x+{2 * b}"]
@@ -319,7 +294,6 @@ def line(dice: random.Random) -> Case:
         f"y={m}x-{b}", f"y={m + 1}x+{b}", f"x={m}y+{b}", str(b), f"y={b}x+{m + b}", f"y>{m}x+{b}", f"{m}x+y+{b}=0",
     ]
     return Case("line", f"y={m}x+{b}", right, wrong)
-
 
 def named(dice: random.Random) -> Case:
     words = ["Paris", "east", "no", "Monday", "isosceles", "ellipse", "yes", "seven", "Thursday", "Helen"]
@@ -333,7 +307,6 @@ def named(dice: random.Random) -> Case:
         "7",
     ]
     return Case("named", word, right, [*wrong, word[::-1]])
-
 
 def option(dice: random.Random) -> Case:
     letter = dice.choice("ABCDE")
@@ -349,7 +322,6 @@ def option(dice: random.Random) -> Case:
     ]
     return Case("option", letter, right, wrong)
 
-
 def tiny(dice: random.Random) -> Case:
     power = dice.randint(15, 40)
     reference = rf"\frac{{1}}{{3^{{{power}}}}}"
@@ -360,7 +332,6 @@ def tiny(dice: random.Random) -> Case:
     ]
     return Case("tiny", reference, right, wrong)
 
-
 def functions(dice: random.Random) -> Case:
     a = dice.randint(2, 9)
     reference = rf"\ln {a}"
@@ -369,7 +340,6 @@ def functions(dice: random.Random) -> Case:
     ]
     wrong = [rf"\ln {a + 1}", str(a), rf"\log_{{10}} {a}", rf"-\ln {a}", rf"\sin {a}", f"e^{a}"]
     return Case("functions", reference, right, wrong)
-
 
 def share(dice: random.Random) -> Case:
     eighths = dice.choice([1, 3, 5, 7])
@@ -381,14 +351,12 @@ def share(dice: random.Random) -> Case:
     ]
     return Case("share", rf"{text}\%", right, wrong)
 
-
 def root_pair(dice: random.Random) -> Case:
     a, b = dice.randint(2, 9), dice.choice([2, 3, 5, 7])
     reference = rf"{a} \pm \sqrt{{{b}}}"
     right = [reference, rf"{a}+\sqrt{{{b}}}, {a}-\sqrt{{{b}}}", rf"x={a}\pm\sqrt{{{b}}}", f"{a} ± √{b}"]
     wrong = [rf"{a}+\sqrt{{{b}}}", rf"{a + 1} \pm \sqrt{{{b}}}", str(a), rf"\pm\sqrt{{{b}}}", rf"{a}\pm {b}"]
     return Case("root pair", reference, right, wrong)
-
 
 KINDS: tuple[Callable[[random.Random], Case], ...] = (
     whole, fraction, decimal, surd, circle, complex_number, polynomial, several, point, interval, outside, length,
@@ -404,13 +372,11 @@ BOXED = (
 BARE = (r"The answer is $%s$.", r"<answer>%s</answer>", r"Final answer: $%s$", r"We find \(%s\).", "#### %s")
 """Ways to state an answer that holds no box and no dollar sign."""
 
-
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield cases of every kind in turn."""
     dice = random.Random(seed)
     for index in range(count):
         yield KINDS[index % len(KINDS)](dice)
-
 
 def stated(answer: str, dice: random.Random) -> str:
     """Return a response that states an answer."""

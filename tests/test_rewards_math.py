@@ -4,11 +4,13 @@ import json
 import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 import pytest
 from math_answers import KINDS, cases, stated
+from math_references import TYPICAL
 
 from jaxrlhf.rewards.mathematics import same_answer
 from jaxrlhf.rewards.mathematics.references import read_as_text
@@ -222,3 +224,11 @@ def test_references_that_can_only_be_compared_as_text_are_named():
     read = ["7", r"\frac12", "Paris", r"\text{no solution}", "x=3, y=4", r"[1,\infty)", "B"]
     texts = [r"\int_0^1 x\,dx", "3 apples because 4", r"\sum_{k=1}^n k"]
     assert read_as_text([*read, *texts]) == texts
+
+
+def test_typical_references_are_read_and_equal_themselves_alone():
+    assert read_as_text(TYPICAL) == []
+    assert [text for text in TYPICAL if not same_answer("", rf"\boxed{{{text}}}", text, {})] == []
+    neighbours = list(pairwise(TYPICAL))
+    equal = [pair for pair in neighbours if same_answer("", rf"\boxed{{{pair[0]}}}", pair[1], {})]
+    assert equal == []

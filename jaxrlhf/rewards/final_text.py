@@ -1,4 +1,4 @@
-"""Where a response states its answer, and numbers with gaps between thousands."""
+"""Text of a response behind its thinking, and numbers with gaps between thousands."""
 
 import re
 

@@ -15,7 +15,7 @@ LOOKING_SHARE = 0.01
 """Most of the time that looking may take: where a look takes long, looks become rare."""
 
 _POINTERS_WAIT = jax.version.__version_info__ >= (0, 11)
-"""Whether asking for a buffer's place waits for the program that fills the buffer."""
+"""True where asking for the place of a buffer waits for the program that fills the buffer."""
 
 
 class DevicePeak:

@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxrlhf.rewards.mathematics.expressions import CONSTANTS, Expr, number, operation, symbol
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
-from jaxrlhf.rewards.mathematics.values import Interval, Union, Words
+from jaxrlhf.rewards.mathematics.values import RealInterval, Union, Words
 from jaxrlhf.rewards.mathematics.words import GREEK
 
 _BEGINS = ("frac", "sqrt", "surd", "binom", "lfloor", "lceil", "pi")
 _DEEPEST = 60
 
 
-class Arithmetic(ABC):
+class ExpressionReader(ABC):
     """Reader of expressions.
 
     Attributes:
@@ -378,5 +378,5 @@ def _signed(sign: str, value: Expr) -> Expr:
 def _domain(name: str) -> Any:
     if name == "R":
         infinity = operation("infinity")
-        return Union((Interval(operation("neg", infinity), infinity, False, False),))
+        return Union((RealInterval(operation("neg", infinity), infinity, False, False),))
     return Words(f"numbers{name.lower()}")

@@ -12,11 +12,11 @@ from jaxrlhf.rewards.mathematics.units import amount_of, unit_of
 from jaxrlhf.rewards.mathematics.values import (
     Compound,
     Congruence,
-    Family,
     Items,
     Quantity,
     Ratio,
     Relation,
+    SolutionFamily,
     Table,
     Union,
     Words,
@@ -68,7 +68,7 @@ def _compare(one: Any, other: Any) -> bool | None:
         case Items(), (Compound() | Quantity()):
             amount = _compound_of(one)
             return amount is not None and _same_amounts(amount, other)
-        case Family(), Family():
+        case SolutionFamily(), SolutionFamily():
             return _same_families(one, other)
         case Congruence(), Congruence():
             return _same_classes(one, other)
@@ -224,7 +224,7 @@ def _matched(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return not left
 
 
-def _same_families(one: Family, other: Family) -> bool:
+def _same_families(one: SolutionFamily, other: SolutionFamily) -> bool:
     """Compare formulas over whole numbers: the same values, however the variable is named."""
     if one.domain != other.domain:
         return False

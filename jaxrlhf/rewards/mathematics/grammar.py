@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxrlhf.rewards.mathematics.arithmetic import Arithmetic
+from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
 from jaxrlhf.rewards.mathematics.expressions import Expr, operation
 from jaxrlhf.rewards.mathematics.sets import joined, without
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
@@ -11,11 +11,11 @@ from jaxrlhf.rewards.mathematics.units import amount_of
 from jaxrlhf.rewards.mathematics.values import (
     Compound,
     Congruence,
-    Family,
     Items,
     Quantity,
     Ratio,
     Relation,
+    SolutionFamily,
     Table,
     Union,
     Words,
@@ -34,7 +34,7 @@ _OPENED, _CLOSED = (
 )
 
 
-class Grammar(Arithmetic):
+class AnswerReader(ExpressionReader):
     """Reader of the tokens of one answer."""
 
     def answer(self) -> Any:
@@ -60,11 +60,11 @@ class Grammar(Arithmetic):
                 break
             found.append(self.item())
         found = [each for one in found for each in _both_signs(one)]
-        families = [each for each in found if isinstance(each, Family) and each.value is None]
+        families = [each for each in found if isinstance(each, SolutionFamily) and each.value is None]
         if families and len(found) > len(families):
             (clause, *_), rest = families, [each for each in found if each not in families]
             value = rest[0] if len(rest) == 1 else Items(tuple(rest), bracket, joiner)
-            return Family(value, clause.name, clause.domain)
+            return SolutionFamily(value, clause.name, clause.domain)
         if len(found) == 1 and not bracket:
             return found[0]
         return Items(tuple(found), bracket, joiner)
@@ -123,7 +123,7 @@ class Grammar(Arithmetic):
         if signs == ["in"]:
             inside = sides[1]
             if isinstance(inside, Words) and isinstance(sides[0], Quantity):
-                return Family(None, _only_symbol(sides[0].expr), inside.text)
+                return SolutionFamily(None, _only_symbol(sides[0].expr), inside.text)
             return inside
         if "in" in signs:
             raise Unread("a membership inside a chain of comparisons")
@@ -280,8 +280,8 @@ class Grammar(Arithmetic):
         if not self.accept(*closers):
             raise Unread(f"{opened} is not closed")
         shut = self.tokens[self.place - 1].text
-        assert isinstance(inner, Items | Family)
-        if isinstance(inner, Family):
+        assert isinstance(inner, Items | SolutionFamily)
+        if isinstance(inner, SolutionFamily):
             return inner
         if len(inner.values) == 1 and opened in "([":
             (only,) = inner.values

@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from jaxrlhf.rewards.mathematics.grammar import Grammar
+from jaxrlhf.rewards.mathematics.grammar import AnswerReader
 from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
 from jaxrlhf.rewards.mathematics.tokens import Unread, tokens_of
 from jaxrlhf.rewards.mathematics.values import Items, Relation, Words
@@ -16,7 +16,7 @@ _TEXT_COMMANDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)(?![a-z
 def read_answer(bare: str) -> Any:
     """Return the value of an undressed answer; words if the answer is no mathematics that can be read."""
     try:
-        return Grammar(tokens_of(bare)).answer()
+        return AnswerReader(tokens_of(bare)).answer()
     except (Unread, RecursionError):
         return Words(squeezed(bare).lower())
 

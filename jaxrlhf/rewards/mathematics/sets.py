@@ -7,30 +7,30 @@ import mpmath
 
 from jaxrlhf.rewards.mathematics.expressions import Expr, alike, operation, real
 from jaxrlhf.rewards.mathematics.tokens import Unread
-from jaxrlhf.rewards.mathematics.values import Interval, Items, Quantity, Relation, Union
+from jaxrlhf.rewards.mathematics.values import Items, Quantity, RealInterval, Relation, Union
 
 INFINITY = operation("infinity")
-EVERYTHING = Interval(operation("neg", INFINITY), INFINITY, False, False)
+EVERYTHING = RealInterval(operation("neg", INFINITY), INFINITY, False, False)
 """All real numbers."""
 
 
-def interval_of(value: Any) -> Interval | None:
+def interval_of(value: Any) -> RealInterval | None:
     """Return a pair in brackets as an interval."""
-    if isinstance(value, Interval):
+    if isinstance(value, RealInterval):
         return value
     if not isinstance(value, Items) or len(value.values) != 2 or value.bracket not in ("()", "(]", "[)", "[]"):
         return None
     low, high = value.values
     if not all(isinstance(end, Quantity) and not end.percent for end in (low, high)):
         return None
-    return Interval(low.expr, high.expr, value.bracket[0] == "[", value.bracket[1] == "]")
+    return RealInterval(low.expr, high.expr, value.bracket[0] == "[", value.bracket[1] == "]")
 
 
-def _parts(value: Any) -> tuple[Interval, ...]:
+def _parts(value: Any) -> tuple[RealInterval, ...]:
     if isinstance(value, Union):
         return value.parts
     if isinstance(value, Items) and value.bracket == "{}":
-        return tuple(Interval(_number(each), _number(each), True, True) for each in value.values)
+        return tuple(RealInterval(_number(each), _number(each), True, True) for each in value.values)
     found = interval_of(value)
     if found is None:
         raise Unread("a union of what are no sets of numbers")
@@ -47,7 +47,7 @@ def without(whole: Any, points: Any) -> Union:
         raise Unread("a difference of sets")
     ends = sorted((_number(each) for each in points.values), key=lambda expr: float(_real(real(expr))))
     bounds = [EVERYTHING.low, *ends, EVERYTHING.high]
-    return Union(tuple(Interval(low, high, False, False) for low, high in pairwise(bounds)))
+    return Union(tuple(RealInterval(low, high, False, False) for low, high in pairwise(bounds)))
 
 
 def _real(value: Any) -> Any:
@@ -102,7 +102,7 @@ def _solution(relation: Relation) -> Union | None:
     low = sides[place - 1].expr if place else EVERYTHING.low
     high = sides[place + 1].expr if place + 1 < len(sides) else EVERYTHING.high
     has_low, has_high = place > 0 and signs[place - 1] == "<=", place + 1 < len(sides) and signs[place] == "<="
-    return Union((Interval(low, high, has_low, has_high),))
+    return Union((RealInterval(low, high, has_low, has_high),))
 
 
 def _intersection(sets: list[Union]) -> Union | None:
@@ -117,7 +117,7 @@ def _intersection(sets: list[Union]) -> Union | None:
             return None
         low = max(((ends[0], not found.has_low, found), (ends[1], not part.has_low, part)), key=lambda end: end[:2])
         high = min(((ends[2], found.has_high, found), (ends[3], part.has_high, part)), key=lambda end: end[:2])
-        found = Interval(low[2].low, high[2].high, not low[1], bool(high[1]))
+        found = RealInterval(low[2].low, high[2].high, not low[1], bool(high[1]))
     return Union((found,))
 
 
@@ -137,14 +137,14 @@ def same_sets(one: Union, other: Union) -> bool:
     )
 
 
-def _merged(union: Union) -> list[Interval] | None:
+def _merged(union: Union) -> list[RealInterval] | None:
     """Return intervals in order, those that meet as one; None where an end is no real number."""
     ends = [(real(part.low), real(part.high), part) for part in union.parts]
     if any(low is None or high is None for low, high, _ in ends):
         return None
-    found: list[Interval] = []
+    found: list[RealInterval] = []
     for low, high, part in sorted(ends, key=lambda end: (end[0], not end[2].has_low)):
-        part = Interval(
+        part = RealInterval(
             part.low, part.high, part.has_low and not mpmath.isinf(low), part.has_high and not mpmath.isinf(high)
         )
         if low > high or (low == high and not (part.has_low and part.has_high)):
@@ -154,7 +154,7 @@ def _merged(union: Union) -> list[Interval] | None:
             end = real(last.high)
             if low < end or (low == end and (last.has_high or part.has_low)):
                 keep = last if end > high or (end == high and last.has_high) else part
-                found[-1] = Interval(last.low, keep.high, last.has_low, keep.has_high)
+                found[-1] = RealInterval(last.low, keep.high, last.has_low, keep.has_high)
                 continue
         found.append(part)
     return found

@@ -20,7 +20,7 @@ _WRAPS = re.compile(
 _BOLD = re.compile(
     r"\\(?:mathbf|mathrm|mathnormal|operatorname\*?|textbf|textit|textrm|textsf|mbox|hbox|text)\s*\{([^{}]*)\}"
 )
-_SPACES = re.compile(r"\\[,;:!> ]|\\ |~|&nbsp;")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _ENVIRONMENT = re.compile(
     r"\\(?:begin|end)\s*\{(?:aligned|align|align\*|equation|equation\*|gathered|split|gather\*?)\}"
 )

@@ -46,7 +46,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RealInterval:
     """Numbers between two ends."""
 
     low: Expr
@@ -59,7 +59,7 @@ class Interval:
 class Union:
     """Intervals and single numbers; none is the empty set."""
 
-    parts: tuple[Interval, ...]
+    parts: tuple[RealInterval, ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Relation:
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
     named: bool = False
-    """Whether the first side is the name of what the last one is the value of."""
+    """True where the first side is a name, and the last side its value."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Congruence:
 
 
 @dataclass(frozen=True)
-class Family:
+class SolutionFamily:
     """Values of a formula for all whole numbers, such as the solutions of a trigonometric equation."""
 
     value: Any
