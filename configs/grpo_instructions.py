@@ -166,7 +166,10 @@ CONFLICTS = {
     *(("begins", "points"), ("begins", "json"), ("ends", "json"), ("json", "quoted"), ("json", "question")),
     *(("points", "quoted"), ("points", "question"), ("ends", "question"), ("no_comma", "json"), ("capitals", "json")),
     *(("lowercase", "json"), ("repeats", "json"), ("repeats", "points"), ("begins", "question")),
+    *(("capitals", "begins"), ("capitals", "ends")),
 }
+HARD = ("words", "repeats", "ends")
+"""Kinds that single instructions of the training are of three times as often."""
 PAIRS = [pair for pair in combinations(KINDS, 2) if pair not in CONFLICTS and tuple(reversed(pair)) not in CONFLICTS]
 HELD_OUT_PAIRS = PAIRS[2::4]
 TRAIN_PAIRS = [pair for pair in PAIRS if pair not in HELD_OUT_PAIRS]
@@ -176,11 +179,12 @@ def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Prompts of a split: those with one instruction first, then those with two."""
     dice = random.Random(f"{seed} {split}")
     held_out = split == "evaluation"
+    singles_of = [*KINDS] if held_out else [*KINDS, *HARD, *HARD]
     records = []
     for number in range(count):
         topic = dice.choice(HELD_OUT_TOPICS if held_out else TRAIN_TOPICS)
         if number < SINGLE_SHARE[split] * count:
-            kinds: tuple[str, ...] = (list(KINDS)[number % len(KINDS)],)
+            kinds: tuple[str, ...] = (singles_of[number % len(singles_of)],)
         else:
             kinds = dice.choice(HELD_OUT_PAIRS if held_out else TRAIN_PAIRS)
         instructions = [(kind, dice.choice(KINDS[kind].arguments)) for kind in kinds]
