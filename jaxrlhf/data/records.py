@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -20,8 +21,8 @@ _DEEPEST = 64
 Stored = Mapping[str, Any] | bytes
 """A record as it is kept: the JSON text of its line, which takes less memory than its objects, or the objects."""
 
-Messages = list[dict[str, str]]
-"""Chat messages, each with `role` and `content`."""
+Messages = list[dict[str, Any]]
+"""Chat messages, each with the texts `role` and `content`."""
 
 
 def restored(record: Stored) -> Mapping[str, Any]:
@@ -99,7 +100,7 @@ class PairPart(NamedTuple):
       safe: Whether chosen and rejected are harmless; None if that is not known.
     """
 
-    rejected: str
+    rejected: str | Messages
     margin: float
     safe: tuple[bool, bool] | None
 
@@ -148,7 +149,7 @@ class SourceRecord(NamedTuple):
         """Texts of all answers."""
         return [
             *(texts_of(self.solution) if self.solution else []),
-            *([self.pair.rejected] if self.pair else []),
+            *(texts_of(self.pair.rejected) if self.pair else []),
             *(self.steps.steps if self.steps else ()),
             *self.further,
         ]
@@ -253,12 +254,18 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 def record_at(path: str, number: int) -> Mapping[str, Any]:
     """The record with a number, from 1, of a file that was read before."""
-    return _numbered(path)(number - 1)
+    try:
+        state = os.stat(path)
+        return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number - 1)
+    except (FileNotFoundError, IndexError) as error:
+        raise Refusal(
+            f"{path}: record {number} is not there any more; the file has changed, so read it again"
+        ) from error
 
 
 @lru_cache(maxsize=4)
-def _numbered(path: str) -> Callable[[int], Mapping[str, Any]]:
-    """Function of an index to the record there, which is made when it is asked for."""
+def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
+    """Function of an index to the record there, which is made when it is asked for, of one state of a file."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
 
