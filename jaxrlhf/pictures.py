@@ -50,8 +50,8 @@ def _grey(picture: Any) -> Any:
         scaled = pixels
     else:
         raise ValueError(
-            f"its numbers, of the mode {picture.mode}, are {pixels.min():g} to {pixels.max():g}, and nothing says which "
-            "one is white; scale them to 0 to 255"
+            f"its numbers, of the mode {picture.mode}, are {pixels.min():g} to {pixels.max():g}, and nothing says "
+            "which one is white; scale them to 0 to 255"
         )
     levels = np.round(scaled).astype(np.uint8)
     clear = picture.info.get("transparency")

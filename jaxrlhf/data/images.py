@@ -267,11 +267,8 @@ def _pictures(images: tuple[tuple[Hashable, str], ...]) -> tuple[Any, ...]:
 
 def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
     """The record of a problem with its pictures under `images`, for reward functions."""
-    return (
-        {**record, "images": [*_pictures(tuple((image.source, image.digest) for image in images))]}
-        if images
-        else record
-    )
+    named = tuple((image.source, image.digest) for image in images)
+    return {**record, "images": [*_pictures(named)]} if images else record
 
 
 def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place: str) -> tuple[Image, ...]:

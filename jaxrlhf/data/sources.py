@@ -229,9 +229,9 @@ def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
     for row in generated_records(data.function, split, count, data.seed, data.keywords):
         prompt, answer = row.value("prompt"), None if row.record.get("answer") is None else row.text("answer")
         solution, further = _several(row.record.get("solution"))
-        for key, said in (("prompt", prompt), ("solution", "" if solution is None else solution)):
-            if not isinstance(said, str) and not (isinstance(said, list) and said):
-                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {said!r:.80}")
+        for key, given in (("prompt", prompt), ("solution", "" if solution is None else solution)):
+            if not isinstance(given, str) and not (isinstance(given, list) and given):
+                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {given!r:.80}")
         if isinstance(prompt, list):
             prompt = [read_message(message, f"{row.place}: a message in 'prompt'") for message in prompt]
         if isinstance(solution, list):

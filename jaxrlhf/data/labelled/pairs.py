@@ -140,18 +140,20 @@ def _behind_prompt(
 ) -> tuple[str | Messages, list[Any], list[Any]]:
     """The prompt, and the messages of both answers behind it.
 
-    Messages of a prompt of its own go before all of the answers, unless these repeat them. Otherwise the prompt is the
-    messages that both answers begin with; a prompt that is a text then names the user's last words among them.
+    Messages of a prompt of its own go before all of the answers, unless these repeat them. A text goes before answers
+    that begin with the assistant's words. Else the prompt is the messages that both answers begin with, as in TRL.
     """
     prompt = _prompt(row, data)
-    read = [[_message(row, one, key) for one in said] for key, said in zip(_ANSWERS, (chosen, rejected), strict=True)]
-    begun = [bool(said) and said[0]["role"] == "assistant" for said in read]
+    answers = [*zip(_ANSWERS, (chosen, rejected), strict=True)]
+    read = [[_message(row, one, key) for one in messages] for key, messages in answers]
+    begun = [bool(messages) and messages[0]["role"] == "assistant" for messages in read]
     if prompt is not None and all(begun):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
-        return prompt, *(behind(said, prompt, row.place, key) for key, said in zip(_ANSWERS, (chosen, rejected)))
+        first, second = (behind(messages, prompt, row.place, key) for key, messages in answers)
+        return prompt, first, second
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*read, strict=False)))
-    same = min(same, *(len(said) - 1 for said in read))
+    same = min(same, *(len(messages) - 1 for messages in read))
     if same < 1:
         raise Refusal(f"{row.place}: chosen and rejected begin with no message in common, which would be the prompt")
     return read[0][:same], chosen[same:], rejected[same:]

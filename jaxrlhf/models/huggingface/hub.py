@@ -10,7 +10,7 @@ from jaxrlhf.models.huggingface.gguf_folder import SUFFIX as GGUF
 from jaxrlhf.models.huggingface.gguf_folder import as_directory as gguf_directory
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 _WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
 _TIMEOUT_S = 5.0
 

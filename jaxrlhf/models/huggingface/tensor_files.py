@@ -27,6 +27,7 @@ class TensorFiles:
 
     Attributes:
       file_of: File name of each tensor.
+      absent: File in which the index puts a tensor that is not there, by the tensor's name; it may not be needed.
 
     Raises:
       Refusal: There are no safetensors, or a file is missing or damaged.
@@ -35,6 +36,7 @@ class TensorFiles:
     def __init__(self, directory: Path, *, vision: bool = False):
         self.directory = directory
         self._open: dict[str, Any] = {}
+        self.absent: dict[str, str] = {}
         if (directory / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (directory / INDEX).is_file():
@@ -101,8 +103,8 @@ class TensorFiles:
             if file not in held:
                 held[file] = set(self._file(file, name).keys())
             if name not in held[file]:
-                raise Refusal(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
-        return file_of
+                self.absent[name] = file
+        return {name: file for name, file in file_of.items() if name not in self.absent}
 
     def _file(self, name: str, tensor: str | None = None) -> Any:
         """An open file.
