@@ -87,7 +87,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
-    """What an assistant answers: the text of one message that says nothing else, or messages, each read.
+    """Answer of an assistant: the text of one message that says nothing else, or messages, each read.
 
     Raises:
       Refusal: They do not begin and end with the assistant's, or show a picture.

@@ -14,7 +14,7 @@ from jaxrlhf.data.chats.messages import REASONING
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.tokenizer import render_chat
 
-REFUSALS = (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError)
+REFUSALS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError)
 """Errors with which chat templates refuse messages."""
 
 _WORD = "wq7vword"
@@ -94,8 +94,22 @@ class RenderedChats:
             last = n == len(answer) - 1
             end = start + self._ended(whole[start:]) if last else self._end(prompt, answer, n, whole, start, place)
             segments.append(Segment(whole[start:end], True))
-            _check_said(message, whole[start:end], place)
+            self._check_shown(prompt, answer, n, whole, place)
         return segments
+
+    def _check_shown(self, prompt: Chat, answer: Chat, n: int, whole: str, place: str) -> None:
+        """Refuse an answer of which the template leaves out reasoning or calls: without them the text is the same."""
+        parts = {"the reasoning": REASONING, "the calls of tools": ("tool_calls",)}
+        for words, names in parts.items():
+            if not answer[n].keys() & set(names):
+                continue
+            less = [*answer]
+            less[n] = {key: value for key, value in answer[n].items() if key not in names}
+            if self._text([*prompt, *less]) == whole:
+                raise Refusal(
+                    f"{place}: the tokenizer's chat template leaves out {words} of an answer; take that out of the "
+                    "record, or a tokenizer whose template writes it"
+                )
 
     def _end(self, prompt: Chat, answer: Chat, n: int, whole: str, start: int, place: str) -> int:
         """End of an earlier turn of the assistant: behind the last token that ends turns before the next message."""
@@ -103,7 +117,8 @@ class RenderedChats:
         changed[n + 1] = {**changed[n + 1], "content": _OTHER}
         other = self._text([*prompt, *changed])
         same = next((at for at, pair in enumerate(zip(whole, other, strict=False)) if pair[0] != pair[1]), len(whole))
-        at = whole.rfind(self._closing, start, same) if self._closing and answer[n + 1]["role"] != "assistant" else -1
+        shown = self._closing and same < len(whole) and answer[n + 1]["role"] != "assistant"
+        at = whole.rfind(self._closing, start, same) if shown else -1
         if at < 0:
             raise Refusal(
                 f"{place}: the chat template does not show where an earlier turn of the assistant ends, so what is to "
@@ -165,16 +180,3 @@ def _continued(chat: Chat) -> bool:
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def _check_said(message: Mapping[str, Any], text: str, place: str) -> None:
-    """Refuse an answer of which the template leaves out reasoning or calls."""
-    thought = next((message[name] for name in REASONING if message.get(name)), "")
-    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    left_out = ["the reasoning"] * (str(thought).strip() not in text)
-    left_out += [f"the call {name}" for name in names if name not in text]
-    if left_out:
-        raise Refusal(
-            f"{place}: the tokenizer's chat template leaves out {' and '.join(left_out)} of an answer; take it out of "
-            "the record, or a template that writes it"
-        )
