@@ -96,8 +96,9 @@ class Row(NamedTuple):
             case str():
                 return value
             case float() | Decimal() if math.isfinite(value):
-                kind = self.narrow.get(key)
-                return f"{Decimal(str(value if kind is None else np.dtype(kind).type(value))):f}"
+                if (kind := self.narrow.get(key)) is not None:
+                    return np.format_float_positional(np.dtype(kind).type(value), trim="0")
+                return f"{Decimal(str(value)):f}"
             case int() if not isinstance(value, bool):
                 return str(value)
         raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}{advice}")
