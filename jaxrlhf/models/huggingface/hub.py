@@ -58,6 +58,19 @@ def _check_no_gguf_alone(directory: Path) -> None:
         raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
 
 
+def check_no_adapters_alone(directory: Path) -> None:
+    """Raise `Refusal` for a directory of `peft`, which has adapters without the model that they belong to."""
+    file = directory / "adapter_config.json"
+    if not file.is_file() or (directory / "config.json").is_file():
+        return
+    base = re.search(r'"base_model_name_or_path"\s*:\s*("[^"]*")', file.read_text(errors="replace"))
+    model = base[1] if base else "the model that they were trained on"
+    raise Refusal(
+        f"{directory} holds adapters of peft and no config.json; give Pretrained({model}) as the model, and "
+        f"Lora(start={str(directory)!r}) as actor.lora"
+    )
+
+
 def _run_of(directory: Path) -> Path | None:
     """The workdir that this is, or of which it holds a step."""
     if (directory / "lock").is_file() and (directory / "checkpoints").is_dir():

@@ -13,6 +13,7 @@ from jaxrlhf.models.huggingface.text_part import part_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model*.bin", "*.pth")
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Dtypes of weights and their names in the files, in the order that files keep tensors in."""
 
@@ -45,7 +46,13 @@ class TensorFiles:
             self._open[GGUF_LINK] = GgufTensors(directory / GGUF_LINK)
             self.file_of = dict.fromkeys(self._open[GGUF_LINK].keys(), GGUF_LINK)
         else:
-            raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
+            pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
+            there = f", but {pickled[0]}, whose reading could run any program" if pickled else ""
+            raise Refusal(
+                f"{directory} holds neither {SINGLE} nor {INDEX}{there}; convert it to safetensors: "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does, where its author "
+                "is trusted"
+            )
         self._name_of = part_tensors(self.file_of, vision=vision)
         if left_out := sorted(self.file_of.keys() - self._name_of.values()):
             warnings.warn(
