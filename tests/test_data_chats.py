@@ -233,9 +233,9 @@ def test_contents_in_parts_are_read_alike_everywhere(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])  # its template writes the day
-@pytest.mark.parametrize("begun", ["The sky is", "Let me think.\n<think>", "It is "])
-def test_a_prompt_that_ends_with_the_assistant_goes_on(tmp_path, family, begun):
-    tokenizer, prompt = tokenizer_of(family), [SKY, said("assistant", begun)]
+@pytest.mark.parametrize("words", ["The sky is", "Let me think.\n<think>", "It is "])
+def test_a_prompt_that_ends_with_the_assistant_goes_on(tmp_path, family, words):
+    tokenizer, prompt = tokenizer_of(family), [SKY, said("assistant", words)]
     right = apply_chat_template({"prompt": prompt}, tokenizer)["prompt"]
     path = write(tmp_path / "a.jsonl", {"prompt": prompt}, {"prompt": [SKY]})
     first, second = load(tokenizer, PromptFile(path, answer_key=None))

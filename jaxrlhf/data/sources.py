@@ -319,6 +319,12 @@ def _answer(row: Row, data: PromptFields) -> str | None:
         return None
     verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
     key = _VERL_ANSWER if verl else data.answer_key
+    value = row.value(key, "answer_key (None where there are no answers)")
+    if isinstance(value, bool | list | Mapping):
+        raise Refusal(
+            f"{row.place}: {key!r} is {value!r:.60}, and an answer is one text or number; write one, or set "
+            "answer_key=None and have a reward function read the record's field"
+        )
     return row.text(key, "answer_key (None where there are no answers)", "; where there are none, set answer_key=None")
 
 

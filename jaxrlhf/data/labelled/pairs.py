@@ -146,8 +146,8 @@ def _behind_prompt(
     prompt = _prompt(row, data)
     answers = [*zip(_ANSWERS, (chosen, rejected), strict=True)]
     read = [[_message(row, one, key) for one in messages] for key, messages in answers]
-    begun = [bool(messages) and messages[0]["role"] == "assistant" for messages in read]
-    if prompt is not None and all(begun):
+    answered = [bool(messages) and messages[0]["role"] == "assistant" for messages in read]
+    if prompt is not None and all(answered):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
         first, second = (behind(messages, prompt, row.place, key) for key, messages in answers)
