@@ -11,6 +11,7 @@ from jaxrlhf.checkpoint import Checkpoints, check_local
 from jaxrlhf.config import Config, ModelReward, Pretrained, Refusal, function_of
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.config import Head
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
@@ -142,7 +143,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
 
 def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse local checkpoints that the run could not start from, by the headers of their files alone."""
-    wanted = [(config.model, "lm")] if isinstance(config.model, Pretrained) else []
+    wanted: list[tuple[Pretrained, Head]] = [(config.model, "lm")] if isinstance(config.model, Pretrained) else []
     for spec in (spec for phase in config.phases for spec in phase.roles.values()):
         if spec.model is not None and spec.head is not None:
             wanted.append((spec.model, spec.head))

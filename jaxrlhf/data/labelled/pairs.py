@@ -101,20 +101,20 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
         raise Refusal(
             f"{row.place}: it has pictures in {shown[0]!r}, and pairs are of text alone; leave the record out"
         )
-    answers = [row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")]
+    first, second = row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")
     prompt: str | Messages | None
     chosen: str | Messages
     rejected: str | Messages
-    if all(isinstance(answer, list) for answer in answers):
-        prompt, *ends = _behind_prompt(row, *answers, data)
+    if isinstance(first, list) and isinstance(second, list):
+        prompt, *ends = _behind_prompt(row, first, second, data)
         chosen, rejected = (said(end, row.place, key) for key, end in zip(_ANSWERS, ends, strict=True))
         if isinstance(chosen, str) != isinstance(rejected, str):  # both as the template writes them
             chosen, rejected = map(_as_messages, (chosen, rejected))
     else:
-        chosen, rejected = texts = tuple(_text(row, key) for key in (data.chosen_key, data.rejected_key))
+        chosen, rejected = said_text, other_text = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
         prompt = _prompt(row, data)
         if prompt is None:
-            prompt, chosen, rejected = _split(row, *texts, data)
+            prompt, chosen, rejected = _split(row, said_text, other_text, data)
     empty = [name for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True) if not _says_something(answer)]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
