@@ -243,7 +243,7 @@ def test_a_prompt_that_ends_with_the_assistant_goes_on(tmp_path, family, words):
     assert second.prompt == apply_chat_template({"prompt": [SKY]}, tokenizer)["prompt"]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma 3", "phi 3.5")])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
 @pytest.mark.parametrize("content", ["", None, "missing"])
 def test_a_chat_with_calls_is_what_the_server_makes_of_it(tmp_path, family, arguments, content):
@@ -255,6 +255,20 @@ def test_a_chat_with_calls_is_what_the_server_makes_of_it(tmp_path, family, argu
     (problem,) = load(tokenizer, PromptFile(write(tmp_path / "a.jsonl", {"prompt": chat}), answer_key=None))
     served = [SKY, said("assistant", "", tool_calls=[call({"a": 1})]), *chat[2:]]
     assert tuple(problem.prompt_tokens) == ChatFormat(tokenizer).prompt(served)
+
+
+def test_a_prompt_that_ends_with_calls_is_refused(refused, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": [SKY, CALLED, RESULT]}, {"prompt": [SKY, CALLED]})
+    with refused():
+        load(tokenizer_of("qwen3"), PromptFile(path, answer_key=None))
+
+
+def test_two_messages_of_the_assistant_at_the_end_are_no_single_turn(refused, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR, said("assistant", "Yes.")]})
+    data = PromptFile(path, answer_key=None)
+    assert load(tokenizer_of("qwen2.5"), data)[0].prompt.endswith("sky?<|im_end|>\n<|im_start|>assistant\n")
+    with refused():
+        load(tokenizer_of("qwen2.5"), PromptFile(path, answer_key=None, solution_key="messages"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -83,7 +83,7 @@ LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 LIST = json.dumps(RECORDS, indent=1).encode()
 KINDS = {
     **dict.fromkeys(("a.jsonl", "a.ndjson", "a.json", "a.b.json"), LINES),
-    **{f"list{n}.json": start + LIST for n, start in enumerate((b"", b"\n  "))},
+    **{f"list{n}.json": start + LIST for n, start in enumerate((b"", b"\n  ", b"\xef\xbb\xbf"))},
     **{f"{name}.gz": gzip.compress(text) for name, text in (("a.jsonl", LINES), ("a.json", LIST), ("a.ndjson", LINES))},
     **{f"{name}.bz2": bz2.compress(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
 }
@@ -119,6 +119,14 @@ def test_what_is_not_read_is_told_in_one_line(tmp_path, name, content, words):
     with pytest.raises(Refusal, match=words) as refused:
         answers(PromptFile(str(tmp_path / name)))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [True, ["4", "four"], [4], {"target": ["4"]}])
+def test_an_answer_that_is_no_single_text_is_refused(tmp_path, answer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}))
+    with pytest.raises(Refusal, match=r"line 1: 'answer' is .*an answer is one text or number; .*answer_key=None"):
+        answers(PromptFile(str(tmp_path / "a.jsonl")))
+    assert answers(PromptFile(str(tmp_path / "a.jsonl"), answer_key=None)) == [None]
 
 
 def test_a_path_may_be_a_pattern(tmp_path):

@@ -14,9 +14,10 @@ from test_data_images import jsonl, load, png, seeing  # noqa: F401 - a fixture
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from jaxrlhf.config import PairFile, PromptFile, Refusal
+from jaxrlhf.config import Generated, PairFile, PromptFile, Refusal
 from jaxrlhf.data.images import with_pictures
 from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.environments.answers import tool_content
 from jaxrlhf.episode import EnvironmentFailure
 
@@ -232,6 +233,21 @@ def test_pairs_with_pictures_are_refused(seeing, tmp_path, record):  # noqa: F81
         load_problems(data, tokenizer, split="train", max_prompt_tokens=300, reader=reader)
     data = PairFile(str(jsonl(tmp_path / "b.jsonl", pair | {"images": [], "image": None})))
     assert len(load_problems(data, tokenizer, split="train", max_prompt_tokens=300, reader=reader).problems) == 1
+
+
+def test_a_generated_prompt_with_a_picture_is_refused(tmp_path):
+    parts = '[{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]'
+    made = (
+        "def made(split, count, seed):\n    return [{'prompt': [{'role': 'user', 'content': " + parts + "}]}] * count\n"
+    )
+    (tmp_path / "made.py").write_text(made)
+    data = Generated(f"{tmp_path}/made.py:made", train_problems=2)
+    with pytest.raises(Refusal, match="'prompt' shows a picture, and only texts are read there"):
+        load_problems(data, embedded_tokenizer(), split="train", max_prompt_tokens=300)
+    (tmp_path / "text.py").write_text(made.replace('{"type": "image", "image": "a.png"}, ', ""))
+    data = Generated(f"{tmp_path}/text.py:made", train_problems=2)
+    (first, _) = load_problems(data, embedded_tokenizer(), split="train", max_prompt_tokens=300).problems
+    assert first.question == "What?"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -83,6 +83,22 @@ def test_dry_run_finds_what_a_checkpoint_lacks(tmp_path, role):
     assert compiled.count == again.count == 0
 
 
+def test_dry_run_finds_a_tokenizer_of_other_tokens(tmp_path):
+    model, larger = write_policy(tmp_path / "model"), write_policy(tmp_path / "larger")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens([f"word{n}" for n in range(200)])
+    tokenizer.save_pretrained(larger)
+    base, start = (
+        replace(get_config(), workdir=str(tmp_path / "workdir"), tokenizer=str(larger)),
+        Pretrained(str(model)),
+    )
+    policy, critic = replace(base, model=start), replace(base, algorithm=replace(base.algorithm, critic_model=start))
+    for config in (policy, critic):
+        with pytest.raises(Refusal, match=r"the tokenizer has ids up to 644 and the model embeds 448 tokens"):
+            run(config, dry_run=True)
+        assert not run(replace(config, tokenizer=str(model)), dry_run=True).finished
+
+
 def test_a_run_without_held_out_records_says_so(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 8)
     data = PromptFile(str(tmp_path / "train.jsonl"))

@@ -200,7 +200,7 @@ def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
         made = Path(tables[0]).with_suffix(".parquet").name
         more = ", sep='\\t'" if tables[0].endswith(".tsv") else ""
         return f"; pandas.read_csv({Path(tables[0]).name!r}{more}).to_parquet({made!r}) makes one"
-    return arrow_advice(place.path, names)
+    return arrow_advice(place.path, names) if isinstance(place, _Directory) else ""
 
 
 def _visible(names: Iterable[str]) -> list[str]:

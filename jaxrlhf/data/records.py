@@ -240,7 +240,8 @@ def _is_list(path: Path) -> bool:
     """True if a file named `.json` is one list, which may stand on several lines."""
     if not re.search(r"\.json(\.|$)", path.name):
         return False
-    first = next((line.strip() for line in _lines(path) if line.strip()), b"")
+    lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(path))
+    first = next((line for line in lines if line), b"")
     return first.startswith(b"[")
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
-from jaxrlhf.data.chats.messages import behind, read_message, said
+from jaxrlhf.data.chats.messages import behind, check_no_pictures, read_message, said
 from jaxrlhf.data.chats.parts import contents, is_picture, pictures_named
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import split_files, split_rows
@@ -233,6 +233,7 @@ def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
             if not isinstance(given, str) and not (isinstance(given, list) and given):
                 raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {given!r:.80}")
         if isinstance(prompt, list):
+            check_no_pictures(prompt, row.place, "prompt")
             prompt = [read_message(message, f"{row.place}: a message in 'prompt'") for message in prompt]
         if isinstance(solution, list):
             if not all(isinstance(message, dict) for message in solution):
@@ -293,15 +294,19 @@ def _prompt(row: Row, data: PromptFields) -> tuple[str, Any]:
     """The prompt and the field that has it.
 
     TRL's `messages`, ShareGPT's `conversations` or a field that has prompt and solution is the prompt before the
-    assistant's last message.
+    assistant's last messages.
     """
     key = _conversation(row, data)
     if key is None:
         return data.prompt_key, row.value(data.prompt_key, "prompt_key")
     messages = row.value(key)
-    last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
-    answered = (last.get("role") or last.get("from")) in ("assistant", "gpt")
-    return key, messages[:-1] if answered else messages
+    return key, messages[: len(messages) - _answering(messages)]
+
+
+def _answering(messages: Sequence[Any]) -> int:
+    """Number of messages at the end that are the assistant's."""
+    speakers = (one.get("role") or one.get("from") for one in reversed(messages) if isinstance(one, Mapping))
+    return sum(1 for _ in takewhile(lambda speaker: speaker in ("assistant", "gpt"), speakers))
 
 
 def _conversation(row: Row, data: PromptFields) -> str | None:
@@ -340,7 +345,7 @@ def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[An
     if first is not value:
         return first, further
     if key == _conversation(row, data):
-        return said(value[-1:], row.place, key), ()
+        return said(value[len(value) - max(1, _answering(value)) :], row.place, key), ()
     return said(behind(value, prompt, row.place, key), row.place, key), ()
 
 

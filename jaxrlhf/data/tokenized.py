@@ -254,9 +254,14 @@ class Tokenized:
 
     def _tools(self, example: SourceRecord) -> Sequence[Mapping[str, Any]] | None:
         """Schemas of the tools that the policy is shown beside a prompt."""
+        last = _chat(example.prompt)[-1]
+        if last.get("role") == "assistant" and last.get("tool_calls"):
+            raise Refusal(
+                f"{example.place}: the prompt ends with calls of tools; add the messages of the tools that answer them"
+            )
         if self._episodes is None:
             return None
-        if _chat(example.prompt)[-1].get("role") == "assistant":
+        if last.get("role") == "assistant":
             raise Refusal(
                 f"{example.place}: the prompt ends with words of the assistant, and an episode opens the assistant's "
                 "turn itself; end the prompt with a message of the user"

@@ -98,10 +98,16 @@ def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]
             f"{place}: {key!r} must begin and end with a message of the assistant, got the roles "
             f"{[message['role'] for message in read]}"
         )
-    if any(is_picture(part) for message in messages for part in contents(message)):
-        raise Refusal(f"{place}: {key!r} shows a picture in an answer, which is not read; leave the record out")
+    check_no_pictures(messages, place, key)
     plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
     return str(read[0]["content"]) if plain else read
+
+
+def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
+    """Raise `Refusal` if a part of a message stands for a picture, where texts alone are read."""
+    parts = (part for message in messages if isinstance(message, Mapping) for part in contents(message))
+    if any(map(is_picture, parts)):
+        raise Refusal(f"{place}: {key!r} shows a picture, and only texts are read there; leave the record out")
 
 
 def behind(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:

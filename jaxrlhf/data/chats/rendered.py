@@ -145,7 +145,7 @@ class RenderedChats:
 
     def _given(self, chat: Chat) -> list[dict[str, Any]]:
         """Messages as the template takes them: reasoning under its name for it, arguments as an object or as text."""
-        given = [dict(message) for message in chat]
+        given = [dict(message) for message in (chat if self._knows_tools else _told_by_users(chat))]
         for message in given:
             thought = next((message[name] for name in REASONING if message.get(name)), None)
             if thought is not None:
@@ -167,6 +167,38 @@ class RenderedChats:
             except REFUSALS:
                 continue
         return False
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """True if the template shows a tool's answer; else a user says it, as in the server."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"q": "?"}}}
+        calls = [call if not self._arguments_as_text else _with_text(call)]
+        asked = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+        try:
+            answer = {"role": "tool", "content": _WORD, "name": "f", "tool_call_id": "call00000"}
+            return _WORD in str(self._render([*asked, answer]))
+        except REFUSALS:
+            return False
+
+
+def _told_by_users(chat: Chat) -> list[Mapping[str, Any]]:
+    """The chat in which users say what tools answered, behind their own words where these stand before."""
+    told: list[Mapping[str, Any]] = []
+    for message in chat:
+        if message.get("role") != "tool":
+            told.append(message)
+        elif told and told[-1].get("role") == "user":
+            told[-1] = {"role": "user", "content": _joined(told[-1]["content"], message["content"])}
+        else:
+            told.append({"role": "user", "content": message["content"]})
+    return told
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents as one, with an empty line between: texts, or lists of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*first, {"type": "text", "text": "\n\n"}, *second]
 
 
 _USER = {"role": "user", "content": "?"}

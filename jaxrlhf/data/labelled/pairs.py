@@ -10,8 +10,7 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
-from jaxrlhf.data.chats.messages import behind, is_chat, read_message, said
-from jaxrlhf.data.chats.parts import contents, is_picture
+from jaxrlhf.data.chats.messages import behind, check_no_pictures, is_chat, read_message, said
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -160,12 +159,8 @@ def _behind_prompt(
 
 
 def _message(row: Row, given: Any, key: str) -> dict[str, Any]:
-    message = read_message(given, f"{row.place}: a message in {key!r}")
-    if isinstance(given, dict) and any(map(is_picture, contents(given))):
-        raise Refusal(
-            f"{row.place}: {key!r} shows a picture, and these records are of text alone; leave the record out"
-        )
-    return message
+    check_no_pictures([given], row.place, key)
+    return read_message(given, f"{row.place}: a message in {key!r}")
 
 
 def _text(row: Row, key: str) -> str:
