@@ -158,25 +158,21 @@ class RenderedChats:
     @cached_property
     def _arguments_as_text(self) -> bool:
         """True if the template shows arguments of calls only where they are JSON text."""
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"q": _WORD}}}
-        for given in (call, _with_text(call)):
-            try:
-                chat = [_USER, {"role": "assistant", "content": "", "tool_calls": [given]}]
-                if _WORD in str(self._render(chat)):
-                    return given is not call
-            except REFUSALS:
-                continue
-        return False
+        forms = (_called(_WORD), _with_text(_called(_WORD)))
+        shown = (form is forms[1] for tools in _TOOLS for form in forms if self._shows([_USER, _calling(form)], tools))
+        return next(shown, False)
 
     @cached_property
     def _knows_tools(self) -> bool:
         """True if the template shows a tool's answer; else a user says it, as in the server."""
-        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"q": "?"}}}
-        calls = [call if not self._arguments_as_text else _with_text(call)]
-        asked = [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+        call = _with_text(_called("?")) if self._arguments_as_text else _called("?")
+        answer = {"role": "tool", "content": _WORD, "name": "f", "tool_call_id": call["id"]}
+        return any(self._shows([_USER, _calling(call), answer], tools) for tools in _TOOLS)
+
+    def _shows(self, chat: list[Any], tools: list[Any] | None) -> bool:
+        """True if the template writes the word that a chat holds."""
         try:
-            answer = {"role": "tool", "content": _WORD, "name": "f", "tool_call_id": "call00000"}
-            return _WORD in str(self._render([*asked, answer]))
+            return _WORD in str(self._render(chat, tools=tools))
         except REFUSALS:
             return False
 
@@ -201,7 +197,18 @@ def _joined(first: Any, second: Any) -> Any:
     return [*first, {"type": "text", "text": "\n\n"}, *second]
 
 
+def _called(word: str) -> dict[str, Any]:
+    return {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"q": word}}}
+
+
+def _calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 _USER = {"role": "user", "content": "?"}
+_SCHEMA = {"type": "object", "properties": {"q": {"type": "string", "description": "A word."}}, "required": ["q"]}
+_TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": _SCHEMA}}])
+"""Tools beside a chat: none, as beside a record's prompt, or one, as beside an episode's."""
 
 
 def _continued(chat: Chat) -> bool:
