@@ -159,8 +159,8 @@ class PromptFields:
     from the assistant's last.
 
     Attributes:
-      prompt_key: Field with the prompt: a text, or a list of chat messages; words of the assistant at its end are gone
-        on with.
+      prompt_key: Field with the prompt: a text, or a list of chat messages; words of the assistant at its end are
+        continued.
       answer_key: Field with the reference answer that rewards see; None if there is none.
       solution_key: Field with a worked solution for supervised training, a text or an assistant's messages, such as
         TRL's `completion`; None if there is none.

@@ -212,7 +212,7 @@ _TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "
 
 
 def _continued(chat: Chat) -> bool:
-    """True if a prompt ends with words of the assistant, that the policy goes on with."""
+    """True if a prompt ends with words of the assistant, which the policy continues."""
     return bool(chat) and chat[-1].get("role") == "assistant"
 
 
