@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import lzma
 import subprocess
 import sys
 
@@ -81,11 +82,20 @@ def test_times_of_nanoseconds_need_no_pandas(tmp_path):
 RECORDS = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": 4, "more": {"a": [1, None]}}]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 LIST = json.dumps(RECORDS, indent=1).encode()
+
+
+def zstandard(text):
+    return pa.compress(text, codec="zstd", asbytes=True)
+
+
 KINDS = {
     **dict.fromkeys(("a.jsonl", "a.ndjson", "a.json", "a.b.json"), LINES),
     **{f"list{n}.json": start + LIST for n, start in enumerate((b"", b"\n  ", b"\xef\xbb\xbf"))},
     **{f"{name}.gz": gzip.compress(text) for name, text in (("a.jsonl", LINES), ("a.json", LIST), ("a.ndjson", LINES))},
     **{f"{name}.bz2": bz2.compress(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    **{f"{name}.xz": lzma.compress(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    **{f"{name}.zst": zstandard(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    "frames.jsonl.zst": zstandard(LINES[:30]) + zstandard(LINES[30:]),
 }
 
 
@@ -108,9 +118,13 @@ def test_json_is_read_in_each_of_its_kinds(tmp_path, name):
         ("a.json", b'["x"]', "record 1: expected a JSON object, got str"),
         ("a.json", b"[]", "holds no records"),
         ("a.json", b"[" * 100_000, r"a\.json: not valid JSON"),
-        ("a.jsonl.bz2", bz2.compress(LINES)[:-9], "not a whole bz2 file"),
-        ("a.jsonl.bz2", b"no", "not a whole bz2 file"),
-        ("a.jsonl.zst", b"x", r"unpack it first, such as by zstd -d a\.jsonl\.zst$"),
+        ("a.jsonl.bz2", bz2.compress(LINES)[:-9], r"not a whole \.bz2 file"),
+        ("a.jsonl.bz2", b"no", r"not a whole \.bz2 file"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:-20], r"not a whole \.xz file"),
+        ("a.jsonl.xz", b"no", r"not a whole \.xz file"),
+        ("a.jsonl.zst", zstandard(LINES)[:-5], r"not a whole \.zst file"),
+        ("a.jsonl.zst", b"nothing of this kind", r"not a whole \.zst file"),
+        ("a.jsonl.zip", b"x", r"unpack it first, such as by unzip a\.jsonl\.zip$"),
         ("a.csv", b"prompt\n", r"pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\) makes one"),
     ],
 )

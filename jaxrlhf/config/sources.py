@@ -180,7 +180,7 @@ class PromptFields:
 
 @dataclass(frozen=True)
 class RecordFiles(Settings):
-    """Records from `.jsonl`, `.ndjson`, `.json` (as they are, as `.gz` or as `.bz2`) or `.parquet`.
+    """Records from `.jsonl`, `.ndjson`, `.json` (also as `.gz`, `.bz2`, `.xz` or `.zst`) or `.parquet`.
 
     Attributes:
       train: File of training records, or a pattern of several such as `data/*.jsonl`.

@@ -1,13 +1,10 @@
 """Records of JSON lines, JSON and parquet; what is wrong is said with file, line and key."""
 
-import bz2
 import codecs
-import gzip
 import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
@@ -19,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.data.files.lines import lines_of
 
-RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json)(?:\.gz|\.bz2)?|parquet)$")
+RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet)$")
 """Names of files with records."""
 
 _DEEPEST = 64
@@ -182,7 +180,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     if RECORDS.search(path.name) is None:
         raise Refusal(
             f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json or .parquet file, or one of JSON as "
-            f".gz or .bz2{_advice(path)}"
+            f".gz, .bz2, .xz or .zst{_advice(path)}"
         )
     if not path.is_file():
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
@@ -202,15 +200,12 @@ def _advice(path: Path) -> str:
         kind = "excel" if path.suffix == ".xlsx" else "csv"
         more = ", sep='\\t'" if path.suffix == ".tsv" else ""
         return f"; pandas.read_{kind}({path.name!r}{more}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
-    if path.suffix in (".zst", ".xz", ".zip"):
-        return f"; unpack it first, such as by {dict(_UNPACKED)[path.suffix]} {path.name}"
+    if path.suffix == ".zip":
+        return f"; unpack it first, such as by unzip {path.name}"
     if path.is_dir():
         names = [one.name for one in path.iterdir()]
         return arrow_advice(path, names) or "; HubData reads a directory laid out like a data set of the hub"
     return ""
-
-
-_UNPACKED = ((".zst", "zstd -d"), (".xz", "unxz"), (".zip", "unzip"))
 
 
 def arrow_advice(folder: str | Path, names: Iterable[str]) -> str:
@@ -240,14 +235,14 @@ def _is_list(path: Path) -> bool:
     """True if a file named `.json` is one list, which may stand on several lines."""
     if not re.search(r"\.json(\.|$)", path.name):
         return False
-    lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(path))
+    lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines_of(path))
     first = next((line for line in lines if line), b"")
     return first.startswith(b"[")
 
 
 def _listed(path: Path) -> list[Any]:
     try:
-        found: list[Any] = json.loads(b"".join(_lines(path)))
+        found: list[Any] = json.loads(b"".join(lines_of(path)))
     except (ValueError, RecursionError) as error:
         raise Refusal(f"{path}: not valid JSON ({error}); expected a list of objects, or one object a line") from error
     return found
@@ -261,7 +256,7 @@ def _check_record(record: Any, place: str) -> None:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
@@ -289,19 +284,6 @@ def _deeper(value: Any, deepest: int) -> bool:
 
 def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return outer.values() if isinstance(outer, dict) else outer
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    kind = {".gz": gzip, ".bz2": bz2}.get(path.suffix)
-    if kind is None:
-        with path.open("rb") as file:
-            yield from file
-        return
-    try:
-        with kind.open(path) as file:
-            yield from file
-    except (OSError, EOFError, zlib.error) as error:
-        raise Refusal(f"{path}: not a whole {kind.__name__} file ({error})") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -375,5 +357,5 @@ def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
         return lambda index: dict(table.slice(index, 1).to_pylist()[0])
     if _is_list(Path(path)):
         return _listed(Path(path)).__getitem__
-    lines = [*_lines(Path(path))]
+    lines = [*lines_of(Path(path))]
     return lambda index: dict(json.loads(lines[index]))
