@@ -8,7 +8,7 @@ import pytest
 from chat_families import FAMILIES, tokenizer_of
 from trl.data_utils import apply_chat_template, maybe_extract_prompt
 
-from jaxrlhf.config import PairFile, PromptFile, Refusal
+from jaxrlhf.config import Generated, PairFile, PromptFile, Refusal
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -298,6 +298,15 @@ def test_an_error_in_a_template_is_a_refusal_with_its_row(tmp_path, template):
     with pytest.raises(Refusal, match="line 1: the tokenizer's chat template refuses this prompt") as caught:
         load(tokenizer, PromptFile(path, answer_key=None))
     assert "\n" not in str(caught.value)
+
+
+def test_a_generated_solution_of_messages_needs_no_environment(tmp_path):
+    record = {"prompt": "sky?", "solution": TURNS}
+    (tmp_path / "made.py").write_text(f"def made(split, count, seed):\n    return [{record!r}] * count\n")
+    tokenizer = embedded_tokenizer()
+    (problem,) = load(tokenizer, Generated(f"{tmp_path}/made.py:made", train_problems=1))
+    assert tokenizer.decode(problem.solution_tokens) == "It is 4.<|eos|><|user|>sure?<|assistant|>Yes.<|eos|>"
+    assert problem.solution_mask.count(False) == len(tokenizer.encode("<|user|>sure?<|assistant|>"))
 
 
 @pytest.mark.parametrize("system", [[], [{"from": "system", "value": "Be brief."}]])

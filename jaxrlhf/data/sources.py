@@ -31,7 +31,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
-from jaxrlhf.data.chats.messages import behind, check_no_pictures, read_message, said
+from jaxrlhf.data.chats.messages import answering, behind, check_no_pictures, read_message, said
 from jaxrlhf.data.chats.parts import contents, is_picture, pictures_named
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import split_files, split_rows
@@ -238,7 +238,7 @@ def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
         if isinstance(solution, list):
             if not all(isinstance(message, dict) for message in solution):
                 raise Refusal(f"{row.place}: 'solution' must be a list of texts or of messages, got {solution!r:.80}")
-            solution = said(solution, row.place, "solution")
+            solution = answering(solution, row.place, "solution")
         yield SourceRecord(row.place, prompt, answer, solution, row.stored, further=further)
 
 

@@ -87,7 +87,14 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
-    """Answer of an assistant: the text of one message that says nothing else, or messages, each read.
+    """Answer of an assistant: the text of one message that says nothing else, or messages as of `answering`."""
+    read = answering(messages, place, key)
+    plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
+    return str(read[0]["content"]) if plain else read
+
+
+def answering(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
+    """Messages of an answer, each read.
 
     Raises:
       Refusal: They do not begin and end with the assistant's, or show a picture.
@@ -99,8 +106,7 @@ def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]
             f"{[message['role'] for message in read]}"
         )
     check_no_pictures(messages, place, key)
-    plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
-    return str(read[0]["content"]) if plain else read
+    return read
 
 
 def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
