@@ -71,7 +71,7 @@ def main() -> None:
         ],
     )
     command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
-    command.add_argument("prompts", help="file of prompts: .jsonl, .jsonl.gz or .parquet")
+    command.add_argument("prompts", help="file of prompts: JSON lines, JSON or parquet")
     command.add_argument("out", help="file of completions: .jsonl or .parquet")
     command.add_argument(
         "--samples", type=int, default=1, help="answers per prompt; one is greedy, several are sampled"

@@ -11,6 +11,7 @@ FLOORS = {
     "config": 0,
     "batch": 0,
     "episode": 0,
+    "pictures": 0,
     "runtime": 0,
     "algos": 1,
     "data": 1,

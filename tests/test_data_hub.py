@@ -98,7 +98,10 @@ def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
         (HubData("us/none"), "no data set of that name"),
         (HubData(NAME), "has the subsets plain, other; say which"),
         (HubData(NAME, subset="no"), "got 'no'"),
-        (HubData(NAME, subset="plain", train="dev"), "no .jsonl or .parquet file of split 'dev' in subset 'plain'"),
+        (
+            HubData(NAME, subset="plain", train="dev"),
+            "no .jsonl, .json or .parquet file of split 'dev' in subset 'plain'",
+        ),
         (HubData(NAME, revision="v2"), "no branch, tag or commit 'v2'"),
     ],
 )

@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxrlhf.config import Arithmetic, PromptFile
+from jaxrlhf.config import Arithmetic, PromptFile, Refusal
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
 from jaxrlhf.data.sources import load_problems
-from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer, misread
+from jaxrlhf.data.tokenizer import decoder, embedded_tokenizer, load_tokenizer, misread
 
 TEXTS = [
     "Mia has 12 marbles.\nShe finds 5 more.",
@@ -143,6 +143,65 @@ def test_a_class_that_ignores_the_file_is_refused(refused, tmp_path):
     embedded_tokenizer().save_pretrained(tmp_path)
     edit_config(tmp_path, tokenizer_class="Qwen2Tokenizer")
     with refused():
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("call", [{"max_length": 8}, {"max_length": 512, "padding": "max_length"}, {"padding": True}])
+def test_padding_and_truncation_of_an_earlier_call_are_no_part_of_it(tokenizer, tmp_path, call):
+    used = embedded_tokenizer()
+    used([TEXTS[0], TEXTS[3]], truncation="max_length" in call, **call)
+    used.save_pretrained(tmp_path)
+    kept = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert kept["padding"] or kept["truncation"]
+    loaded = load_tokenizer(str(tmp_path))
+    assert [loaded.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1" * 600}))
+    data = PromptFile(str(tmp_path / "p.jsonl"), answer_key=None)
+    (problem,) = load_problems(data, loaded, split="train", max_prompt_tokens=999).problems
+    assert len(problem.prompt_tokens) == 602
+
+
+def unigram(**settings):
+    """A tokenizer of single characters, with words at a `▁`."""
+    letters = [*sorted({*"".join(map(chr, range(33, 127)))}), "\n", "▁"]
+    kept = Tokenizer(models.Unigram([("<unk>", 0.0), *((letter, -5.0) for letter in letters)], 0, byte_fallback=False))
+    kept.pre_tokenizer = pre_tokenizers.Metaspace()
+    kept.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=kept, eos_token="</s>", unk_token="<unk>", **settings)
+
+
+@pytest.mark.parametrize("clean", [True, False, None])
+@pytest.mark.parametrize("make", [unigram, lambda **_: embedded_tokenizer()])
+def test_the_text_of_tokens_keeps_its_spaces(tmp_path, make, clean):
+    make().save_pretrained(tmp_path)
+    edit_config(tmp_path, clean_up_tokenization_spaces=clean)
+    tokenizer = load_tokenizer(str(tmp_path))
+    decode = decoder(tokenizer)
+    for text in ("x != y", "the word 'social' , is", "do n't", "a ? b ! c .", "if a :\n b"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert decode(ids) == tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path / "export")
+    assert load_tokenizer(str(tmp_path / "export")).decode(ids) == text
+
+
+def test_a_class_that_reads_runs_of_spaces_otherwise_is_refused(tmp_path):
+    """Words and digits have the same ids, and runs of line breaks and tabs have not."""
+    pieces = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("Ċ", "Ċ"), ("ĉ", "ĉ")]
+    kept = Tokenizer(
+        models.BPE(vocab=pieces | {"".join(pair): 256 + n for n, pair in enumerate(merges)}, merges=merges)
+    )
+    kept.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s|\S+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    kept.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=kept, eos_token="<eos>").save_pretrained(tmp_path)
+    text = "lines\n\n\t\ttabs"
+    assert load_tokenizer(str(tmp_path)).encode(text) == kept.encode(text).ids
+    edit_config(tmp_path, tokenizer_class="Qwen2Tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("Tom has 12") == kept.encode("Tom has 12").ids
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) != kept.encode(text).ids
+    with pytest.raises(Refusal, match=r"Qwen2Tokenizer, loaded from .*gives other ids"):
         load_tokenizer(str(tmp_path))
 
 

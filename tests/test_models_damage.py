@@ -1,6 +1,7 @@
 """Damaged checkpoints: one line that names the tensor and the file, from headers alone, before anything compiles."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,12 @@ from tiny_checkpoints import build, write
 from tiny_runs import get_config, write_policy
 
 from jaxrlhf import models
-from jaxrlhf.config import ModelReward, Pretrained, Rewards
+from jaxrlhf.config import ModelReward, Pretrained, Refusal, Rewards
+from jaxrlhf.data.tokenizer import embedded_tokenizer, load_tokenizer
+from jaxrlhf.models.from_config import tokenizer_of
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.load import check_params
+from jaxrlhf.models.huggingface.save import copy_description
 from jaxrlhf.tracking import CompileCounter
 from jaxrlhf.trainer.run import run
 
@@ -130,6 +134,62 @@ def test_an_index_that_is_none(refused, files, tmp_path, content):
     (tmp_path / INDEX).write_bytes(content)
     with refused():
         check_params(tmp_path, models.read_config(tmp_path), "lm")
+
+
+def test_a_tensor_of_the_index_that_nothing_needs_may_be_missing(files, tmp_path):
+    """As of tied weights, whose head some writers list and do not write."""
+    contents, victim = files
+    for name, kept in contents.items():
+        (tmp_path / name).write_bytes(kept)
+    index = json.loads(contents[INDEX])
+    index["weight_map"] |= {"lm_head.weight": victim, "model.layers.0.self_attn.rotary_emb.inv_freq": victim}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    fields = json.loads(contents["config.json"])
+    for tied in (True, False):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": tied}))
+        reads = (
+            nullcontext() if tied else pytest.raises(Refusal, match=f"lm_head.weight.*{victim}, where {INDEX} puts it")
+        )
+        with reads:
+            check_params(tmp_path, models.read_config(tmp_path), "lm")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", None])
+def test_weights_that_are_no_safetensors_are_named(files, tmp_path, name):
+    (tmp_path / "config.json").write_bytes(files[0]["config.json"])
+    if name is not None:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(Refusal, match=r"holds neither .*; convert it to safetensors") as refused:
+        check_params(tmp_path, models.read_config(tmp_path), "lm")
+    assert "\n" not in str(refused.value) and (name is None or f"but {name}," in str(refused.value))
+
+
+def test_adapters_without_their_model_say_where_they_go(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    words = r'holds adapters of peft .*give Pretrained\("org/base"\) as the model, and Lora\(start='
+    for read in (models.read_config, lambda path: tokenizer_of(replace(get_config(), model=Pretrained(str(path))))):
+        with pytest.raises(Refusal, match=words) as refused:
+            read(tmp_path)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("named", [("tool_use",), ("rag", "tool_use"), ()])
+def test_named_chat_templates_go_with_the_description(tmp_path, named):
+    """As transformers writes them: without, tools would be shown by another template than in training."""
+    tokenizer = embedded_tokenizer()
+    default = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    templates = {"default": default} | {name: f"{name} {{{{ tools }}}}" for name in named}
+    tokenizer.chat_template = templates if named else default
+    source, export = tmp_path / "source", tmp_path / "export"
+    tokenizer.save_pretrained(source)
+    (source / "config.json").write_text("{}")
+    export.mkdir()
+    copy_description(source, export)
+    files = sorted(str(file.relative_to(source)) for file in source.rglob("*") if file.is_file())
+    assert files == sorted(str(file.relative_to(export)) for file in export.rglob("*") if file.is_file())
+    assert load_tokenizer(str(export)).chat_template == load_tokenizer(str(source)).chat_template
+    assert len([file for file in files if "additional_chat_templates" in file]) == len(named)
 
 
 def test_a_tensor_that_the_index_forgot(refused, files, tmp_path):

@@ -13,14 +13,14 @@ import pytest
 import torch
 import transformers
 from command_lines import run_module
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_docs_metrics import unexplained
 from test_trainer_publishing import hub as a_hub
 from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import Checkpoints, convert
-from jaxrlhf.config import Lora, Pretrained, PromptFile
+from jaxrlhf.config import Lora, Pretrained, PromptFile, Refusal
 from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
 from jaxrlhf.trainer.evaluation import pass_at_k
@@ -53,6 +53,50 @@ def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, capsys):
     assert not run(config, dry_run=True).finished
     assert "qwen2, 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_dry_run_finds_what_a_checkpoint_lacks(tmp_path, role):
+    model = write_policy(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    shards = {f"model-{n}.safetensors": {name: tensors[name] for name in sorted(tensors)[n::2]} for n in range(2)}
+    for name, part in shards.items():
+        save_file(part, model / name)
+    index = {tensor: name for name, part in shards.items() for tensor in part}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (model / "model.safetensors").unlink()
+    base, start = replace(get_config(), workdir=str(tmp_path / "workdir")), Pretrained(str(model))
+    config = replace(base, model=start)
+    if role == "critic":
+        config = replace(base, algorithm=replace(base.algorithm, critic_model=start), tokenizer=str(model))
+    assert not run(config, dry_run=True).finished
+    file = model / "model-1.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    with CompileCounter() as compiled, pytest.raises(Refusal, match=rf"{file.name} is missing.*incomplete"):
+        run(config, dry_run=True)
+    file.write_bytes(content)
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"intermediate_size": fields["intermediate_size"] * 2}))
+    with CompileCounter() as again, pytest.raises(Refusal, match=r"has shape .*config\.json and the head"):
+        run(config, dry_run=True)
+    assert compiled.count == again.count == 0
+
+
+def test_dry_run_finds_a_tokenizer_of_other_tokens(tmp_path):
+    model, larger = write_policy(tmp_path / "model"), write_policy(tmp_path / "larger")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens([f"word{n}" for n in range(200)])
+    tokenizer.save_pretrained(larger)
+    base, start = (
+        replace(get_config(), workdir=str(tmp_path / "workdir"), tokenizer=str(larger)),
+        Pretrained(str(model)),
+    )
+    policy, critic = replace(base, model=start), replace(base, algorithm=replace(base.algorithm, critic_model=start))
+    for config in (policy, critic):
+        with pytest.raises(Refusal, match=r"the tokenizer has ids up to 644 and the model embeds 448 tokens"):
+            run(config, dry_run=True)
+        assert not run(replace(config, tokenizer=str(model)), dry_run=True).finished
 
 
 def test_a_run_without_held_out_records_says_so(tmp_path, capsys):

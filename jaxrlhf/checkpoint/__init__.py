@@ -3,4 +3,4 @@
 from jaxrlhf.checkpoint.checkpoints import Checkpoints
 from jaxrlhf.checkpoint.identity import identity
 from jaxrlhf.checkpoint.items import Item, TreeItem
-from jaxrlhf.checkpoint.pretrained import check_pretrained, convert, load_pretrained
+from jaxrlhf.checkpoint.pretrained import check_local, check_pretrained, convert, load_pretrained

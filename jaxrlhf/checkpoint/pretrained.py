@@ -22,6 +22,7 @@ from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_fa
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import Keep, Progress, check_head, check_params, load_params
 from jaxrlhf.models.huggingface.save import check_new, copy_description, read_dtypes, save_each
+from jaxrlhf.models.huggingface.tensor_files import INDEX, SINGLE
 from jaxrlhf.models.parameters import param_shapes, path_name
 
 WEIGHTS = "weights"
@@ -81,6 +82,18 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
                 f"array {name!r} in {folder} has shape {found}, config.json and the head asked for make it "
                 f"{list(wanted.shape)}; convert the checkpoint again"
             )
+
+
+def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
+    """Refuse a local checkpoint of which some could not be read, as `check_pretrained`; one without any weights passes.
+
+    Raises:
+      Refusal: See `check_pretrained`.
+    """
+    local = Path(path).expanduser()
+    files = (local, *(local / name for name in (SINGLE, INDEX)))
+    if is_converted(local) or any(file.is_file() for file in files):
+        check_pretrained(path, read_config(path, vision=vision), head)
 
 
 def export_converted(

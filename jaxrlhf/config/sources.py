@@ -155,15 +155,18 @@ class PromptFields:
     """Fields of records with prompts; `a.b` is the field `b` of the field `a`.
 
     verl's and TRL's columns are read as they are: where a record has no field of these defaults, the answer is
-    `reward_model.ground_truth`, and prompt and solution are the `messages` before and from the assistant's last.
+    `reward_model.ground_truth`, and prompt and solution are the `messages`, or ShareGPT's `conversations`, before and
+    from the assistant's last.
 
     Attributes:
-      prompt_key: Field with the prompt: a text, or a list of chat messages.
+      prompt_key: Field with the prompt: a text, or a list of chat messages; words of the assistant at its end are
+        continued.
       answer_key: Field with the reference answer that rewards see; None if there is none.
-      solution_key: Field with a worked solution for supervised training, a text or an assistant's message, such as
+      solution_key: Field with a worked solution for supervised training, a text or an assistant's messages, such as
         TRL's `completion`; None if there is none.
       image_key: Field with an image or a list of them: encoded bytes, a path or a data URL, or what `datasets` writes.
-        Each has its place where `<image>` stands in the prompt; without any they come first. None if there are none.
+        Each has its place where `<image>` stands in the prompt; without any they come first. None shows those alone
+        that parts of the prompt's messages name.
       control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse" makes
         the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
@@ -177,10 +180,10 @@ class PromptFields:
 
 @dataclass(frozen=True)
 class RecordFiles(Settings):
-    """Records from `.jsonl`, `.jsonl.gz` or `.parquet`, one a line.
+    """Records from `.jsonl`, `.ndjson`, `.json` (also as `.gz`, `.bz2`, `.xz` or `.zst`) or `.parquet`.
 
     Attributes:
-      train: File of training records.
+      train: File of training records, or a pattern of several such as `data/*.jsonl`.
       evaluation: File of held-out records; None trains without evaluation.
     """
 
@@ -195,7 +198,7 @@ class PromptFile(PromptFields, RecordFiles):
 
 @dataclass(frozen=True)
 class HubFiles(Settings):
-    """Splits of a data set of the Hugging Face hub, in `.jsonl`, `.jsonl.gz` or `.parquet`.
+    """Splits of a data set of the Hugging Face hub, in files of the kinds of `RecordFiles`.
 
     Its files are downloaded one after another, as their records are read, to the hub's cache.
 
@@ -276,8 +279,8 @@ class PairFields(Settings):
       prompt_key: Field with the prompt: a text, or a list of chat messages. None takes it from answers that repeat it
         (TRL's implicit prompts): the messages before the last, the turns of a dialogue, or the words that both texts
         begin with.
-      chosen_key, rejected_key: Fields with the answers, each a text or TRL's list of messages, of which the last is the
-        answer; where there is no prompt, the messages before it are.
+      chosen_key, rejected_key: Fields with the answers, each a text or TRL's list of messages; where there is no prompt
+        of messages, those that both begin with are.
       margin_key: Field with the least difference of the scores, a number; None if there is none.
       safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
       malformed_fraction: Largest share of pairs that cannot be read; up to it they are left out and reported.

@@ -1,8 +1,8 @@
 """Files of a split of a data set: given, in a directory, or of the hub, downloaded as they are read."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import glob, has_magic
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.config.sources import HubFiles, PairFields, RecordFiles
-from jaxrlhf.data.records import Row, read_rows
+from jaxrlhf.data.records import RECORDS, Row, arrow_advice, read_rows
 
-_SUFFIX = re.compile(r"\.(jsonl|jsonl\.gz|parquet)$")
+_SIGNS = re.compile(r"(\*+|\?|\[[^\]]+\])|[^*?]")
+_READ = {"*": "[^/]*", "?": "[^/]"}
+_DESCRIPTIONS = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+"""Files of `datasets` that hold no records."""
 
 
 def split_files(path: str, name: str) -> list[Path]:
@@ -50,7 +53,7 @@ def split_rows(data: HubFiles | RecordFiles, split: str) -> Iterator[Row]:
     if name is None:
         return iter(())
     if isinstance(data, RecordFiles):
-        return read_rows(Path(name).expanduser())
+        return (row for file in record_files(name) for row in read_rows(file))
     place = _Directory(data.path) if Path(data.path).expanduser().is_dir() else _Repository(data.path, data.revision)
     files = _files_of(place, data.subset, name)
     rows = (row for file in files for row in read_rows(place.file(file)))
@@ -63,13 +66,28 @@ def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, A
     if name is None:
         return []
     if isinstance(data, RecordFiles):
-        path = Path(name).expanduser()
-        return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)] if path.is_file() else []
+        paths = [path for path in record_files(name) if path.is_file()]
+        return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     if not (directory := Path(data.path).expanduser()).is_dir():
         place = _Repository(data.path, data.revision)
         return [(file, 2**62, place.commit) for file in _files_of(place, data.subset, name)]
     stats = [(file, (directory / file).stat()) for file in _files_of(_Directory(data.path), data.subset, name)]
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+
+
+def record_files(name: str) -> list[Path]:
+    """Files that a path names: itself, or those that its signs `*`, `?` and `[` stand for, in the order of their names.
+
+    Raises:
+      Refusal: They stand for none.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or not has_magic(str(path)):
+        return [path]
+    found = [Path(one) for one in sorted(glob(str(path), recursive=True)) if Path(one).is_file()]
+    if not found:
+        raise Refusal(f"{path}: no file has a name of this pattern (looked from {Path.cwd()})")
+    return found
 
 
 def _part(data: HubFiles | RecordFiles, split: str) -> str:
@@ -82,8 +100,10 @@ class _Directory:
     """Files of a local directory that is laid out like a data set of the hub."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self._path = Path(path).expanduser()
-        self.names = sorted(str(file.relative_to(self._path)) for file in self._path.rglob("*") if file.is_file())
+        files = (file for file in self._path.rglob("*") if file.is_file())
+        self.names = _visible(file.relative_to(self._path).as_posix() for file in files)
         self.called = f"the directory {path}"
 
     def file(self, name: str) -> Path:
@@ -97,7 +117,8 @@ class _Repository:
         import huggingface_hub
         from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-        self._path, self.called = path, f"the hub's data set {path!r}"
+        self.path = self._path = path
+        self.called = f"the hub's data set {path!r}"
         self._revision = revision
         self._kept: Path | None = None
         self.commit: str | None = None
@@ -115,7 +136,7 @@ class _Repository:
             self.names, self.commit = _Directory(str(self._kept)).names, self._kept.name
             return
         self.commit = info.sha
-        self.names = sorted(file.rfilename for file in info.siblings or ())
+        self.names = _visible(file.rfilename for file in info.siblings or ())
 
     def _downloaded(self, error: Exception) -> Path:
         import huggingface_hub
@@ -144,28 +165,65 @@ class _Repository:
 
 def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -> list[str]:
     """Names of a split's files, as the data set's card says or, without one, by their own."""
-    files = [name for name in place.names if _SUFFIX.search(name)]
+    files = [name for name in place.names if RECORDS.search(name) and Path(name).name not in _DESCRIPTIONS]
     configs = _configs(place) if "README.md" in place.names else []
     if configs:
-        patterns = _patterns(_chosen(configs, subset, place), split)
-        found = [name for name in files if any(fnmatch(name, pattern) for pattern in patterns)]
+        patterns = _patterns(_chosen(configs, subset, place), split, place)
+        found = [name for name in files if any(_matches(name, pattern) for pattern in patterns)]
     else:
         named = re.compile(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)")
         within = [name for name in files if subset is None or name.startswith(f"{subset}/")]
         # A file's own name says more than its folders': `test_data/train.jsonl` is no test.
         found = [name for name in within if named.search(Path(name).name)]
         found = found or [name for name in within if named.search(name)]
+        # Beside files of records, one of another kind of JSON says what is in them.
+        found = [name for name in found if ".json" not in Path(name).suffixes] or found
         folders = {str(Path(name).parent) for name in found}
         if subset is None and len(folders) > 1:
             raise Refusal(
                 f"{place.called} has split {split!r} in {', '.join(sorted(folders))}; say which is data.subset"
             )
     if not found:
+        others = [name for name in place.names if name not in files]
+        there = ", ".join(files[:8]) or f"none at all, but {', '.join(others[:8]) or 'no files'}"
         raise Refusal(
-            f"{place.called} has no .jsonl or .parquet file of split {split!r}"
-            f"{'' if subset is None else f' in subset {subset!r}'}; it has {', '.join(files[:8]) or 'none at all'}"
+            f"{place.called} has no .jsonl, .json or .parquet file of split {split!r}"
+            f"{'' if subset is None else f' in subset {subset!r}'}; it has {there}{_advice(place, others)}"
         )
     return found
+
+
+def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
+    """Advice on files that are not read: what makes some of them that are."""
+    tables = [name for name in names if name.endswith((".csv", ".tsv"))]
+    if tables:
+        made = Path(tables[0]).with_suffix(".parquet").name
+        more = ", sep='\\t'" if tables[0].endswith(".tsv") else ""
+        return f"; pandas.read_csv({Path(tables[0]).name!r}{more}).to_parquet({made!r}) makes one"
+    return arrow_advice(place.path, names) if isinstance(place, _Directory) else ""
+
+
+def _visible(names: Iterable[str]) -> list[str]:
+    """Names without hidden files and what is in hidden folders, sorted, as the library `datasets` looks at a folder."""
+    return sorted(name for name in names if not any(part.startswith((".", "__")) for part in name.split("/")))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """True if a pattern of a card names a file: `*` is within a folder, and `**` is any number of folders."""
+    *folders, last = pattern.removeprefix("./").split("/")
+    above = "".join("(?:[^/]+/)*" if folder == "**" else f"{_one_name(folder)}/" for folder in folders)
+    return re.fullmatch(above + ("(?:[^/]+/)*[^/]+" if last == "**" else _one_name(last)), name) is not None
+
+
+def _one_name(pattern: str) -> str:
+    """Regular expression of a pattern of one name: `*`, `?`, and a choice of letters such as `[0-9]`."""
+
+    def read(sign: re.Match[str]) -> str:
+        if not sign[1]:
+            return re.escape(sign[0])
+        return _READ.get(sign[1][0]) or sign[1].replace("[!", "[^")
+
+    return _SIGNS.sub(read, pattern)
 
 
 def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
@@ -177,7 +235,10 @@ def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
         card = DatasetCard(text, ignore_metadata_errors=True)
     except Exception as error:  # what the reader of YAML raises has no class of its own
         raise Refusal(f"the README.md of {place.called} is no data set's card ({reason_of(error)}); mend it") from error
-    return [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
+    configs = [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
+    if any("config_name" not in one for one in configs):
+        raise Refusal(f"the README.md of {place.called} has a configuration without config_name; give it one")
+    return configs
 
 
 def _chosen(
@@ -193,12 +254,17 @@ def _chosen(
     raise Refusal(f"{place.called} has the subsets {', '.join(names)}; say which is data.subset, got {subset!r}")
 
 
-def _patterns(config: Mapping[str, Any], split: str) -> list[str]:
+def _patterns(config: Mapping[str, Any], split: str, place: _Directory | _Repository) -> list[str]:
     """Patterns of the names of a split's files; files without a split are those of `train`."""
     declared = config["data_files"]
     entries = declared if isinstance(declared, list) else [declared]
     patterns: list[str] = []
     for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, Mapping) and {"split", "path"} <= entry.keys()):
+            raise Refusal(
+                f"the README.md of {place.called} has data_files {entry!r:.80}; expected a path, or a list of entries, "
+                "each with split and path"
+            )
         of, paths = ("train", entry) if isinstance(entry, str) else (entry["split"], entry["path"])
         patterns += ([paths] if isinstance(paths, str) else paths) if of == split else []
     folder = config.get("data_dir")

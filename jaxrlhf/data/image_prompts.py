@@ -9,17 +9,6 @@ from jaxrlhf.data.images import MARK, ImageReader, name_of
 from jaxrlhf.data.records import Messages
 
 
-def as_text(message: Any) -> Any:
-    """A message whose content is text with a `MARK` for each image; one that is no message stays as it is."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    parts = [part if isinstance(part, dict) else {} for part in content]
-    texts = [MARK if part.get("type") == "image" else part.get("text") for part in parts]
-    whole = [text for text in texts if isinstance(text, str)]
-    return message | {"content": "".join(whole) if len(whole) == len(texts) else None}
-
-
 def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages:
     """The prompt with a `MARK` for each image: as it is, or before all else where it has none.
 

@@ -14,18 +14,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.data.chats.parts import held, pictures_named
 from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
+from jaxrlhf.pictures import upright_rgb
 
 MARK = "<image>"
 """Text of a prompt that stands for the next image of its record."""
+
+_UNQUOTED = "".join(map(chr, range(32, 127))).replace("#", "").replace("%", "")
+"""Letters of a field's name that stay as they are where it is part of a reference."""
 
 _KEPT_BYTES = 4 << 30
 """Bytes of patches that a process keeps, those used last."""
@@ -131,7 +137,7 @@ class ImageReader:
 
 
 def opened(source: Hashable, *, place: str) -> Any:
-    """An RGB picture by reference.
+    """A picture by reference, as of `upright_rgb`.
 
     Args:
       source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, `shapes:...`, a data URL, or an image that an episode shows.
@@ -153,7 +159,7 @@ def opened(source: Hashable, *, place: str) -> Any:
         content = _of_record(rest, place=place)
     try:
         with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as picture:
-            return picture.convert("RGB")
+            return upright_rgb(picture)
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
@@ -169,10 +175,23 @@ def source_of(value: Any, record: str, path: Path) -> str:
       record: The place, `PATH#NUMBER/KEY/INDEX`.
       path: File of the record, beside which those lie that it names.
     """
-    named = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
-    if isinstance(named, str) and named and not named.startswith("data:") and "://" not in named:
-        return f"file:{path.parent / Path(named).expanduser()}"
+    named = held(value)
+    if isinstance(named, str) and named and not named.startswith("data:"):
+        named = _path_of(named)
+        if "://" not in named:
+            return f"file:{path.parent / Path(named).expanduser()}"
     return f"record:{record}"
+
+
+def record_place(record: str, key: str, index: int) -> str:
+    """Place of an image: `PATH#NUMBER` of its record, the field's name with its signs `#` quoted, and its number."""
+    return f"{record}/{quote(key, safe=_UNQUOTED)}/{index}"
+
+
+def _path_of(named: str) -> str:
+    """Path of a `file://` URL; anything else stays."""
+    kind, mark, rest = named.partition("://")
+    return unquote(rest.removeprefix("localhost")) if mark and kind.lower() == "file" else named
 
 
 def portable(source: Hashable) -> str:
@@ -194,15 +213,18 @@ def name_of(source: Hashable) -> str:
     kind, _, rest = str(source).partition(":")
     if kind == "record":
         path, _, where = rest.rpartition("#")
-        return f"{Path(path).name}#{where}"
+        return f"{Path(path).name}#{unquote(where)}"
     return Path(rest).name if kind == "file" else f"{kind}:{rest[:12]}" if kind == "shown" else rest
 
 
 def image_values(value: Any) -> list[Any]:
-    """Images of a field: one, or a list of them."""
+    """Images of a field: one, a list of them, or those that the parts of messages name."""
     if value is None:
         return []
-    return [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    values = [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    if not values or not all(isinstance(one, Mapping) and "role" in one for one in values):
+        return values
+    return pictures_named(values)
 
 
 def _of_record(where: str, *, place: str) -> bytes | Path:
@@ -210,39 +232,43 @@ def _of_record(where: str, *, place: str) -> bytes | Path:
     path, _, inside = where.rpartition("#")
     number, field = inside.split("/", 1)
     key, _, index = field.rpartition("/")
-    value = field_of(record_at(path, int(number)), key)
-    return _content(image_values(value)[int(index)], Path(path).parent, place=place)
+    values = image_values(field_of(record_at(path, int(number)), unquote(key)))
+    if int(index) >= len(values):
+        raise Refusal(f"{place}: the record has {len(values)} images now; {path} has changed, so read the data again")
+    return _content(values[int(index)], Path(path).parent, place=place)
 
 
 def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
     """Encoded bytes of an image in a record, or its file."""
-    if isinstance(value, Mapping):  # as the library `datasets` writes images
-        value = value.get("bytes") or value.get("path")
+    told, value = value, held(value)
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and value.startswith("data:"):
         header, comma, encoded = value.partition(",")
         if comma and header.endswith(";base64"):
             try:
-                return base64.b64decode(encoded, validate=True)
+                return base64.b64decode("".join(encoded.split()), validate=True)
             except binascii.Error as error:
                 raise Refusal(f"{place}: the data URL of an image is not base64 ({error})") from error
         raise Refusal(f"{place}: {header[:40]!r} begins no data URL of an image; expected data:image/...;base64,...")
+    value = _path_of(value) if isinstance(value, str) else value
     if isinstance(value, str) and "://" in value:
         raise Refusal(f"{place}: {value!r:.60} is an address, and nothing is fetched; save the image and name its file")
     if isinstance(value, str) and value:
         return directory / Path(value).expanduser()
-    raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {value!r:.60}")
+    raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {told!r:.60}")
 
 
 @lru_cache(maxsize=64)
-def _pictures(sources: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    return tuple(opened(source, place=f"{source:.60}") for source in sources)
+def _pictures(images: tuple[tuple[Hashable, str], ...]) -> tuple[Any, ...]:
+    """Pictures by reference and digest: a file that is written anew has other pictures at the same places."""
+    return tuple(opened(source, place=f"{source:.60}") for source, _ in images)
 
 
 def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
     """The record of a problem with its pictures under `images`, for reward functions."""
-    return {**record, "images": [*_pictures(tuple(image.source for image in images))]} if images else record
+    named = tuple((image.source, image.digest) for image in images)
+    return {**record, "images": [*_pictures(named)]} if images else record
 
 
 def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place: str) -> tuple[Image, ...]:

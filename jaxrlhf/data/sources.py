@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +31,15 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
+from jaxrlhf.data.chats.messages import answering, behind, check_no_pictures, read_message, said
+from jaxrlhf.data.chats.parts import contents, is_picture, pictures_named
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import split_files, split_rows
-from jaxrlhf.data.image_prompts import as_text, marked
-from jaxrlhf.data.images import MARK, ImageReader, image_values, source_of
-from jaxrlhf.data.labelled.pairs import is_message, last_said, read_pairs, wrong_solution
+from jaxrlhf.data.image_prompts import marked
+from jaxrlhf.data.images import MARK, ImageReader, image_values, record_place, source_of
+from jaxrlhf.data.labelled.pairs import read_pairs, wrong_solution
 from jaxrlhf.data.labelled.steps import read_steps
-from jaxrlhf.data.records import PairPart, Row, SourceRecord, read_rows, without_field
+from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, read_rows, without_field
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
@@ -48,6 +50,8 @@ _CHUNK = 4096
 """Records that are tokenised in one call."""
 
 _VERL_ANSWER = "reward_model.ground_truth"
+_CONVERSATIONS = ("messages", "conversations")
+"""Fields with prompt and solution in one list of messages, of TRL and of ShareGPT."""
 _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
@@ -225,13 +229,16 @@ def _read_generated(data: Generated, split: Split) -> Iterator[SourceRecord]:
     for row in generated_records(data.function, split, count, data.seed, data.keywords):
         prompt, answer = row.value("prompt"), None if row.record.get("answer") is None else row.text("answer")
         solution, further = _several(row.record.get("solution"))
-        for key, said in (("prompt", prompt), ("solution", "" if solution is None else solution)):
-            if not isinstance(said, str) and not (isinstance(said, list) and said):
-                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {said!r:.80}")
-        for message in prompt if isinstance(prompt, list) else ():
-            _check_message(message, f"{row.place}: a message in 'prompt'")
-        if isinstance(solution, list) and not all(isinstance(message, dict) for message in solution):
-            raise Refusal(f"{row.place}: 'solution' must be a list of texts or of messages, got {solution!r:.80}")
+        for key, given in (("prompt", prompt), ("solution", "" if solution is None else solution)):
+            if not isinstance(given, str) and not (isinstance(given, list) and given):
+                raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {given!r:.80}")
+        if isinstance(prompt, list):
+            check_no_pictures(prompt, row.place, "prompt")
+            prompt = [read_message(message, f"{row.place}: a message in 'prompt'") for message in prompt]
+        if isinstance(solution, list):
+            if not all(isinstance(message, dict) for message in solution):
+                raise Refusal(f"{row.place}: 'solution' must be a list of texts or of messages, got {solution!r:.80}")
+            solution = answering(solution, row.place, "solution")
         yield SourceRecord(row.place, prompt, answer, solution, row.stored, further=further)
 
 
@@ -251,31 +258,64 @@ def _gsm8k_example(row: Row, instruction: str) -> SourceRecord:
 
 
 def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
-    prompt = _prompt(row, data)
-    if isinstance(prompt, list) and prompt:
-        prompt = [as_text(message) for message in prompt]
-        for message in prompt:
-            _check_message(message, f"{row.place}: a message in {data.prompt_key!r}")
-    elif not isinstance(prompt, str) or not prompt:
-        raise Refusal(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
-    solution, further = _solutions(row, data)
+    key, value = _prompt(row, data)
+    prompt = value
+    if isinstance(value, list) and value:
+        prompt = [read_message(message, f"{row.place}: a message in {key!r}") for message in value]
+    elif not isinstance(value, str) or not value:
+        raise Refusal(f"{row.place}: {key!r} must be a text or a list of messages, got {value!r:.80}")
+    solution, further = _solutions(row, data, prompt)
     example = SourceRecord(row.place, prompt, _answer(row, data), solution, row.stored, further=further)
-    if data.image_key is None:
+    values, record = _images(row, data, value)
+    if not values and data.image_key is None:
         return example
-    values, path = image_values(row.value(data.image_key, "image_key")), Path(row.source.rpartition("#")[0])
-    kept = without_field(row.record, data.image_key)
-    place = f"{row.source}/{data.image_key}"
-    sources = tuple(source_of(value, f"{place}/{index}", path) for index, value in enumerate(values))
-    return example._replace(prompt=marked(example.prompt, len(values), place=row.place), record=kept, images=sources)
+    key, path = data.image_key or key, Path(row.source.rpartition("#")[0])
+    sources = tuple(source_of(one, record_place(row.source, key, n), path) for n, one in enumerate(values))
+    return example._replace(prompt=marked(prompt, len(values), place=row.place), record=record, images=sources)
 
 
-def _prompt(row: Row, data: PromptFields) -> Any:
-    """The prompt; TRL's `messages` before the assistant's last where there is no field of the default name."""
-    if data.prompt_key != "prompt" or row.has("prompt") or not isinstance(row.record.get("messages"), list):
-        return row.value(data.prompt_key, "prompt_key")
-    messages = row.record["messages"]
-    told = bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
-    return messages[:-1] if told else messages
+def _images(row: Row, data: PromptFields, messages: Any) -> tuple[list[Any], Stored]:
+    """Images of a record, in its own field or named by the parts of its prompt, and the record without that field."""
+    if data.image_key is not None:
+        return image_values(row.value(data.image_key, "image_key")), without_field(row.record, data.image_key)
+    if not isinstance(messages, list):
+        return [], row.stored
+    shown = [part for message in messages for part in contents(message) if is_picture(part)]
+    named = pictures_named(messages)
+    if len(named) < len(shown):
+        raise Refusal(
+            f"{row.place}: a part of type {shown[0]['type']!r} names no picture; name the field that has the pictures "
+            f"by image_key, there are {sorted(row.record)}"
+        )
+    return named, row.stored
+
+
+def _prompt(row: Row, data: PromptFields) -> tuple[str, Any]:
+    """The prompt and the field that has it.
+
+    TRL's `messages`, ShareGPT's `conversations` or a field that has prompt and solution is the prompt before the
+    assistant's last messages.
+    """
+    key = _conversation(row, data)
+    if key is None:
+        return data.prompt_key, row.value(data.prompt_key, "prompt_key")
+    messages = row.value(key)
+    return key, messages[: len(messages) - _answering(messages)]
+
+
+def _answering(messages: Sequence[Any]) -> int:
+    """Number of messages at the end that are the assistant's."""
+    speakers = (one.get("role") or one.get("from") for one in reversed(messages) if isinstance(one, Mapping))
+    return sum(1 for _ in takewhile(lambda speaker: speaker in ("assistant", "gpt"), speakers))
+
+
+def _conversation(row: Row, data: PromptFields) -> str | None:
+    """The field with prompt and solution in one list of messages; None if the prompt has a field of its own."""
+    if data.prompt_key == data.solution_key and isinstance(row.value(data.prompt_key, "prompt_key"), list):
+        return data.prompt_key
+    if data.prompt_key != "prompt" or row.has("prompt"):
+        return None
+    return next((key for key in _CONVERSATIONS if isinstance(row.record.get(key), list)), None)
 
 
 def _answer(row: Row, data: PromptFields) -> str | None:
@@ -284,18 +324,29 @@ def _answer(row: Row, data: PromptFields) -> str | None:
         return None
     verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
     key = _VERL_ANSWER if verl else data.answer_key
+    value = row.value(key, "answer_key (None where there are no answers)")
+    if isinstance(value, bool | list | Mapping):
+        raise Refusal(
+            f"{row.place}: {key!r} is {value!r:.60}, and an answer is one text or number; write one, or set "
+            "answer_key=None and have a reward function read the record's field"
+        )
     return row.text(key, "answer_key (None where there are no answers)", "; where there are none, set answer_key=None")
 
 
-def _solutions(row: Row, data: PromptFields) -> tuple[str | None, tuple[str, ...]]:
-    """The worked solution, a text or what the assistant says last, and others where it is a list of texts."""
-    if data.solution_key is None:
+def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[Any, tuple[str, ...]]:
+    """The worked solution, a text or messages behind the prompt, and others where it is a list of texts."""
+    key = data.solution_key
+    if key is None:
         return None, ()
-    value = row.value(data.solution_key, "solution_key")
+    value = row.value(key, "solution_key")
     if not isinstance(value, list):
-        return row.text(data.solution_key), ()
+        return row.text(key), ()
     first, further = _several(value)
-    return (last_said(value, row.place, data.solution_key), ()) if first is value else (first, further)
+    if first is not value:
+        return first, further
+    if key == _conversation(row, data):
+        return said(value[len(value) - max(1, _answering(value)) :], row.place, key), ()
+    return said(behind(value, prompt, row.place, key), row.place, key), ()
 
 
 def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:
@@ -303,8 +354,3 @@ def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:
     if isinstance(solution, list) and solution and all(isinstance(one, str) for one in solution):
         return solution[0], tuple(solution[1:])
     return solution, ()
-
-
-def _check_message(message: object, where: str) -> None:
-    if not is_message(message):
-        raise Refusal(f"{where} must have the texts 'role' and 'content', got {message!r:.80}")

@@ -2,23 +2,22 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.chats.rendered import REFUSALS, RenderedChats
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
 from jaxrlhf.data.records import Messages, SourceRecord, restored, texts_of
 from jaxrlhf.data.table.problem_table import ProblemTable
-from jaxrlhf.data.tokenizer import render_chat
 
 
 @runtime_checkable
@@ -109,6 +108,7 @@ class Tokenized:
         self.spelled: list[str] = []
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
+        self._chats = RenderedChats(tokenizer, self._control)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
@@ -139,7 +139,8 @@ class Tokenized:
                 for_people[n] = self._control.unmarked(for_people[n])
         written = [one.solution if isinstance(one.solution, str) else None for one in examples]
         solution_ids = self._encode(written, most_answer)
-        rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
+        rejected = [one.pair.rejected if one.pair and isinstance(one.pair.rejected, str) else None for one in examples]
+        rejected_ids = self._encode(rejected, most_answer)
         steps = self._encoded_steps(examples)
         further: Iterator[Any] = iter(self._encode([text for one in examples for text in one.further], most_answer))
         for n, example in enumerate(examples):
@@ -167,6 +168,8 @@ class Tokenized:
         mask: Sequence[bool] = ()
         if isinstance(example.solution, list):
             solution, mask = self._demonstrated(example)
+        if example.pair is not None and isinstance(example.pair.rejected, list):
+            rejected, _ = self._written(example, example.pair.rejected)
         if example.steps is not None:
             solution = tuple(chain.from_iterable(steps))
         further = [[*ids, eos] for ids in others]
@@ -192,16 +195,33 @@ class Tokenized:
         return [[[*next(ids), *next(ids)] for _ in one.steps] if one else [] for one in records]
 
     def _demonstrated(self, example: SourceRecord) -> tuple[tuple[int, ...], Sequence[bool]]:
-        """Tokens of a solution of several turns, and which of them are imitated."""
-        if self._episodes is None:
-            raise Refusal(
-                f"{example.place}: the solution is a list of messages, as of an episode with tools, and the "
-                "configuration has no environment; give one, or a text"
-            )
-        tools = self._episodes.tools(restored(example.record))
+        """Tokens of a solution of messages, and which of them are imitated; none is all."""
         solution = cast(Messages, example.solution)
+        if self._episodes is None or example.pair is not None:
+            return self._written(example, solution)
+        tools = self._episodes.tools(restored(example.record))
         ids, mask = self._episodes.demonstrated(_chat(example.prompt), solution, tools)
         return tuple(ids), mask
+
+    def _written(self, example: SourceRecord, answer: Messages) -> tuple[tuple[int, ...], Sequence[bool]]:
+        """Tokens of an answer of messages as the chat template writes it, and which of them are imitated."""
+        if self._tokenizer.chat_template is None:
+            raise Refusal(
+                f"{example.place}: the answer is messages, and the tokenizer has no chat template; give a text"
+            )
+        if self._as_text and self._control.first_in(texts_of(answer)) is not None:
+            raise Refusal(
+                f"{example.place}: the answer is messages and spells out a control token, which cannot be kept as "
+                'text there; leave the record out, or set data.control_tokens="parse"'
+            )
+        segments = self._chats.answer(_chat(example.prompt), answer, place=example.place)
+        texts = [segment.text for segment in segments]
+        _check_utf8("".join(texts), example.place)
+        parts = [ids or [] for ids in self._encode(texts, None)]
+        if not parts[-1] or parts[-1][-1] not in self._control.ids.values():
+            parts[-1] = [*parts[-1], cast(int, self._tokenizer.eos_token_id)]
+        mask = [segment.imitated for segment, ids in zip(segments, parts, strict=True) for _ in ids]
+        return tuple(chain.from_iterable(parts)), () if all(mask) else mask
 
     def _spells(self, example: SourceRecord) -> bool:
         """True if a text of the record spells a control token; what is said of it at start is noted."""
@@ -220,19 +240,33 @@ class Tokenized:
             self._marked(one) if spelled and self._as_text else one.prompt
             for one, spelled in zip(examples, spells, strict=True)
         ]
-        render, chats = partial(render_chat, self._tokenizer, add_generation_prompt=True), list(map(_chat, marking))
+        chats = [_chat(prompt) for prompt in marking]
         if "image" in self._tokenizer.chat_template:
             chats = [in_parts(chat) if one.images else chat for one, chat in zip(examples, chats, strict=True)]
+        tools = [self._tools(example) for example in examples]
         try:
-            if self._episodes is None:
-                return cast(list[str], render(chats))
-            shown_tools: list[Any] = [list(self._episodes.tools(restored(one.record))) or None for one in examples]
-            return [cast(str, render(chat, tools=tools)) for chat, tools in zip(chats, shown_tools, strict=True)]
-        except TemplateError as error:
+            return self._chats.prompts(chats, tools)
+        except REFUSALS as error:
             if len(examples) > 1:  # once more, to say which
                 return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
             place = examples[0].place
-            raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {error}") from error
+            raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {reason_of(error)}") from error
+
+    def _tools(self, example: SourceRecord) -> Sequence[Mapping[str, Any]] | None:
+        """Schemas of the tools that the policy is shown beside a prompt."""
+        last = _chat(example.prompt)[-1]
+        if last.get("role") == "assistant" and last.get("tool_calls"):
+            raise Refusal(
+                f"{example.place}: the prompt ends with calls of tools; add the messages of the tools that answer them"
+            )
+        if self._episodes is None:
+            return None
+        if last.get("role") == "assistant":
+            raise Refusal(
+                f"{example.place}: the prompt ends with words of the assistant, and an episode opens the assistant's "
+                "turn itself; end the prompt with a message of the user"
+            )
+        return self._episodes.tools(restored(example.record))
 
     def _shown(self, example: SourceRecord) -> SourceRecord:
         """A record whose prompt has the placeholders of its images, for templates that know of none."""
@@ -274,12 +308,16 @@ def _chat(prompt: str | Messages) -> Messages:
 
 
 def _check_encodes(example: SourceRecord, prompt: str) -> None:
+    _check_utf8("".join((prompt, example.answer or "", *example.answer_texts)), example.place)
+
+
+def _check_utf8(text: str, place: str) -> None:
     try:
-        "".join((prompt, example.answer or "", *example.answer_texts)).encode()
+        text.encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise Refusal(
-            f"{example.place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
+            f"{place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
             "whole character or leave it out"
         ) from error
 

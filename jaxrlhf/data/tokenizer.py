@@ -14,6 +14,8 @@ from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import lexicon
 
 _PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
+_PROBES = (_PROBE, "if a:\n\n\t\tb  # c\r\n    d\n\n\n", "Ça va? 你好, №3 — it's 1_000 e\u0301")
+"""Texts of which other tokenizers make other ids."""
 
 _PAD, _BOS, _EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 _SPECIAL = (_PAD, _BOS, _EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -69,6 +71,7 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
             f"no tokenizer could be loaded from {path!r} ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
         ) from error
+    tokenizer.clean_up_tokenization_spaces = False  # the text of tokens is theirs, spaces before signs included
     _check(tokenizer, path)
     return tokenizer
 
@@ -177,13 +180,18 @@ def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
     text = tokenizer.decode(ids)
     if text != _PROBE:
-        raise Refusal(
-            f"the tokenizer of {path!r} turns {_PROBE!r} into {text!r}; check its tokenizer.json "
-            'and "clean_up_tokenization_spaces" in its tokenizer_config.json'
-        )
+        raise Refusal(f"the tokenizer of {path!r} turns {_PROBE!r} into {text!r}; check its tokenizer.json")
     file = Path(path) / "tokenizer.json"
-    if file.is_file() and Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
+    if file.is_file() and _own_ids(file) != [tokenizer.encode(one, add_special_tokens=False) for one in _PROBES]:
         raise Refusal(
             f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json there; "
             'set "tokenizer_class" in its tokenizer_config.json to "PreTrainedTokenizerFast"'
         )
+
+
+def _own_ids(file: Path) -> list[list[int]]:
+    """Ids of the probes by a tokenizer.json alone, whose padding and truncation are settings of earlier calls."""
+    own = Tokenizer.from_file(str(file))
+    own.no_padding()
+    own.no_truncation()
+    return [own.encode(probe, add_special_tokens=False).ids for probe in _PROBES]

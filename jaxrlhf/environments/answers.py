@@ -20,6 +20,7 @@ from jaxrlhf.episode import (
     Opening,
     ToolSchema,
 )
+from jaxrlhf.pictures import upright_rgb
 
 LARGEST_REWARD = 3.4028234663852886e38  # of float32
 SPEAKERS = ("user", "tool", "system")
@@ -215,7 +216,10 @@ def _data_url(image: Any) -> str:
     """An image as a data URL; a picture becomes a PNG."""
     if _is_picture(image):
         stream = io.BytesIO()
-        image.save(stream, format="PNG")
+        try:
+            upright_rgb(image).save(stream, format="PNG")
+        except ValueError as error:
+            raise EnvironmentFailure("wrong-type", f"an image cannot be shown: {error}") from None
         image = stream.getvalue()
     if isinstance(image, bytes):
         return f"data:image/png;base64,{base64.b64encode(image).decode()}"

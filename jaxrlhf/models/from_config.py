@@ -10,7 +10,7 @@ from jaxrlhf.data.tokenizer import SEEING, load_tokenizer
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.config import read_config, scratch_config, scratch_vision
-from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 
 _VOCABULARY_MULTIPLE = 64
 """From-scratch vocabularies are rounded up to this, so that they split over devices."""
@@ -49,4 +49,9 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 def tokenizer_path(config: Config) -> str | None:
     """Directory of the tokenizer; None is the embedded one."""
     path = config.tokenizer or getattr(config.model, "path", None)
-    return None if path is None else str(resolve(path))
+    if path is None:
+        return None
+    directory = resolve(path)
+    if config.tokenizer is None:
+        check_no_adapters_alone(directory)
+    return str(directory)

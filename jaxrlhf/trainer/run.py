@@ -5,10 +5,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Refusal, function_of
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.checkpoint import Checkpoints, check_local
+from jaxrlhf.config import Config, ModelReward, Pretrained, Refusal, function_of
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.config import Head
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
@@ -23,6 +26,7 @@ from jaxrlhf.trainer.resume import check_same_start
 from jaxrlhf.trainer.settings_summary import settings_rows
 from jaxrlhf.trainer.signals import stopped_by_signals
 from jaxrlhf.trainer.workdir import CHECKPOINTS, locked
+from jaxrlhf.workers.pool_roles import check_vocabulary
 
 LAUNCHED_ANEW = (HostDied, HostHung, HostNotStarted, TransferError)
 """Failures after which hosts may be launched anew; `HostRaised` has that of a call beside it as its cause."""
@@ -115,6 +119,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
         rows = settings_rows(config, context.model, pools, data)
         default_console().print(SettingsTable(rows, title=config.name))
         if dry_run:
+            _check_checkpoints(config, context.tokenizer)
             return False
         _check_workdir(config)
         with stopped_by_signals(stop):
@@ -134,6 +139,20 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
                 loggers=loggers,
             )
             return policy is not None
+
+
+def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse local checkpoints that the run could not start from, by the headers of their files alone."""
+    wanted: list[tuple[Pretrained, Head]] = [(config.model, "lm")] if isinstance(config.model, Pretrained) else []
+    for spec in (spec for phase in config.phases for spec in phase.roles.values()):
+        if spec.model is not None and spec.head is not None:
+            wanted.append((spec.model, spec.head))
+            if spec.room is None:
+                check_vocabulary(tokenizer, model_config(spec.model, tokenizer), role=spec.name)
+    scores = (part for part in config.rewards.parts if isinstance(part, ModelReward))
+    wanted += [(Pretrained(part.path), "score") for part in scores]
+    for model, head in dict.fromkeys(wanted):
+        check_local(model.path, head, vision=model.vision)
 
 
 def _check_workdir(config: Config) -> None:

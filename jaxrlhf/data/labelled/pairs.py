@@ -5,15 +5,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
+from jaxrlhf.data.chats.messages import behind, check_no_pictures, is_chat, read_message, said
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ANSWERS = ("chosen", "rejected")
+_PICTURES = ("images", "image")
+"""Fields in which published pairs have pictures."""
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -87,17 +90,31 @@ def _held_out(pair: SourceRecord, data: PairFields) -> bool:
 
 
 def _pair(row: Row, data: PairFields) -> SourceRecord:
-    answers = [row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")]
+    if not row.has(data.chosen_key) and row.has("completion") and row.has("label"):
+        raise Refusal(
+            f"{row.place}: a 'completion' with a 'label' is no pair, and single labelled answers are not read; give "
+            f"{data.chosen_key!r} and {data.rejected_key!r}"
+        )
+    shown = [key for key in _PICTURES if row.has(key) and row.value(key)]
+    if shown:
+        raise Refusal(
+            f"{row.place}: it has pictures in {shown[0]!r}, and pairs are of text alone; leave the record out"
+        )
+    first, second = row.value(data.chosen_key, "chosen_key"), row.value(data.rejected_key, "rejected_key")
     prompt: str | Messages | None
-    if all(isinstance(answer, list) for answer in answers):
-        chosen, rejected = (last_said(said, row.place, name) for name, said in zip(_ANSWERS, answers, strict=True))
-        prompt = _prompt(row, data) or _shared_messages(row, *answers)
+    chosen: str | Messages
+    rejected: str | Messages
+    if isinstance(first, list) and isinstance(second, list):
+        prompt, *ends = _behind_prompt(row, first, second, data)
+        chosen, rejected = (said(end, row.place, key) for key, end in zip(_ANSWERS, ends, strict=True))
+        if isinstance(chosen, str) != isinstance(rejected, str):  # both as the template writes them
+            chosen, rejected = map(_as_messages, (chosen, rejected))
     else:
-        chosen, rejected = (_text(row, key) for key in (data.chosen_key, data.rejected_key))
+        chosen, rejected = said_text, other_text = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
         prompt = _prompt(row, data)
         if prompt is None:
-            prompt, chosen, rejected = _split(row, chosen, rejected, data)
-    empty = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text.strip()]
+            prompt, chosen, rejected = _split(row, said_text, other_text, data)
+    empty = [name for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True) if not _says_something(answer)]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
     if chosen == rejected:
@@ -109,22 +126,41 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
     return SourceRecord(row.place, prompt, None, chosen, row.stored, pair)
 
 
-def last_said(messages: list[Any], place: str, key: str) -> str:
-    """Content of the last message, which is the assistant's.
+def _as_messages(answer: str | Messages) -> Messages:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
-    Raises:
-      Refusal: It is not.
+
+def _says_something(answer: str | Messages) -> bool:
+    return bool(answer.strip()) if isinstance(answer, str) else bool(answer)
+
+
+def _behind_prompt(
+    row: Row, chosen: list[Any], rejected: list[Any], data: PairFields
+) -> tuple[str | Messages, list[Any], list[Any]]:
+    """The prompt, and the messages of both answers behind it.
+
+    Messages of a prompt of its own go before all of the answers, unless these repeat them. A text goes before answers
+    that begin with the assistant's words. Else the prompt is the messages that both answers begin with, as in TRL.
     """
-    match messages:
-        case [*_, {"role": "assistant", "content": str(content)}]:
-            return content
-    raise Refusal(f"{place}: {key!r} must end with a message of the assistant, with a text, got {messages!r:.80}")
+    prompt = _prompt(row, data)
+    answers = [*zip(_ANSWERS, (chosen, rejected), strict=True)]
+    read = [[_message(row, one, key) for one in messages] for key, messages in answers]
+    answered = [bool(messages) and messages[0]["role"] == "assistant" for messages in read]
+    if prompt is not None and all(answered):
+        return prompt, chosen, rejected
+    if isinstance(prompt, list):
+        first, second = (behind(messages, prompt, row.place, key) for key, messages in answers)
+        return prompt, first, second
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*read, strict=False)))
+    same = min(same, *(len(messages) - 1 for messages in read))
+    if same < 1:
+        raise Refusal(f"{row.place}: chosen and rejected begin with no message in common, which would be the prompt")
+    return read[0][:same], chosen[same:], rejected[same:]
 
 
-def _shared_messages(row: Row, chosen: list[Any], rejected: list[Any]) -> Messages:
-    if chosen[:-1] != rejected[:-1]:
-        raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
-    return _messages(row, chosen[:-1], "chosen")
+def _message(row: Row, given: Any, key: str) -> dict[str, Any]:
+    check_no_pictures([given], row.place, key)
+    return read_message(given, f"{row.place}: a message in {key!r}")
 
 
 def _text(row: Row, key: str) -> str:
@@ -149,14 +185,9 @@ def prompt_of(row: Row, key: str) -> str | Messages:
 
 
 def _messages(row: Row, value: Any, key: str) -> Messages:
-    if not value or not isinstance(value, list) or not all(map(is_message, value)):
+    if not is_chat(value):
         raise Refusal(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
-    return cast(Messages, value)
-
-
-def is_message(message: object) -> bool:
-    """True for a chat message of two texts."""
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return [_message(row, one, key) for one in value]
 
 
 def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
@@ -180,7 +211,7 @@ def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str 
         raise Refusal(f"{error}; a field with the prompt is named by prompt_key, and there are {there}") from error
     if shared != others:
         raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
-    return shared, last["content"], other["content"]
+    return shared, str(last["content"]), str(other["content"])
 
 
 def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ LEAST_BYTES = 16 * 2**20
 _PACKED = 8
 """Bytes of text in a byte of a compressed file, roughly."""
 
-_VERSION = 5
+_VERSION = 6
 
 
 def folder_of(
@@ -55,7 +55,7 @@ def folder_of(
 
 
 def _text_bytes(name: str, size: int) -> int:
-    return size if name.endswith(".jsonl") else size * _PACKED
+    return size if name.endswith((".jsonl", ".ndjson", ".json")) else size * _PACKED
 
 
 def _place() -> Path | None:

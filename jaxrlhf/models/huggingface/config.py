@@ -12,7 +12,7 @@ from typing import Any
 from jaxrlhf.config import FromScratch, Refusal, Tower
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields, read_rope, write_rope
-from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
 
 # Their names for the gate's activation, and ours.
@@ -30,6 +30,7 @@ def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """
     file = resolve(path) / "config.json"
     if not file.is_file():
+        check_no_adapters_alone(file.parent)
         raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
     return _read_object(file) if whole else text_fields(_read_object(file))
 

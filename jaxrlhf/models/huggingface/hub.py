@@ -10,7 +10,7 @@ from jaxrlhf.models.huggingface.gguf_folder import SUFFIX as GGUF
 from jaxrlhf.models.huggingface.gguf_folder import as_directory as gguf_directory
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 _WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
 _TIMEOUT_S = 5.0
 
@@ -56,6 +56,19 @@ def _check_no_gguf_alone(directory: Path) -> None:
     files = sorted(directory.glob(f"*{GGUF}"))
     if files and not (directory / "config.json").is_file():
         raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
+
+
+def check_no_adapters_alone(directory: Path) -> None:
+    """Raise `Refusal` for a directory of `peft`, which has adapters without the model that they belong to."""
+    file = directory / "adapter_config.json"
+    if not file.is_file() or (directory / "config.json").is_file():
+        return
+    base = re.search(r'"base_model_name_or_path"\s*:\s*("[^"]*")', file.read_text(errors="replace"))
+    model = base[1] if base else "the model that they were trained on"
+    raise Refusal(
+        f"{directory} holds adapters of peft and no config.json; give Pretrained({model}) as the model, and "
+        f"Lora(start={str(directory)!r}) as actor.lora"
+    )
 
 
 def _run_of(directory: Path) -> Path | None:

@@ -31,7 +31,7 @@ from jaxrlhf.models.huggingface.families import (
     tensor_shapes,
 )
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
+from jaxrlhf.models.huggingface.tensor_files import DTYPES, INDEX, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
 
 ADAPTERS = "adapter_config.json"
@@ -285,7 +285,7 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
 def _check_tied(files: TensorFiles, embed: str) -> None:
     """Refuse a head beside a tied embedding that is not the same; of both some rows at a time are read."""
     head = LM_HEAD.name
-    if head not in files.file_of:
+    if not {head, embed} <= files.file_of.keys():
         return
     shape = files[embed].get_shape()
     same = files[head].get_shape() == shape
@@ -303,6 +303,9 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[st
     """Every tensor is there with its shape, and none is left over that would change the numbers."""
     family = FAMILIES[config.family]
     for name, shape in expected.items():
+        if name in files.absent:
+            where = files.directory / files.absent[name]
+            raise Refusal(f"tensor {name!r} is missing from {where}, where {INDEX} puts it")
         if name not in files.file_of:
             raise Refusal(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
         found, kind = tuple(files[name].get_shape()), files[name].get_dtype()

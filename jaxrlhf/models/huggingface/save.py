@@ -256,7 +256,9 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
     """Copy what a checkpoint has beside its weights; config.json last, because with it a directory looks complete."""
     files = {file for pattern in patterns for file in source.glob(pattern)} - {source / INDEX}
     for file in sorted(files, key=lambda file: file.name == "config.json"):
-        shutil.copyfile(file, directory / file.name)
+        copy = directory / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def check_new(directory: str | Path) -> Path:

@@ -13,6 +13,7 @@ from jaxrlhf.models.huggingface.text_part import part_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model*.bin", "*.pth")
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Dtypes of weights and their names in the files, in the order that files keep tensors in."""
 
@@ -27,6 +28,7 @@ class TensorFiles:
 
     Attributes:
       file_of: File name of each tensor.
+      absent: File in which the index puts a tensor that is not there, by the tensor's name; it may not be needed.
 
     Raises:
       Refusal: There are no safetensors, or a file is missing or damaged.
@@ -35,6 +37,7 @@ class TensorFiles:
     def __init__(self, directory: Path, *, vision: bool = False):
         self.directory = directory
         self._open: dict[str, Any] = {}
+        self.absent: dict[str, str] = {}
         if (directory / SINGLE).is_file():
             self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (directory / INDEX).is_file():
@@ -43,7 +46,13 @@ class TensorFiles:
             self._open[GGUF_LINK] = GgufTensors(directory / GGUF_LINK)
             self.file_of = dict.fromkeys(self._open[GGUF_LINK].keys(), GGUF_LINK)
         else:
-            raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
+            pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
+            there = f", but {pickled[0]}, whose reading could run any program" if pickled else ""
+            raise Refusal(
+                f"{directory} holds neither {SINGLE} nor {INDEX}{there}; convert it to safetensors: "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does, where its author "
+                "is trusted"
+            )
         self._name_of = part_tensors(self.file_of, vision=vision)
         if left_out := sorted(self.file_of.keys() - self._name_of.values()):
             warnings.warn(
@@ -101,8 +110,8 @@ class TensorFiles:
             if file not in held:
                 held[file] = set(self._file(file, name).keys())
             if name not in held[file]:
-                raise Refusal(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
-        return file_of
+                self.absent[name] = file
+        return {name: file for name, file in file_of.items() if name not in self.absent}
 
     def _file(self, name: str, tensor: str | None = None) -> Any:
         """An open file.

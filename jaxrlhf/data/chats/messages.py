@@ -1,0 +1,138 @@
+"""Messages of records as chat templates take them, in whichever of the published forms they are written."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.chats.parts import contents, is_picture
+from jaxrlhf.data.images import MARK
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field with what an assistant thinks before it speaks."""
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "tool": "tool"}
+"""Speakers of ShareGPT's form that have another role."""
+
+
+def is_chat(value: Any) -> bool:
+    """True for a list of messages, rather than of texts."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def read_message(given: Any, where: str) -> dict[str, Any]:
+    """A message with the texts `role` and `content`: pictures are a `MARK`, calls have objects as arguments.
+
+    Args:
+      where: Words for where it comes from, for messages.
+
+    Raises:
+      Refusal: It is no message.
+    """
+    message = _of_sharegpt(given, where)
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise Refusal(f"{where} must have the texts 'role' and 'content', got {given!r:.80}")
+    kept = {key: value for key, value in message.items() if value is not None and (value or key not in REASONING)}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = _calls(kept["tool_calls"], where)
+    else:
+        kept.pop("tool_calls", None)
+    says_more = "tool_calls" in kept or any(kept.get(name) for name in REASONING)
+    content = kept.get("content", "" if says_more and kept["role"] == "assistant" else None)
+    if isinstance(content, list):
+        content = _text(content)
+    if not isinstance(content, str):
+        raise Refusal(f"{where} must have the texts 'role' and 'content', got {given!r:.80}")
+    return kept | {"content": content}
+
+
+def _of_sharegpt(given: Any, where: str) -> Any:
+    """A message of ShareGPT's form, `from` and `value`, with `role` and `content`; any other as it is."""
+    if not isinstance(given, Mapping) or "role" in given or not isinstance(given.get("from"), str):
+        return given
+    speaker = given["from"]
+    if speaker == "function_call":
+        raise Refusal(f"{where} is a function_call of ShareGPT's form; write it as an assistant's 'tool_calls'")
+    others = {key: value for key, value in given.items() if key not in ("from", "value")}
+    return {**others, "role": _SHAREGPT.get(speaker, speaker), "content": given.get("value")}
+
+
+def _text(parts: list[Any]) -> str | None:
+    """Parts of a content as one text; None if one is neither text nor picture."""
+    texts = [MARK if is_picture(part) else part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    whole = [text for text in texts if isinstance(text, str)]
+    return "".join(whole) if len(whole) == len(texts) else None
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of tools, without fields that are None, with arguments as objects."""
+    calls = []
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Refusal(f"{where}: 'tool_calls' must have function.name and function.arguments, got {call!r:.80}")
+        arguments = function.get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"{where}: the arguments of the call {function['name']} are no JSON ({error})") from error
+        if not isinstance(arguments, Mapping):
+            raise Refusal(
+                f"{where}: the arguments of the call {function['name']} must be an object, got {arguments!r:.80}"
+            )
+        others = {key: value for key, value in call.items() if value is not None} if function is not call else {}
+        kept = {key: value for key, value in function.items() if value is not None}
+        calls.append({"type": "function", **others, "function": {**kept, "arguments": dict(arguments)}})
+    return calls
+
+
+def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
+    """Answer of an assistant: the text of one message that says nothing else, or messages as of `answering`."""
+    read = answering(messages, place, key)
+    plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
+    return str(read[0]["content"]) if plain else read
+
+
+def answering(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
+    """Messages of an answer, each read.
+
+    Raises:
+      Refusal: They do not begin and end with the assistant's, or show a picture.
+    """
+    read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
+    if not read or read[0]["role"] != "assistant" or read[-1]["role"] != "assistant":
+        raise Refusal(
+            f"{place}: {key!r} must begin and end with a message of the assistant, got the roles "
+            f"{[message['role'] for message in read]}"
+        )
+    check_no_pictures(messages, place, key)
+    return read
+
+
+def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
+    """Raise `Refusal` if a part of a message stands for a picture, where texts alone are read."""
+    parts = (part for message in messages if isinstance(message, Mapping) for part in contents(message))
+    if any(map(is_picture, parts)):
+        raise Refusal(f"{place}: {key!r} shows a picture, and only texts are read there; leave the record out")
+
+
+def behind(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:
+    """Messages of an answer that may begin with those of the prompt, without these.
+
+    Raises:
+      Refusal: They begin with others, so that they answer something else.
+    """
+    read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not read or (read[0]["role"] == "assistant" and asked[0]["role"] != "assistant"):
+        return messages
+    if _spoken(read[: len(asked)]) == _spoken(asked):
+        return messages[len(asked) :]
+    raise Refusal(
+        f"{place}: the messages before the answer in {key!r} are not those of the prompt; give the answer alone, or "
+        "the prompt as the messages that go before it"
+    )
+
+
+def _spoken(messages: list[Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]

@@ -1,0 +1,1 @@
+"""Files with records: their lines, packed or not."""

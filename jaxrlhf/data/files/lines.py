@@ -1,0 +1,55 @@
+"""Lines of files, packed by gzip, bzip2, xz or Zstandard or not at all."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.config import Refusal
+
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""Ends of the names of packed files."""
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one after another.
+
+    Raises:
+      Refusal: A packed file is not whole.
+    """
+    if path.suffix not in PACKED:
+        with path.open("rb") as file:
+            yield from file
+        return
+    try:
+        with _unpacked(path) as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise _not_whole(path, error) from error
+    except Exception as error:  # lzma's class is not there in a Python that was built without it
+        if type(error).__name__ != "LZMAError":
+            raise
+        raise _not_whole(path, error) from error
+
+
+def _not_whole(path: Path, error: Exception) -> Refusal:
+    return Refusal(f"{path}: not a whole {path.suffix} file ({error}); download or pack it again")
+
+
+def _unpacked(path: Path) -> Any:
+    """A packed file, opened; it is closed as a context manager."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    if path.suffix == ".xz":
+        import lzma
+
+        return lzma.open(path)
+    import bz2
+
+    return bz2.open(path)
