@@ -6,8 +6,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.conversations.rendering import ChatTemplate, text_of
+from jaxrlhf.conversations.reply_parser import ReplyParser
+from jaxrlhf.conversations.reply_stream import ReplyWords
 from jaxrlhf.conversations.synthetic_chat import SyntheticChat
-from jaxrlhf.conversations.tool_calls import ReplyParser
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
@@ -40,7 +41,7 @@ class ChatFormat:
         self.synthetic = SyntheticChat(self.template)
         self.end_of_turn = self.synthetic.after_words.token
         self.stop_tokens = self._stop_tokens()
-        self._parser = ReplyParser(tokenizer, self.template.source)
+        self._parser = ReplyParser(tokenizer, self.template.source, self.synthetic.opening())
         self._keeps = {
             (of_tool, reasoning): self.synthetic.keeps(messages, reasoning=reasoning)
             for of_tool, messages in ((False, _USER), (True, self.told(self.synthetic.answers())))
@@ -123,6 +124,14 @@ class ChatFormat:
         """
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
+
+    def stream(self, tools: Sequence[ToolSchema] = (), *, opening: str = "") -> ReplyWords | None:
+        """Words of a reply as its tokens come, which are a beginning of those that `parse` finds.
+
+        Returns:
+          None if the tokenizer's own response template has to see the whole reply.
+        """
+        return self._parser.stream(tools, opening)
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise `Refusal` if calls of these tools could not be read, as of `Signatures`."""

@@ -134,7 +134,7 @@ class Conversation:
         reply = replace(reply, calls=numbered, ended=reply.ended or ended)
         self.replies.append(reply)
         self.messages += spelled([self.format.said(reply)])
-        self._reasoned |= bool(reply.reasoning)
+        self._reasoned |= reply.reasoned
         return reply
 
     def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:

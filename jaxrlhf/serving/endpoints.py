@@ -193,14 +193,14 @@ async def whole(answer: ApiAnswer) -> dict[str, Any]:
             choice["message"] = answer.message(index)
             choice["finish_reason"] = answers.finish_reason(done, answer.replies[index])
             if answer.wanted.logprobs:
-                choice["logprobs"] = answers.chat_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+                choice["logprobs"] = answers.chat_logprobs(answer.model.token_bytes, done.tokens, done.logps)
         else:
-            stream = TextStream(answer.model.tokenizer, answer.wanted.stop, answer.prompts[index].tokens)
-            stream.add(done.tokens)
-            stream.end(done.stop_text)
-            choice["text"], choice["finish_reason"] = stream.text, answers.finish_reason(done)
+            parts = answer.model.token_bytes, answer.prompts[index].tokens
+            stream = TextStream(parts[0], answer.wanted.stop, parts[1])
+            choice["text"] = stream.add(done.tokens) + stream.end(done.stop_text)
+            choice["finish_reason"] = answers.finish_reason(done)
             if answer.wanted.logprobs:
-                choice["logprobs"] = answers.text_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+                choice["logprobs"] = answers.TextLogprobs(*parts).add(done.tokens, done.logps)
         if answer.wanted.token_ids:
             choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
         choices.append(choice)
@@ -237,11 +237,12 @@ class _Said:
     def __init__(self, answer: ApiAnswer, index: int) -> None:
         self._answer, self._index = answer, index
         stops = answer.wanted.stop
-        self._text = TextStream(answer.model.tokenizer, stops, answer.prompts[index].tokens)
+        self._bytes, prompt = answer.model.token_bytes, answer.prompts[index].tokens
+        self._text, self._logprobs = TextStream(self._bytes, stops, prompt), answers.TextLogprobs(self._bytes, prompt)
         self._reply: ReplyStream | None = None
         if answer.tools is not None:
             self._reply = ReplyStream(answer.model.form, answer.tools, answer.opening(index), stops)
-        self._offset = 0
+        self._first = True
 
     def events(self, event: DrawnPart) -> list[dict[str, Any]]:
         """Choices of the events that tokens, or the end, make."""
@@ -250,17 +251,15 @@ class _Said:
 
     def _tokens(self, event: DrawnPart) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, "logprobs": None}
-        tokenizer = self._answer.model.tokenizer
         if self._reply is None:
             choice["text"] = self._text.add(event.tokens)
             if self._answer.wanted.logprobs:
-                offset = self._offset
-                choice["logprobs"] = answers.text_logprobs(tokenizer, event.tokens, event.logps, offset=offset)
-                self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+                choice["logprobs"] = self._logprobs.add(event.tokens, event.logps)
         else:
             choice["delta"] = _delta(self._reply.add(event.tokens))
             if self._answer.wanted.logprobs:
-                choice["logprobs"] = answers.chat_logprobs(tokenizer, event.tokens, event.logps)
+                first, self._first = self._first, False
+                choice["logprobs"] = answers.chat_logprobs(self._bytes, event.tokens, event.logps, first=first)
         if self._answer.wanted.token_ids:
             choice["token_ids"] = list(event.tokens)
         return choice
@@ -272,7 +271,7 @@ class _Said:
         if self._reply is None:
             return [{**choice, "text": self._text.end(done.stop_text), "finish_reason": answers.finish_reason(done)}]
         reply = self._answer.replies[self._index]
-        delta = _delta(self._reply.end(reply, answers.said(reply, done.stop_text)))
+        delta = _delta(self._reply.end(reply, done.stop_text))
         calls = answers.tool_calls(reply, self._answer.key(self._index), delta=True)
         if calls:
             delta["tool_calls"] = calls

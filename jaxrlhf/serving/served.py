@@ -16,6 +16,7 @@ from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.images import ImageReader
+from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion, EngineService, Request
 from jaxrlhf.serving.errors import ApiError, too_long
 from jaxrlhf.serving.wire import Wanted
@@ -51,6 +52,11 @@ class ServedModel:
             return ChatFormat(self.tokenizer, {"day": None} if self.today else None, self.images)
         except Refusal as error:
             raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of its tokens."""
+        return TokenBytes(self.tokenizer)
 
     @cached_property
     def control_ids(self) -> dict[str, int]:

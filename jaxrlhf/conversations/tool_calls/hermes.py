@@ -4,12 +4,14 @@
 a list of such objects in `<|tool_call|>`.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, in_blocks, json_call
+from collections.abc import Collection
 
-SIGNS = ("<tool_call>", "<|tool_call|>")
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, after_json, in_blocks, json_call
+
+SIGNS = OPENINGS = ("<tool_call>", "<|tool_call|>")
 _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
-    return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS))
+    return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS), end=after_json)
