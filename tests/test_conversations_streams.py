@@ -66,7 +66,8 @@ def reply_of(name, form, draw):
     family = name.removeprefix("form ")
     own = [FORMS[family].write([("note", arguments(draw))])] if family in FORMS else []
     own += [FAMILIES[family].call] if family in FAMILIES else []
-    texts = [draw.choice(own) if own and draw.random() < 0.15 else draw.choice(PIECES) for _ in range(draw.randint(1, 9))]
+    choices = [own if own and draw.random() < 0.15 else PIECES for _ in range(draw.randint(1, 9))]
+    texts = [draw.choice(some) for some in choices]
     tokens = form.tokenizer.encode("".join(texts), add_special_tokens=False)
     for _ in range(draw.choice([0, 0, 0, 1, 3])):
         place = draw.randrange(len(tokens) + 1)

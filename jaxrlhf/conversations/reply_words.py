@@ -9,7 +9,7 @@ from jaxrlhf.conversations.tool_calls.written import MARK, Tag, may_begin
 from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
-"""What begins reasoning, and what ends it."""
+"""Tags that begin reasoning, and those that end it."""
 
 
 class ReplyTokens:
@@ -54,7 +54,7 @@ class MarkedText:
         return "".join(parts)
 
     def end(self) -> str:
-        """What is left."""
+        """Text that is left."""
         return self._text.end()
 
 
@@ -122,7 +122,7 @@ class ReasoningSplit:
         return reasoning, rest
 
     def end(self) -> tuple[str, str]:
-        """What is left; of a tag that was cut its token is no word."""
+        """Words that are left; the token of a tag that was cut is none."""
         left, self._held = "".join(self._perhaps) + self._held, ""
         if self._state in ("again", "reasoning"):
             return left, ""

@@ -224,7 +224,7 @@ class TextBytes:
         return self._decoder.decode(new)
 
     def end(self) -> str:
-        """What is left, as U+FFFD; whatever comes next begins anew."""
+        """Bytes that are left, as U+FFFD; whatever comes next begins anew."""
         return self._decoder.decode(b"", final=True)
 
 

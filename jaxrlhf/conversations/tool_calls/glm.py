@@ -27,7 +27,7 @@ def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: 
     for pair in pairs:
         key, _, rest = pair.partition(key_end)
         between, begun, value = rest.partition(value_begin)
-        if not begun or between.strip():
+        if not begun or between.strip() or key_begin in key:
             return _PROBLEM
         arguments[key.strip()] = value
     if left.strip() or "<arg_" in name or "</arg_" in name:

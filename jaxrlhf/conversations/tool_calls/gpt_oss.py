@@ -37,7 +37,7 @@ class Channels:
         self._written, self._reasoning = Written([]), list[str]()
 
     def add(self, text: str) -> list[tuple[Kind, str]]:
-        """What is known with this text: words of reasoning and of content, and those of a call."""
+        """Words of reasoning, of content and of calls that are known with this text."""
         text = self._held + text
         made: list[tuple[Kind, str]] = []
         at = 0
@@ -53,7 +53,7 @@ class Channels:
         return [(kind, words) for kind, words in made if words]
 
     def end(self) -> tuple[list[tuple[Kind, str]], Written]:
-        """What is left, and all of the reply."""
+        """Words that are left, and all of the reply."""
         made = self._words(self._held)
         self._close()
         self._written.reasoning = "".join(self._reasoning)

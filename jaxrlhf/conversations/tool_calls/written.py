@@ -31,8 +31,8 @@ class CallBlock(NamedTuple):
     """Part of a reply that is written as calls.
 
     Attributes:
-      text: As it was written, tags included.
-      calls: In order; a text says what is wrong with one that could not be read.
+      text: The part as it was written, tags included.
+      calls: Calls in their order; a text says what is wrong with one that could not be read.
     """
 
     text: str
