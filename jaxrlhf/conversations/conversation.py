@@ -129,7 +129,9 @@ class Conversation:
         drawn = tuple(map(int, tokens))
         stream.tokens += drawn
         reply = self.format.parse(drawn, self.tools, opening=opening)
-        numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
+        numbered = tuple(
+            replace(call, call_id=call.call_id or f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls)
+        )
         self._calls += len(numbered)
         reply = replace(reply, calls=numbered, ended=reply.ended or ended)
         self.replies.append(reply)

@@ -1,7 +1,8 @@
 """Replies of a policy, from its tokens to words: reasoning, content, and tool calls in its family's form."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,6 +83,13 @@ class ReplyParser:
             return None
         split = ReasoningSplit(self.tokens.tag, opening, self._usual)
         return ReplyWords(self.tokens, split, self._family, self.signatures(tools).names)
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Calls of a message as the policy writes them; None where the family's form is not written here."""
+        write = getattr(self._family, "write", None)
+        if write is None:
+            return None
+        return str(write([(call["function"]["name"], call["function"]["arguments"]) for call in calls]))
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""

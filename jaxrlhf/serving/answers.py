@@ -22,11 +22,14 @@ def finish_reason(completion: Completion, reply: Reply | None = None) -> str:
 
 
 def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str, Any]]:
-    """Calls of a reply, whose ids are a function of the key."""
+    """Calls of a reply; those that were drawn without an id have one that is a function of the key."""
     calls = []
+    ids: set[str] = set()
     for index, call in enumerate(reply.calls):
         # Nine letters or digits, as templates of Mistral's want.
-        call_id = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
+        made = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
+        call_id = call.call_id if call.call_id and call.call_id not in ids else made
+        ids.add(call_id)
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False).encode(errors="replace").decode()
         function = {"name": call.name, "arguments": arguments}
         calls.append({**({"index": index} if delta else {}), "id": call_id, "type": "function", "function": function})

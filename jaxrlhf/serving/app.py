@@ -15,7 +15,7 @@ from starlette.routing import Route
 from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, chat_prompt, completion_answer, events, whole
 from jaxrlhf.serving.errors import ApiError, invalid, server_error
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
-from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.served import ServedModel, check_model
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
 from jaxrlhf.serving.wire import chat_request, completion_request
 
@@ -30,6 +30,7 @@ class WebApp:
         self._http = HttpCounts()
         paths: list[tuple[str, str, Handler]] = [
             ("/v1/models", "GET", self._models),
+            ("/v1/models/{model:path}", "GET", self._model_card),
             ("/v1/chat/completions", "POST", self._chat),
             ("/v1/completions", "POST", self._completion),
             ("/tokenize", "POST", self._tokenize),
@@ -139,11 +140,17 @@ class WebApp:
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
 
-    async def _models(self, request: Request, session: ServedSession | None) -> Response:
+    def _card(self) -> dict[str, Any]:
         engine = self._model.service.engine
         card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "jaxrlhf"}
-        card |= {"max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
-        return JSONResponse({"object": "list", "data": [card]})
+        return {**card, "max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
+
+    async def _models(self, request: Request, session: ServedSession | None) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model_card(self, request: Request, session: ServedSession | None) -> Response:
+        check_model(self._model, request.path_params["model"])
+        return JSONResponse(self._card())
 
     async def _tokenize(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
@@ -177,7 +184,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/models, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
+    known = "/v1/models, /v1/models/NAME, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
     message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
     return JSONResponse(ApiError(message, code="not_found").body, error.status_code)
 

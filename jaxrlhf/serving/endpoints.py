@@ -15,8 +15,8 @@ from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error
-from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
+from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error, unsupported
+from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, check_model, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
 from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
@@ -106,6 +106,7 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
     """
     with refusals("tools"):
         model.form.check_tools(request.tools)
+        _check_shown(model, request)
     with refusals("messages"):
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is not None:
@@ -114,6 +115,21 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
         write = partial(model.form.prompt, request.messages, request.tools)
         tokens, images = shown(images, model.images, write, place="messages")
         return Prompt(tokens, None, images=images)
+
+
+def _check_shown(model: ServedModel, request: ChatRequest) -> None:
+    """Refuse tools that neither the chat template nor a message shows to the policy."""
+    form = model.form
+    if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
+        return  # the calls of the embedded tokenizer are GSM8K's, and no prompt shows tools
+    said = "\n".join(str(message.get("content")) for message in request.messages)
+    hidden = [name for tool in request.tools if (name := str(tool["function"]["name"])) not in said]
+    if hidden:
+        raise unsupported(
+            f"the chat template of {model.name} shows no tools, and no message names {', '.join(hidden)}; describe "
+            "them in the system's message",
+            "tools",
+        )
 
 
 def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
@@ -149,9 +165,7 @@ def _answer(
     session: ServedSession | None,
     prefix: str,
 ) -> ApiAnswer:
-    if wanted.model != model.name:
-        message = f"no model {wanted.model!r}; this server has {model.name!r}"
-        raise ApiError(message, status=404, code="model_not_found", param="model")
+    check_model(model, wanted.model)
     count = len(prompts) * wanted.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")

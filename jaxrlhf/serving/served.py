@@ -91,6 +91,13 @@ class ServedModel:
         return min(n for n in (left, engine.response_tokens, wanted, most) if n is not None)
 
 
+def check_model(model: ServedModel, wanted: str) -> None:
+    """Raise `ApiError` for a model of another name."""
+    if wanted != model.name:
+        message = f"no model {wanted!r}; this server has {model.name!r}"
+        raise ApiError(message, status=404, code="model_not_found", param="model")
+
+
 @dataclass(frozen=True)
 class Choice:
     """One response that is to be drawn.

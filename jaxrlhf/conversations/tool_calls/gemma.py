@@ -6,7 +6,7 @@ its own; its guide asks for a block of Python marked `tool_code`.
 
 import ast
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxrlhf.conversations.tool_calls.pythonic import calls_in, parsed, python_calls
@@ -36,6 +36,12 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     written = in_blocks(text, lambda body: [_call(body)], *tags, end=_end)
     written.parts = [one for part in written.parts for one in (_code(part) if isinstance(part, str) else [part])]
     return written
+
+
+def write(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as a block of Python, as of Gemma 3, whose template shows none."""
+    lines = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    return "```tool_code\n" + "\n".join(lines) + "\n```"
 
 
 def _code(text: str) -> list[str | CallBlock]:

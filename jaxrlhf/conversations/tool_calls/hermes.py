@@ -4,7 +4,9 @@
 a list of such objects in `<|tool_call|>`.
 """
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxrlhf.conversations.tool_calls.written import Tag, Written, after_json, in_blocks, json_call
 
@@ -15,3 +17,9 @@ _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS), end=after_json)
+
+
+def write(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as text."""
+    given = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in given)

@@ -32,6 +32,8 @@ def _call(body: str, separator: str) -> WrittenCall | str:
     name, separated, arguments = body.partition(separator)
     if not separated:
         return "a call is an id and arguments with <|tool_call_argument_begin|> between them"
-    name = name.strip().removeprefix("functions.")
+    call_id = name.strip()  # the template writes it where other templates write a name
+    name = call_id.removeprefix("functions.")
     before, colon, number = name.rpartition(":")
-    return json_arguments(before if colon and number.isdecimal() else name, arguments)
+    call = json_arguments(before if colon and number.isdecimal() else name, arguments)
+    return call if isinstance(call, str) else call._replace(call_id=call_id)

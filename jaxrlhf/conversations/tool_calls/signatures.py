@@ -59,7 +59,7 @@ class Signatures:
         if error is not None:
             place = "".join(f" {part}" for part in error.absolute_path)
             return MalformedCall("arguments", f"the arguments of {name} do not fit:{place} {error.message[:200]}")
-        return ToolCall(name, given)
+        return ToolCall(name, given, written.call_id)
 
     def _positional(self, text: str) -> tuple[str, dict[str, str]]:
         """Name and arguments of `name: a, b`, or of `a, b` where there is one tool alone."""
