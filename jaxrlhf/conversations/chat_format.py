@@ -176,7 +176,10 @@ class ChatFormat:
         calls = message.get("tool_calls")
         if not calls or self.synthetic.with_calls:
             return message
-        text = self._parser.written(calls)
+        try:
+            text = self._parser.written(calls)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise EnvironmentFailure("wrong-type", f"the calls of a message are no calls: {error}") from error
         if text is None:
             raise EnvironmentFailure(
                 "wrong-type",

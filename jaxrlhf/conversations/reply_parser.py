@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.conversations.rendering import mapped
+from jaxrlhf.conversations.rendering import as_object, mapped
 from jaxrlhf.conversations.reply_stream import ReplyWords
 from jaxrlhf.conversations.reply_words import MarkedText, ReasoningSplit, ReplyTokens
 from jaxrlhf.conversations.tool_calls import gpt_oss
@@ -89,7 +89,8 @@ class ReplyParser:
         write = getattr(self._family, "write", None)
         if write is None:
             return None
-        return str(write([(call["function"]["name"], call["function"]["arguments"]) for call in calls]))
+        functions = [call["function"] for call in calls]
+        return str(write([(function["name"], as_object(function["arguments"])) for function in functions]))
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""

@@ -1,0 +1,1 @@
+"""Chats of records: their messages as templates take them, and what a template writes of an answer."""
