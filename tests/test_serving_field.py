@@ -277,7 +277,10 @@ TAKEN = [
 REFUSED = [
     ("ignore_eos", {"ignore_eos": True}),
     ("presence_penalty", {"presence_penalty": 0.5}),
-    ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": 3}),
+    ("colours", {"chat_template_kwargs": {"colours": 3}}),
+    ("messages", {"chat_template_kwargs": {"messages": []}}),
+    ("enable", {"chat_template_kwargs": {"enable": False}}),
     ("reasoning_effort", {"reasoning_effort": "low"}),
     ("tool_choice", {"tools": F, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("tool_choice", {"tools": F, "tool_choice": "required"}),
@@ -297,6 +300,22 @@ def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
     answer = Api(tokenizer_of("qwen3"), "So.").chat(**options)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert name in answer.json()["error"]["message"]
+
+
+def test_variables_of_the_chat_template_are_set():
+    api = Api(tokenizer_of("qwen3"), "<think> literally")
+    choice = api.choice(chat_template_kwargs={"enable_thinking": False})
+    assert api.prompt().endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert choice["message"]["content"] == "<think> literally" and "reasoning_content" not in choice["message"]
+    said = api.streamed(chat_template_kwargs={"enable_thinking": False})
+    assert said == {"content": "<think> literally", "reasoning_content": ""}
+    assert api.choice(chat_template_kwargs={"enable_thinking": True})["message"]["reasoning_content"] == "literally"
+    assert api.prompt().endswith("<|im_start|>assistant\n")
+    api = Api(tokenizer_of("gpt-oss"), "So.")
+    api.choice(reasoning_effort="high")
+    assert "Reasoning: high" in api.prompt()
+    api.choice()
+    assert "Reasoning: medium" in api.prompt()
 
 
 def test_a_model_is_found_by_its_name():

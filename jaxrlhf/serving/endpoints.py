@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.engine import Completion
@@ -28,7 +29,7 @@ class ApiAnswer:
 
     Attributes:
       prompts: Prompt of each choice.
-      tools: Tools of a chat; None of a completion.
+      tools, form: Tools of a chat and the form that it is written in; None of a completion.
       completions, replies: Responses and their words, by choice, of those that have ended.
     """
 
@@ -38,6 +39,7 @@ class ApiAnswer:
     choices: list[Choice]
     tools: Sequence[ToolSchema] | None
     session: ServedSession | None
+    form: ChatFormat | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -57,7 +59,8 @@ class ApiAnswer:
 
     def opening(self, index: int) -> str:
         """Last of the text before a choice."""
-        return self.model.form.opening(self.prompts[index].tokens)
+        assert self.form is not None, "a chat has a form"
+        return self.form.opening(self.prompts[index].tokens)
 
     def key(self, index: int) -> int:
         """Number that ids of a choice's calls are a function of: unlike in every other turn of an episode."""
@@ -81,9 +84,8 @@ class ApiAnswer:
 
     def _ended(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
-        if self.tools is not None:
-            parse = self.model.form.parse
-            self.replies[index] = parse(completion.tokens, self.tools, opening=self.opening(index))
+        if self.tools is not None and self.form is not None:
+            self.replies[index] = self.form.parse(completion.tokens, self.tools, opening=self.opening(index))
 
     def _record(self, session: ServedSession) -> None:
         with session.lock:
@@ -104,29 +106,37 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
     Raises:
       ApiError: It cannot be one.
     """
+    if request.variables and session is not None:
+        name = next(iter(request.variables))
+        raise unsupported(f"{name}: the calls of a session are written by the run's own chat template", name)
+    form = _form(model, request)
     with refusals("tools"):
-        model.form.check_tools(request.tools)
-        _check_shown(model, request)
+        form.check_tools(request.tools)
+        _check_shown(form, model.name, request)
     with refusals("messages"):
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is not None:
             with session.lock:
                 return session.tree.chat(request.messages, request.tools, images)
-        write = partial(model.form.prompt, request.messages, request.tools)
+        write = partial(form.prompt, request.messages, request.tools)
         tokens, images = shown(images, model.images, write, place="messages")
         return Prompt(tokens, None, images=images)
 
 
-def _check_shown(model: ServedModel, request: ChatRequest) -> None:
+def _form(model: ServedModel, request: ChatRequest) -> ChatFormat:
+    with refusals("chat_template_kwargs"):
+        return model.form_of(request.variables)
+
+
+def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
-    form = model.form
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
         return  # the calls of the embedded tokenizer are GSM8K's, and no prompt shows tools
     said = "\n".join(str(message.get("content")) for message in request.messages)
-    hidden = [name for tool in request.tools if (name := str(tool["function"]["name"])) not in said]
+    hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
     if hidden:
         raise unsupported(
-            f"the chat template of {model.name} shows no tools, and no message names {', '.join(hidden)}; describe "
+            f"the chat template of {name} shows no tools, and no message names {', '.join(hidden)}; describe "
             "them in the system's message",
             "tools",
         )
@@ -139,8 +149,9 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
       ApiError: It cannot be answered.
     """
     prompt = chat_prompt(model, request, session)
-    stops = (*model.form.stop_tokens, *model.stop_tokens)
-    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
+    form = _form(model, request)
+    stops = (*form.stop_tokens, *model.stop_tokens)
+    return replace(_answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl"), form=form)
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
@@ -191,7 +202,7 @@ def _answer(
             choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on))
             each.append(prompt)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id)
+    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id=answer_id)
 
 
 async def whole(answer: ApiAnswer) -> dict[str, Any]:
@@ -254,8 +265,8 @@ class _Said:
         self._bytes, prompt = answer.model.token_bytes, answer.prompts[index].tokens
         self._text, self._logprobs = TextStream(self._bytes, stops, prompt), answers.TextLogprobs(self._bytes, prompt)
         self._reply: ReplyStream | None = None
-        if answer.tools is not None:
-            self._reply = ReplyStream(answer.model.form, answer.tools, answer.opening(index), stops)
+        if answer.tools is not None and answer.form is not None:
+            self._reply = ReplyStream(answer.form, answer.tools, answer.opening(index), stops)
         self._first = True
 
     def events(self, event: DrawnPart) -> list[dict[str, Any]]:

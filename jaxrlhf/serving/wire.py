@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config import Sampling
@@ -29,8 +29,6 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "chat_template_kwargs": ({},),
     "chat_template": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -52,7 +50,10 @@ _COMMON = {
     *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
     *("min_tokens", "max_tokens", "return_token_ids", "logprobs"),
 }
-_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "parallel_tool_calls"}
+_CHAT = {
+    *("messages", "tools", "tool_choice", "max_completion_tokens", "parallel_tool_calls"),
+    *("chat_template_kwargs", "reasoning_effort"),
+}
 _COMPLETION = {"prompt", "best_of"}
 MOST_STOPS = 16
 LARGEST = 2**31 - 1
@@ -91,12 +92,14 @@ class ChatRequest:
 
     Attributes:
       images: Data URLs of images, each of which has a `MARK` in a message.
+      variables: Further variables of the chat template.
     """
 
     wanted: Wanted
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     images: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def chat_request(body: Any) -> ChatRequest:
         )
     fields.boolean("parallel_tool_calls")
     wanted = _wanted(fields, limit, logprobs=fields.boolean("logprobs"))
-    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images))
+    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images), _variables(fields))
 
 
 def completion_request(body: Any) -> CompletionRequest:
@@ -280,6 +283,15 @@ def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str,
     if given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], place)
     return message
+
+
+def _variables(fields: _Fields) -> dict[str, Any]:
+    """Variables of the chat template that a request sets."""
+    given = fields.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    return {**(given or {}), **({} if effort is None else {"reasoning_effort": effort})}
 
 
 def _one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
