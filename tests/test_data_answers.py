@@ -182,3 +182,9 @@ def test_arguments_that_are_no_json_are_refused():
     broken = {**CALL, "function": {"name": "add", "arguments": '{"a": 1'}}
     with pytest.raises(Refusal, match="a demonstration cannot be written"):
         demonstrated("qwen3", broken)
+
+
+def test_a_template_that_passes_texts_through_adds_the_end_alone(tmp_path):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert learned(tmp_path, tokenizer, "It is 4.") == "It is 4.<|eos|>"
