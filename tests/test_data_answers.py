@@ -188,3 +188,31 @@ def test_a_template_that_passes_texts_through_adds_the_end_alone(tmp_path):
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert learned(tmp_path, tokenizer, "It is 4.") == "It is 4.<|eos|>"
+
+
+# Calls in prompts
+
+
+def asked(*, call=None, answer=None):
+    told = [{"role": "user", "content": "Hi"}]
+    told += [{"role": "assistant", "content": "", "tool_calls": [call]}] if call else []
+    told += [{"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": answer}] if answer else []
+    return {"prompt": told, "solution": "So."}
+
+
+@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3"])
+def test_calls_that_a_prompt_would_lose_are_refused(tmp_path, name):
+    with pytest.raises(Refusal, match="shows no calls of tools"):
+        load(tmp_path, tokenizer_of(name), asked(call=CALL))
+
+
+def test_answers_of_tools_that_a_prompt_would_lose_are_refused(tmp_path):
+    with pytest.raises(Refusal, match="shows no answers of tools"):
+        load(tmp_path, tokenizer_of("phi 3.5"), asked(answer="3"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "llama 3.1", "gemma 4", "lfm2", "gpt-oss"])
+def test_calls_that_a_template_shows_are_in_the_prompt(tmp_path, name):
+    problem = load(tmp_path, tokenizer_of(name), asked(call=CALL, answer="42"))
+    text = str(tokenizer_of(name).decode(problem.prompt_tokens))
+    assert "add" in text and "42" in text

@@ -14,6 +14,7 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.arithmetic import Split
 from jaxrlhf.data.chats.answer_texts import AnswerTexts
+from jaxrlhf.data.chats.shown_tools import ShownTools
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
@@ -110,6 +111,7 @@ class Tokenized:
         self.spelled: list[str] = []
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
+        self._tools_shown = ShownTools(tokenizer)
         self._written = AnswerTexts(tokenizer, self._control)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
@@ -128,6 +130,8 @@ class Tokenized:
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
+            if isinstance(example.prompt, list) and self._tokenizer.chat_template is not None:
+                self._tools_shown.check(example.prompt, example.place)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for_people = [*prompts]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
