@@ -56,7 +56,11 @@ class Scripted:
 
 
 class Api:
-    """Clients' view of a server that says some tokens."""
+    """Clients' view of a server that says some tokens.
+
+    Attributes:
+      book: Its sessions.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,8 @@ class Api:
         tokens = tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
         self.service = Scripted(tokens, group=group, truncated=truncated, stop_text=stop_text)
         self.model = ServedModel("org/tiny", self.service, tokenizer, (), ServingLimits())  # type: ignore[arg-type]
-        self._app = WebApp(self.model, token=None, book=SessionBook(self.model, "http://x", sampling=None))
+        self.book = SessionBook(self.model, "http://x", sampling=None)
+        self._app = WebApp(self.model, token=None, book=self.book)
 
     def request(self, method: str, path: str, body: Any = None) -> "Answer":
         sent = [{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}]

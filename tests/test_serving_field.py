@@ -225,6 +225,11 @@ def test_tools_that_no_prompt_shows_are_refused(name):
     assert Api(tokenizer_of("qwen3"), "So.").chat(tools=[tool("get_weather")]).status_code == 200
 
 
+def test_tools_that_the_template_refuses_are_refused_with_its_reason():
+    answer = Api(tokenizer_of("gpt-oss"), "So.").chat(tools=F)
+    assert answer.status_code == 400 and "'description'" in answer.json()["error"]["message"]
+
+
 KIMI = (
     "{%- for m in messages %}{{ '<|im_' + m.role + '|>' }}"
     "{%- if m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\\n' }}{%- endif %}{{ m.content }}"

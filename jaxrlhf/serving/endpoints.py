@@ -132,7 +132,7 @@ def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
         return  # the calls of the embedded tokenizer are GSM8K's, and no prompt shows tools
-    said = "\n".join(str(message.get("content")) for message in request.messages)
+    said = form.template.render(form.told(request.messages), request.tools, open_reply=True)
     hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
     if hidden:
         raise unsupported(
