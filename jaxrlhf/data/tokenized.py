@@ -112,7 +112,7 @@ class Tokenized:
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._tools_shown = ShownTools(tokenizer)
-        self._written = AnswerTexts(tokenizer, self._control)
+        self._answer_texts = AnswerTexts(tokenizer, self._control)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
@@ -203,14 +203,16 @@ class Tokenized:
         # Words of the assistant at the end of a prompt are gone on with.
         opens = [not isinstance(one.prompt, list) or one.prompt[-1].get("role") != "assistant" for _, one in answers]
         behind = iter(
-            self._written.written([(text, one.place) for (text, one), new in zip(answers, opens, strict=True) if new])
+            self._answer_texts.written(
+                [(text, one.place) for (text, one), new in zip(answers, opens, strict=True) if new]
+            )
         )
         written = [next(behind) if new else text for (text, _), new in zip(answers, opens, strict=True)]
         ids = self._encode(written, self.limits.answer, prompt=self._tokenizer.chat_template is not None)
         found: list[list[int] | None] = [None] * len(texts)
         for n, text, own, spells in zip(given, written, ids, marked, strict=True):
             own = self._control.encode(text, place=examples[n].place) if spells else own
-            found[n] = [*(own or []), self._written.end]
+            found[n] = [*(own or []), self._answer_texts.end]
         return found
 
     def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
