@@ -197,7 +197,7 @@ def asked(*, call=None, answer=None):
     told = [{"role": "user", "content": "Hi"}]
     told += [{"role": "assistant", "content": "", "tool_calls": [call]}] if call else []
     told += [{"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": answer}] if answer else []
-    return {"prompt": told, "solution": "So."}
+    return {"prompt": [*told, {"role": "user", "content": "Well?"}], "solution": "So."}
 
 
 @pytest.mark.parametrize("name", ["phi 3.5", "gemma 3"])
