@@ -1,6 +1,7 @@
 """A stream says what the whole reply says: for every family, at every grouping of tokens, whatever is drawn."""
 
 import random
+import time
 from functools import cache
 
 import pytest
@@ -97,3 +98,25 @@ def test_a_stream_says_what_the_whole_reply_says(name):
         stream = ReplyStream(form, tools, opening, ())
         known += sum(len(text) for part in tokens for text in stream.add([part]).values())
     assert known > 5 * REPLIES  # what nobody would wait for is said before the end
+
+
+def test_a_call_without_words_holds_back_what_follows():
+    form = formats()["gpt-oss"]
+    text = "<|channel|>commentary to=functions.note<|message|><|end|><|start|>assistant<|channel|>final<|message|>So."
+    tokens = form.tokenizer.encode(text, add_special_tokens=False)
+    whole = form.parse(tokens, TOOLS)
+    assert whole.content == "to=functions.note So." and len(whole.malformed) == 1
+    said = streamed(form, tokens, TOOLS, "", (), None, [[token] for token in tokens])
+    assert said == {"reasoning": "", "content": whole.content}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["\n", "<", " a\n"], ids=["lines", "tags", "words"])
+def test_an_event_costs_what_it_adds(name, text):
+    form = formats()[name]
+    stream = ReplyStream(form, TOOLS, "", STOPS)
+    tokens = form.tokenizer.encode(text, add_special_tokens=False)
+    start = time.perf_counter()
+    for _ in range(10_000):
+        stream.add(tokens)
+    assert time.perf_counter() - start < 2.0

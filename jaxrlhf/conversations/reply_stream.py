@@ -24,7 +24,7 @@ class ReplyWords:
         self._channels = gpt_oss.Channels(tokens.tag, names) if family is gpt_oss else None
         self._openings = tuple(map(tokens.tag, family.OPENINGS)) if names else ()
         self._beginnings = tuple(getattr(family, "BEGINNINGS", ())) if names else ()
-        self._held = ""
+        self._held, self._space = "", list[str]()
         self._called = False
         self._reasoning, self._content = _Ends(str.isspace, leading=True), _Ends("\n".__eq__, leading=bool(names))
 
@@ -44,13 +44,14 @@ class ReplyWords:
     def _before_calls(self, text: str) -> str:
         if self._called or not self._openings:
             return "" if self._called else text
-        text, self._held = self._held + text, ""
         if self._beginnings:  # the reply as a whole may be a call
+            self._space.append(text)
             if not text.strip():
-                self._held = text
                 return ""
+            text = "".join(self._space)
             self._called = text.lstrip().startswith(self._beginnings)
             self._beginnings = ()
+        text, self._held = self._held + text, ""
         places = [place for opening in self._openings if (place := text.find(opening)) >= 0]
         self._called |= bool(places)
         if self._called:
@@ -65,11 +66,10 @@ class _Ends:
 
     def __init__(self, outer: Callable[[str], bool], *, leading: bool) -> None:
         self._outer, self._leading = outer, leading
-        self._held = ""
+        self._held: list[str] = []
 
     def add(self, text: str) -> str:
         """The text that is known to stand between the ends."""
-        text = self._held + text
         if self._leading:
             begin = next((place for place, letter in enumerate(text) if not self._outer(letter)), len(text))
             text = text[begin:]
@@ -77,5 +77,8 @@ class _Ends:
         end = len(text)
         while end and self._outer(text[end - 1]):
             end -= 1
-        self._held = text[end:]
-        return text[:end]
+        if not end:
+            self._held.append(text)
+            return ""
+        said, self._held = "".join(self._held) + text[:end], [text[end:]]
+        return said

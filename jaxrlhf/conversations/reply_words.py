@@ -77,7 +77,7 @@ class ReasoningSplit:
         self._pairs = [(_marked(begin, tag), tag(end)) for begin, end in REASONING]
         self._state: Literal["begin", "again", "perhaps", "reasoning", "ended", "rest"] = "begin"
         self._start = self._stop = self._held = self._usual = ""
-        self._perhaps = list[str]()
+        self._perhaps, self._space = list[str](), list[str]()
         self.reasons = False
         opening = opening.rstrip()
         if any(opening.endswith(end) for _, end in REASONING):
@@ -89,7 +89,11 @@ class ReasoningSplit:
 
     def add(self, text: str) -> tuple[str, str]:
         """Reasoning, and what follows, that are known with this text."""
-        self._held += text
+        if self._state in ("begin", "again") and not self._held and not text.strip():
+            self._space.append(text)  # none is looked at twice
+            return "", ""
+        self._held += "".join(self._space) + text if self._space else text
+        self._space = []
         reasoning, rest = "", ""
         if self._state == "begin":
             begun = self._held.lstrip()
@@ -123,7 +127,7 @@ class ReasoningSplit:
 
     def end(self) -> tuple[str, str]:
         """Words that are left; the token of a tag that was cut is none."""
-        left, self._held = "".join(self._perhaps) + self._held, ""
+        left, self._held = "".join((*self._perhaps, *self._space, self._held)), ""
         if self._state in ("again", "reasoning"):
             return left, ""
         return "", "" if left.lstrip().startswith(MARK) else left

@@ -21,9 +21,9 @@ class BeforeStops:
 
     def add(self, text: str) -> str:
         """The text that can be said once this one came."""
-        self._held += text
         if self._stopped:
             return ""
+        self._held += text
         whole = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         begun = [
             len(self._held) - n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])

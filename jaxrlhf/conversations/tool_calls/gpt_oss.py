@@ -33,12 +33,16 @@ class Channels:
         self._tag = re.compile("|".join(map(re.escape, self._tags)))
         self._state: Kind = "between"
         self._held = self._header = self._receiver = ""
-        self._call: list[str] = []
+        self._call, self._space = list[str](), list[str]()
         self._written, self._reasoning = Written([]), list[str]()
 
     def add(self, text: str) -> list[tuple[Kind, str]]:
         """Words of reasoning, of content and of calls that are known with this text."""
-        text = self._held + text
+        if self._state == "between" and not self._held and not text.strip():
+            self._space.append(text)  # none is looked at twice
+            return []
+        text = "".join((*self._space, self._held, text))
+        self._space = []
         made: list[tuple[Kind, str]] = []
         at = 0
         for found in self._tag.finditer(text):
@@ -50,7 +54,7 @@ class Channels:
             cut = at
         made.append(self._words(text[at:cut]))
         self._held = text[cut:]
-        return [(kind, words) for kind, words in made if words]
+        return [(kind, words) for kind, words in made if words or kind == "call"]  # a call may have no words
 
     def end(self) -> tuple[list[tuple[Kind, str]], Written]:
         """Words that are left, and all of the reply."""
