@@ -6,7 +6,10 @@ from scripted_models import Api
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from jaxrlhf.config import Sampling
 from jaxrlhf.data.tokenizer import TokenBytes, decoder, embedded_tokenizer, pieces_of
+from jaxrlhf.engine import Request
+from jaxrlhf.engine.sequence import Drawn, SequenceState
 from jaxrlhf.serving.texts import TextStream
 
 
@@ -330,3 +333,14 @@ def test_a_model_is_found_by_its_name():
     assert (found.status_code, found.json()) == (200, card) and card["id"] == "org/tiny"
     missing = api.request("GET", "/v1/models/gpt-5")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("count", [3, 9, 30])
+def test_a_stop_text_of_byte_tokens_is_found_wherever_the_window_begins(count):
+    tokenizer, vocabulary = with_byte_tokens()
+    drawn = byte_ids(vocabulary, "😀" * count + "日本" + "語")
+    state = SequenceState(Request(0, (1,)), Sampling(), 0, 1000, (2,), stop_texts=("日本",))
+    for token in drawn:
+        if state.stop_text is None:
+            state.draw(Drawn(0, [token], [-1.0], True, None, None), TokenBytes(tokenizer).text)
+    assert (state.stop_text, state.tokens) == ("日本", drawn[: 4 * count + 6])
