@@ -58,3 +58,22 @@ def test_a_tool_answers_the_id_that_was_drawn():
     assert [call.call_id for call in reply.calls] == ["functions.echo:7"]
     conversation.observe([{"role": "tool", "content": "3"}])
     assert chat.tokenizer.decode(conversation.prompt).endswith("tool:functions.echo:7=3assistant:")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("phi 3.5", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("gemma 3", "```tool_code\nf()\n```"),
+        ("lfm2", None),
+    ],
+)
+def test_a_call_that_the_template_does_not_show_is_in_the_history_without_the_reasoning(name, call):
+    chat = format_of(name)
+    written = call or "<|tool_call_start|>[f()]<|tool_call_end|>"
+    tokens = chat.tokenizer.encode(f"<think>plan</think>\n\nWell.\n{written}", add_special_tokens=False)
+    reply = chat.parse(tokens, F)
+    assert [one.name for one in reply.calls] == ["f"]
+    [message] = chat.told([chat.said(reply)])
+    assert message["content"] == (f"Well.\n{call}" if call else "Well.")
+    assert ("tool_calls" in message) == (call is None)

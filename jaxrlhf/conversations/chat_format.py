@@ -142,8 +142,8 @@ class ChatFormat:
         self._parser.signatures(tools)
 
     def said(self, reply: Reply) -> Message:
-        """The reply as a message that this template shows."""
-        if self.synthetic.with_calls or not reply.calls:
+        """The reply as a message that this template shows, as `told` writes it."""
+        if self.synthetic.with_calls or self._parser.writes_calls or not reply.calls:
             return reply.message
         return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
 

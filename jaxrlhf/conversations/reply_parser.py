@@ -84,13 +84,17 @@ class ReplyParser:
         split = ReasoningSplit(self.tokens.tag, opening, self._usual)
         return ReplyWords(self.tokens, split, self._family, self.signatures(tools).names)
 
+    @property
+    def writes_calls(self) -> bool:
+        """True if calls can be written as text."""
+        return hasattr(self._family, "write")
+
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
         """Calls of a message as the policy writes them; None where the family's form is not written here."""
-        write = getattr(self._family, "write", None)
-        if write is None:
+        if not self.writes_calls:
             return None
         functions = [call["function"] for call in calls]
-        return str(write([(function["name"], as_object(function["arguments"])) for function in functions]))
+        return str(self._family.write([(function["name"], as_object(function["arguments"])) for function in functions]))
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""
