@@ -60,7 +60,7 @@ class AnswerTexts:
 
     def _behind(self, text: str, whole: str, place: str) -> str:
         opens = next((begin for begin, _ in _THINKING if self._opened.rstrip().endswith(begin)), "")
-        kept = _letters(text) in _letters(whole)
+        kept = text in whole or _letters(text) in _letters(whole)
         if not (kept and whole.startswith(self._opened)) and any(end in text for _, end in _THINKING):
             begun = text.lstrip()
             return begun.removeprefix(opens).lstrip("\n") if opens and begun.startswith(opens) else text
