@@ -96,7 +96,7 @@ class Problem:
       prompt: The text that was tokenised, chat template applied; of images it has their names.
       prompt_tokens: Its token ids.
       answer: Reference answer for the rewards; None if the data has none.
-      solution_tokens: Worked solution with EOS, for supervised training; empty if none.
+      solution_tokens: Worked solution with the end of its turn, for supervised training; empty if none.
       solution_mask: Tokens of the solution to imitate, where that has turns of others too; empty is all.
       further_solutions: Other worked solutions, each with EOS.
       record: The source record, handed to reward functions.
@@ -142,7 +142,7 @@ class Pair(Problem):
     """A problem with two answers, of which the one in `solution_tokens` is preferred.
 
     Attributes:
-      rejected_tokens: The other answer with EOS.
+      rejected_tokens: The other answer with the end of its turn.
       margin: By how much the preferred answer's score should be higher at least.
       safe: Whether the preferred answer, and the other, are harmless; None if the data does not say.
     """

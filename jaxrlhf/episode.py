@@ -147,9 +147,10 @@ class Reply:
 
     Attributes:
       text: All that it wrote, without control tokens.
-      content: The text beside reasoning and calls.
+      content: The text beside reasoning and calls; a call that cannot be made stands in it as it was written.
       tokens: What it drew, its end-of-turn token included.
       ended: It ended its turn itself, and was not cut at a limit.
+      reasoned: It has a place for reasoning, be it empty.
     """
 
     text: str
@@ -159,6 +160,7 @@ class Reply:
     malformed: tuple[MalformedCall, ...] = ()
     tokens: tuple[int, ...] = ()
     ended: bool = True
+    reasoned: bool = False
 
     @property
     def message(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_threads_that_write_chats_at_once_do_not_change_each_others_tokens():
 
 
 def test_lists_of_tools_that_never_come_again_are_forgotten(chat, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.conversations.tool_calls.reply_parser._KEPT", 2)
+    monkeypatch.setattr("jaxrlhf.conversations.reply_parser._KEPT", 2)
     for number in range(5):
         tool = {"type": "function", "function": {"name": f"tool{number}"}}
         assert chat.parse(chat.tokenizer.encode("<<>>"), [tool]).calls == (ToolCall(f"tool{number}", {}),)

@@ -10,7 +10,8 @@ from chat_families import small_tokenizer
 from written_calls import FORMS, NOTE, NOW, arguments
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures, deepseek, gemma, glm, kimi, minimax, qwen_xml
+from jaxrlhf.conversations.reply_parser import ReplyParser
+from jaxrlhf.conversations.tool_calls import Signatures, deepseek, gemma, glm, kimi, minimax, qwen_xml
 from jaxrlhf.conversations.tool_calls.written import WrittenCall
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall
@@ -45,7 +46,8 @@ def test_good_calls_are_read_as_they_were_written(name):
         text = f"{before}\n{form.write(calls)}" if before else form.write(calls)
         reply = read(parser, tokenizer.encode(text, add_special_tokens=False))
         assert reply.malformed == (), text
-        assert reply.calls == tuple(ToolCall(name, given) for name, given in calls), text
+        named = [f"functions.{name}:0" if form.family == "kimi" else "" for name, _ in calls]
+        assert reply.calls == tuple(ToolCall(*call, own) for call, own in zip(calls, named, strict=True)), text
         assert [list(map(type, call.arguments.values())) for call in reply.calls] == [
             list(map(type, given.values())) for _, given in calls
         ]
@@ -108,7 +110,7 @@ CIRCLES = {
 @pytest.mark.parametrize("family", CIRCLES, ids=lambda family: family.__name__.rpartition(".")[2])
 def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once(family):
     start = time.perf_counter()
-    written = family.find(CIRCLES[family], str)
+    written = family.find(CIRCLES[family], str, ["note"])
     assert time.perf_counter() - start < 1.0
     assert [type(call) for call in written.calls] == [str]
 
@@ -116,7 +118,7 @@ def test_a_policy_that_goes_round_in_circles_makes_a_reply_at_once(family):
 def test_parameters_without_an_end_make_a_reply_at_once():
     start = time.perf_counter()
     call = '<invoke name="note">' + '<parameter name="a">' * 20_000 + "</invoke>"
-    written = minimax.find(f"<minimax:tool_call>{call}</minimax:tool_call>", str)
+    written = minimax.find(f"<minimax:tool_call>{call}</minimax:tool_call>", str, ["note"])
     assert time.perf_counter() - start < 1.0
     assert [type(call) for call in written.calls] == [str]
 
@@ -217,7 +219,7 @@ TWO = [
         ("<<1, 2", TWO, [], ["structure"]),
         ("1 > 2 < 3", TWO, [], []),
         ("<<>>", [NOW], [("get_time", {})], []),
-        ("<<>>", [], [], ["unknown_tool"]),
+        ("<<>>", [], [], []),  # without tools nothing is a call
     ],
 )
 def test_calls_of_the_embedded_tokenizer(text, tools, calls, malformed):

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from jaxrlhf.config import Agent, Environment, Tools
+from jaxrlhf.environments.forms import _describe
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Reply
 
@@ -128,6 +129,7 @@ def test_processes_do_not_outlive_the_run(tmp_path, end):
     script = f"""
 import os, time
 from jaxrlhf.config import Environment, Tools
+from jaxrlhf.environments.forms import _describe
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply
 pool = EnvironmentPool([Environment(factory="{hostile}:Hostile", call_s=100.0)])
@@ -153,3 +155,42 @@ print("ready", flush=True)
         assert time.monotonic() < limit, [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
         time.sleep(0.1)
     assert len(left) > 30
+
+
+class Scales:
+    def reset(self, **record): ...
+
+    @staticmethod
+    def scale(x: int) -> int:
+        """Scales.
+
+        Args:
+            x: What.
+        """
+        return 2 * x
+
+    def shift(self, x: int, by: int = 1) -> int:
+        """Shifts.
+
+        Args:
+            x: What.
+            by: How far.
+        """
+        return x + by
+
+
+class StaticStep:
+    @staticmethod
+    def reset(record): ...
+
+    @staticmethod
+    def step(reply): ...
+
+
+def test_a_static_method_needs_all_its_arguments():
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in _describe("Scales", Scales).schemas}
+    assert {name: (sorted(own["properties"]), own["required"]) for name, own in tools.items()} == {
+        "scale": (["x"], ["x"]),
+        "shift": (["by", "x"], ["x"]),
+    }
+    assert _describe("StaticStep", StaticStep).schemas == ()

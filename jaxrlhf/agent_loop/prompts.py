@@ -11,7 +11,7 @@ from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.template_facts import check_template
 from jaxrlhf.environments.pool import EnvironmentPool
-from jaxrlhf.episode import Message, ToolSchema
+from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 _ASKED: Message = {"role": "user", "content": "?"}
 
@@ -54,17 +54,28 @@ class EpisodePrompts:
                 told.append(message)
                 continue
             if ids:
-                between = self._format.delta(told, tools, ended_by=ids[-1])
+                between = self._between(told, tools, ended_by=ids[-1])
                 ids, mask, told = [*ids, *between], [*mask, *[False] * len(between)], []
             drawn = self._written(message, tools)
             ids, mask = [*ids, *drawn], [*mask, *[True] * len(drawn)]
         return ids, mask
 
+    def _between(self, told: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
+        """Tokens between two replies of a demonstration."""
+        try:
+            return self._format.delta(told, tools, ended_by=ended_by)
+        except EnvironmentFailure as error:
+            raise Refusal(f"a demonstration cannot be written: {error.detail}") from error
+
     def _written(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
         """Tokens that the policy would draw to say a message, the end of its turn included."""
         template = self._format.template
-        opened = template.render([_ASKED], tools, open_reply=True)
-        whole = template.render([_ASKED, message], tools, open_reply=False)
+        try:
+            [said] = self._format.told([message])
+            opened = template.render([_ASKED], tools, open_reply=True)
+            whole = template.render([_ASKED, said], tools, open_reply=False)
+        except EnvironmentFailure as error:
+            raise Refusal(f"a demonstration cannot be written: {error.detail}") from error
         if not whole.startswith(opened):
             raise Refusal(
                 "the tokenizer's chat template writes an assistant's message in another place than where it opens the "

@@ -6,10 +6,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.conversations.rendering import ChatTemplate, text_of
+from jaxrlhf.conversations.reply_parser import ReplyParser
+from jaxrlhf.conversations.reply_stream import ReplyWords
 from jaxrlhf.conversations.synthetic_chat import SyntheticChat
-from jaxrlhf.conversations.tool_calls import ReplyParser
 from jaxrlhf.data.images import ImageReader
-from jaxrlhf.episode import Message, Reply, ToolSchema
+from jaxrlhf.episode import EnvironmentFailure, Message, Reply, ToolSchema
 
 _OPENING_TOKENS = 16
 
@@ -40,7 +41,7 @@ class ChatFormat:
         self.synthetic = SyntheticChat(self.template)
         self.end_of_turn = self.synthetic.after_words.token
         self.stop_tokens = self._stop_tokens()
-        self._parser = ReplyParser(tokenizer, self.template.source)
+        self._parser = ReplyParser(tokenizer, self.template.source, self.synthetic.opening())
         self._keeps = {
             (of_tool, reasoning): self.synthetic.keeps(messages, reasoning=reasoning)
             for of_tool, messages in ((False, _USER), (True, self.told(self.synthetic.answers())))
@@ -68,7 +69,9 @@ class ChatFormat:
           EnvironmentFailure: The template refuses the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
-        return self.template.encode(rewritten(self.template.render(given, tools, open_reply=True)), marked=spelled)
+        text = self.template.render(given, tools, open_reply=True)
+        _check_shown(given, text)
+        return self.template.encode(rewritten(text), marked=spelled)
 
     def delta(
         self,
@@ -91,7 +94,9 @@ class ChatFormat:
           EnvironmentFailure: The template refuses the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
-        text = rewritten(self.synthetic.following(given, tools))
+        text = self.synthetic.following(given, tools)
+        _check_shown(given, text)
+        text = rewritten(text)
         ids = self.template.encode(text, marked=spelled)
         closing = self.synthetic.closing(given)
         if closing.token is None:  # the next header ends the turn: `<|user|>` of GLM
@@ -124,29 +129,64 @@ class ChatFormat:
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
 
+    def stream(self, tools: Sequence[ToolSchema] = (), *, opening: str = "") -> ReplyWords | None:
+        """Words of a reply as its tokens come, which are a beginning of those that `parse` finds.
+
+        Returns:
+          None if the tokenizer's own response template has to see the whole reply.
+        """
+        return self._parser.stream(tools, opening)
+
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise `Refusal` if calls of these tools could not be read, as of `Signatures`."""
         self._parser.signatures(tools)
 
     def said(self, reply: Reply) -> Message:
-        """The reply as a message that this template shows."""
-        if self.synthetic.with_calls or not reply.calls:
+        """The reply as a message that this template shows, as `told` writes it."""
+        if self.synthetic.with_calls or self._parser.writes_calls or not reply.calls:
             return reply.message
         return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
 
     def told(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages as the template takes them: a tool's answers are a user's words where it knows no tools."""
-        if self.synthetic.tool_role == "tool":
+        """The messages as the template takes them.
+
+        Where it knows no tools, a tool's answers are a user's words, in one message with those around them, and calls
+        are the assistant's, as the policy writes them.
+
+        Raises:
+          EnvironmentFailure: The template shows no calls, and its family's form cannot be written as text.
+        """
+        if self.synthetic.tool_role == "tool" and self.synthetic.with_calls:
             return messages
         told: list[Message] = []
+        answered = False
         for message in messages:
-            if message.get("role") != "tool":
-                told.append(message)
-            elif told and told[-1].get("role") == "user":
+            answer = message.get("role") == "tool" and self.synthetic.tool_role != "tool"
+            merged = answer or (answered and message.get("role") == "user")
+            if merged and told and told[-1].get("role") == "user":
                 told[-1] = {"role": "user", "content": f"{text_of(told[-1])}\n\n{text_of(message)}"}
-            else:
+            elif answer:
                 told.append({"role": "user", "content": text_of(message)})
+            else:
+                told.append(self._with_calls_as_text(message))
+            answered = answer
         return told
+
+    def _with_calls_as_text(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if not calls or self.synthetic.with_calls:
+            return message
+        try:
+            text = self._parser.written(calls)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise EnvironmentFailure("wrong-type", f"the calls of a message are no calls: {error}") from error
+        if text is None:
+            raise EnvironmentFailure(
+                "wrong-type",
+                f"the chat template shows no calls, and there is no text for calls in the form {self.family}",
+            )
+        said = "\n".join(part for part in (text_of(message), text) if part)
+        return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": said}
 
     def _stop_tokens(self) -> frozenset[int]:
         """Ends of turns that the template writes, or the headers that follow one, and the tokenizer's own end."""
@@ -157,6 +197,18 @@ class ChatFormat:
                 found |= {self.template.special.ids[header[0]]} if header else set()
         found |= {id for text, id in self.template.special.ids.items() if text == "<|eom_id|>"}  # of Llama 3's calls
         return frozenset(found - {None})
+
+
+def _check_shown(messages: Sequence[Message], text: str) -> None:
+    """Refuse messages of the system that a template leaves out, as gpt-oss's does behind the first one."""
+    for place, message in enumerate(messages):
+        said = text_of(message).strip()
+        if message.get("role") == "system" and said not in text:
+            raise EnvironmentFailure(
+                "wrong-type",
+                f"it leaves out the system's message {said[:40]!r} at place {place}; send all that the system says in "
+                "the first message, or as a user's",
+            )
 
 
 _USER: list[Message] = [{"role": "user", "content": "?"}]

@@ -129,12 +129,14 @@ class Conversation:
         drawn = tuple(map(int, tokens))
         stream.tokens += drawn
         reply = self.format.parse(drawn, self.tools, opening=opening)
-        numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
+        numbered = tuple(
+            replace(call, call_id=call.call_id or f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls)
+        )
         self._calls += len(numbered)
         reply = replace(reply, calls=numbered, ended=reply.ended or ended)
         self.replies.append(reply)
         self.messages += spelled([self.format.said(reply)])
-        self._reasoned |= bool(reply.reasoning)
+        self._reasoned |= reply.reasoned
         return reply
 
     def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:

@@ -105,8 +105,12 @@ class ChatTemplate:
             given["content"] = ""
         if "reasoning_content" in given and "message.thinking" in self.source:
             given.setdefault("thinking", given["reasoning_content"])
-        if self.arguments_as_text and given.get("tool_calls"):
-            given["tool_calls"] = [_with_json_arguments(call) for call in given["tool_calls"]]
+        if given.get("tool_calls"):
+            form = _as_json if self.arguments_as_text else as_object
+            given["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+                for call in given["tool_calls"]
+            ]
         return given
 
 
@@ -116,11 +120,18 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
 
 
-def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if not isinstance(function["arguments"], str):
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": function}
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def as_object(arguments: Any) -> Any:
+    """Arguments of a call as an object, which OpenAI's own form writes as JSON text."""
+    if not isinstance(arguments, str):
+        return arguments
+    read = json.loads(arguments or "{}")
+    if not isinstance(read, dict):
+        raise ValueError(f"the arguments of a call are {arguments!r:.40}, and no JSON object")
+    return read
 
 
 def _well_formed(message: Message) -> Message:

@@ -12,7 +12,9 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.chats.answer_texts import AnswerTexts
 from jaxrlhf.data.chats.rendered import REFUSALS, RenderedChats
+from jaxrlhf.data.chats.shown_tools import ShownTools
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
@@ -109,6 +111,8 @@ class Tokenized:
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._chats = RenderedChats(tokenizer, self._control)
+        self._tools_shown = ShownTools(tokenizer)
+        self._answer_texts = AnswerTexts(tokenizer, self._control)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
@@ -126,29 +130,31 @@ class Tokenized:
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
+            if isinstance(example.prompt, list) and self._tokenizer.chat_template is not None:
+                self._tools_shown.check(example.prompt, example.place)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for_people = [*prompts]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
             for_people[n] = expanded(prompts[n], own, self._reader, place=example.place, named=True)
             prompts[n] = expanded(prompts[n], own, self._reader, place=example.place)
-        most, most_answer = self.limits
-        prompt_ids = self._encode(prompts, most, prompt=True)
+        prompt_ids = self._encode(prompts, self.limits.prompt, prompt=True)
         for n, spelled in enumerate(spells):
             if spelled and self._as_text and self._tokenizer.chat_template is not None:
                 prompt_ids[n] = self._control.encode(prompts[n], place=examples[n].place)
                 for_people[n] = self._control.unmarked(for_people[n])
-        written = [one.solution if isinstance(one.solution, str) else None for one in examples]
-        solution_ids = self._encode(written, most_answer)
+        solutions = [one.solution if isinstance(one.solution, str) else None for one in examples]
+        solution_ids = self._answers(solutions, examples)
         rejected = [one.pair.rejected if one.pair and isinstance(one.pair.rejected, str) else None for one in examples]
-        rejected_ids = self._encode(rejected, most_answer)
+        rejected_ids = self._answers(rejected, examples)
         steps = self._encoded_steps(examples)
-        further: Iterator[Any] = iter(self._encode([text for one in examples for text in one.further], most_answer))
+        several = [(text, one) for one in examples for text in one.further]
+        further: Iterator[Any] = iter(self._answers([text for text, _ in several], [one for _, one in several]))
         for n, example in enumerate(examples):
             if not prompt_ids[n]:
                 raise Refusal(
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
-            others = [next(further) or [] for _ in example.further]
+            others = [next(further) or [] for _ in example.further]  # with their ends
             answers = solution_ids[n], rejected_ids[n], steps[n], others
             self._add(example, for_people[n], prompt_ids[n] or [], *answers, images[n])
 
@@ -163,8 +169,8 @@ class Tokenized:
         others: list[list[int]],
         images: tuple[Image, ...],
     ) -> None:
-        number, eos = self.lengths.records, self._tokenizer.eos_token_id
-        solution, rejected = ((*ids, eos) if ids is not None else () for ids in (solution_ids, rejected_ids))
+        number = self.lengths.records
+        solution, rejected = (tuple(ids or ()) for ids in (solution_ids, rejected_ids))
         mask: Sequence[bool] = ()
         if isinstance(example.solution, list):
             solution, mask = self._demonstrated(example)
@@ -172,8 +178,7 @@ class Tokenized:
             rejected, _ = self._written(example, example.pair.rejected)
         if example.steps is not None:
             solution = tuple(chain.from_iterable(steps))
-        further = [[*ids, eos] for ids in others]
-        lengths = RecordLengths(len(prompt_ids), max(map(len, (solution, rejected, *further))))
+        lengths = RecordLengths(len(prompt_ids), max(map(len, (solution, rejected, *others))))
         self.lengths.add(lengths)
         if not self.limits.allow(lengths):
             return
@@ -181,11 +186,37 @@ class Tokenized:
             images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
         messages = _chat(example.prompt)
         parts = number, prompt, prompt_ids, example.answer, solution, example.record
-        self.table.append(*parts, images=images, solution_mask=mask, messages=messages, further=further)
+        self.table.append(*parts, images=images, solution_mask=mask, messages=messages, further=others)
         if example.pair is not None:
             self.table.make_pair(rejected, example.pair.margin, example.pair.safe)
         if example.steps is not None:
             self.table.make_steps(accumulate(map(len, steps)), example.steps.labels)
+
+    def _answers(self, texts: Sequence[str | None], examples: Sequence[SourceRecord]) -> list[list[int] | None]:
+        """Token ids of answers of one text as the chat template writes them, the end of the turn included."""
+        given = [n for n, text in enumerate(texts) if text is not None]
+        marked = [
+            self._as_text and self._tokenizer.chat_template is not None and self._control.first_in([texts[n] or ""])
+            for n in given
+        ]
+        answers = [
+            (self._control.mark(texts[n] or "", place=examples[n].place) if spells else texts[n] or "", examples[n])
+            for n, spells in zip(given, marked, strict=True)
+        ]
+        # Words of the assistant at the end of a prompt are gone on with.
+        opens = [not isinstance(one.prompt, list) or one.prompt[-1].get("role") != "assistant" for _, one in answers]
+        behind = iter(
+            self._answer_texts.written(
+                [(text, one.place) for (text, one), new in zip(answers, opens, strict=True) if new]
+            )
+        )
+        written = [next(behind) if new else text for (text, _), new in zip(answers, opens, strict=True)]
+        ids = self._encode(written, self.limits.answer, prompt=self._tokenizer.chat_template is not None)
+        found: list[list[int] | None] = [None] * len(texts)
+        for n, text, own, spells in zip(given, written, ids, marked, strict=True):
+            own = self._control.encode(text, place=examples[n].place) if spells else own
+            found[n] = [*(own or []), self._answer_texts.end]
+        return found
 
     def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
         """Token ids of the steps of each record, each step with its separator; steps and separators by themselves."""
@@ -200,7 +231,10 @@ class Tokenized:
         if self._episodes is None or example.pair is not None:
             return self._written(example, solution)
         tools = self._episodes.tools(restored(example.record))
-        ids, mask = self._episodes.demonstrated(_chat(example.prompt), solution, tools)
+        try:
+            ids, mask = self._episodes.demonstrated(_chat(example.prompt), solution, tools)
+        except Refusal as refusal:
+            raise Refusal(f"{example.place}: {refusal}") from refusal
         return tuple(ids), mask
 
     def _written(self, example: SourceRecord, answer: Messages) -> tuple[tuple[int, ...], Sequence[bool]]:

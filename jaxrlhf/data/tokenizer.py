@@ -1,5 +1,6 @@
 """Tokenizers in Hugging Face format: any that transformers loads, and a small embedded one."""
 
+import codecs
 import re
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -42,7 +43,20 @@ _TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 """Today's date in a chat template."""
 _CONTEXT_TOKENS = 32_768
 _CHARACTER_BYTES = 4
+_LETTERS = "é日"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _PIECE_TOKENS = 8
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that a byte-level vocabulary writes for each byte: itself if it can be seen, else one from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
+
+
+_LETTER_OF_BYTE = _letters_of_bytes()
+_BYTE_OF_LETTER = {letter: byte for byte, letter in enumerate(_LETTER_OF_BYTE)}
 
 
 def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedTokenizerBase:
@@ -136,6 +150,87 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
     return decode
 
 
+class TokenBytes:
+    """Bytes of single tokens: those of a text's tokens joined are the text's.
+
+    A decoder that is given a part of a character, or of a run of byte tokens, writes U+FFFD for good bytes as well.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self._added = {id: str(token).encode() for id, token in added.items()}
+        pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode(_LETTERS, add_special_tokens=False))
+        letters = "".join(_LETTER_OF_BYTE[byte] for byte in _LETTERS.encode())
+        self._byte_level = letters in "".join(map(str, pieces))
+        ordinary = (id for id in range(len(tokenizer)) if id not in self._special and id not in self._added)
+        self._before = next((id for id in ordinary if self._decode([id]).isalpha()), None)
+        self._known: dict[tuple[int, bool], bytes] = {}
+
+    def of(self, token: int, *, first: bool) -> bytes:
+        """Bytes of a token; none of a special one.
+
+        Args:
+          first: No other token stands before it, where a tokenizer may leave a space out.
+        """
+        if (found := self._known.get((token, first))) is None:
+            found = self._known[token, first] = b"" if token in self._special else self._bytes(token, first=first)
+        return found
+
+    def joined(self, tokens: Sequence[int]) -> bytes:
+        """Bytes of a text's tokens."""
+        parts: list[bytes] = []
+        first = True
+        for token in tokens:
+            parts.append(self.of(token, first=first))
+            first = first and token in self._special
+        return b"".join(parts)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, without special ones; U+FFFD stands for bytes that are no character, and for these alone."""
+        return self.joined(tokens).decode(errors="replace")
+
+    def name(self, token: int) -> str:
+        """The token as the vocabulary writes it."""
+        return str(self._tokenizer.convert_ids_to_tokens(token) or "")
+
+    def is_special(self, token: int) -> bool:
+        """True for control tokens, which are no part of a text."""
+        return token in self._special
+
+    def _bytes(self, token: int, *, first: bool) -> bytes:
+        if token in self._added:
+            return self._added[token]
+        name = self.name(token)
+        if self._byte_level:
+            own = [_BYTE_OF_LETTER.get(letter) for letter in name]
+            return name.encode() if None in own else bytes(byte for byte in own if byte is not None)
+        if _BYTE_TOKEN.fullmatch(name) and self._decode([token]) != name:
+            return bytes.fromhex(name[3:5])
+        if first or self._before is None:
+            return self._decode([token]).encode()
+        return self._decode([self._before, token])[len(self._decode([self._before])) :].encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class TextBytes:
+    """Text of bytes that come one after another; those that are no character yet wait for the next ones."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, new: bytes) -> str:
+        """Text that is complete with these bytes."""
+        return self._decoder.decode(new)
+
+    def end(self) -> str:
+        """Bytes that are left, as U+FFFD; whatever comes next begins anew."""
+        return self._decoder.decode(b"", final=True)
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     chat: list[Any],
@@ -160,6 +255,7 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
     """Texts that tokens add to those before them; bytes of a character come with the token that completes it."""
     pieces: list[str] = []
     first = read = 0
+    whole = [0]  # places between characters: a window that began within one would garble those behind it
     for end in range(1, len(tokens) + 1):
         # A few tokens before, because a tokenizer may write the first of a text in another way.
         before, text = decode(tokens[first:read]), decode(tokens[first:end])
@@ -167,7 +263,11 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
             pieces.append("")
             continue
         pieces.append(text[len(before) :])
-        first, read = max(0, read - _PIECE_TOKENS), end
+        read = end
+        recent = [place for place in whole if place > end - 2 * _PIECE_TOKENS]
+        # Behind what is no character a text begins anew.
+        whole = [end] if text.endswith("\ufffd") else [*recent, end]
+        first = next((place for place in reversed(whole) if place <= end - _PIECE_TOKENS), whole[0])
     return pieces
 
 

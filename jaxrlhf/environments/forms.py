@@ -109,18 +109,26 @@ def _describe(reference: str, factory: Any) -> About:
             "or reset(**record) and public methods that are tools"
         )
     if hasattr(kind, "step"):
-        reset = MethodType(kind.reset, object())
+        reset = _called(kind, "reset")
         args, seed = reset_arguments(reset, "record", 0)
         _check(f"{reference}.reset", "method", reset, *("record", "seed")[: len(args)], **seed)
-        _check(f"{reference}.step", "method", MethodType(kind.step, object()), "reply")
+        _check(f"{reference}.step", "method", _called(kind, "step"), "reply")
         return About()
     methods = tool_methods(kind)
     if not methods:
         raise Refusal(
             f"environment {reference!r}: {kind.__name__} has neither a method step nor public methods that are tools"
         )
-    schemas = tuple(_schema(f"{reference}.{name}", MethodType(method, object())) for name, method in methods.items())
+    schemas = tuple(_schema(f"{reference}.{name}", _called(kind, name)) for name in methods)
     return About(schemas, methods=True, waits=_waiting(methods))
+
+
+def _called(kind: type, name: str) -> Callable[..., Any]:
+    """A method as it is called on an instance: a static one is not given the instance."""
+    method: Callable[..., Any] = getattr(kind, name)
+    if isinstance(inspect.getattr_static(kind, name), staticmethod) or inspect.ismethod(method):
+        return method
+    return MethodType(method, object())
 
 
 def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:

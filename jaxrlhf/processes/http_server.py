@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,10 +38,21 @@ class HttpServer:
             raise Refusal(f"cannot listen at {host}:{port} ({reason}); choose another {flags}") from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
-        self._began = threading.Event()
+        # Events, since a Ctrl-C within `Thread.join` has a thread that runs count as ended before Python 3.13.
+        self._began, self._ended = threading.Event(), threading.Event()
+        self._grace_s, self._stop = 0.0, _nothing
 
-    def answer_by(self, app: Any, **options: Any) -> None:
-        """Have requests answered by an ASGI application; `options` are uvicorn's."""
+    def answer_by(
+        self, app: Any, *, grace_s: float = 0.0, stop: Callable[[], None] | None = None, **options: Any
+    ) -> None:
+        """Have requests answered by an ASGI application.
+
+        Args:
+          grace_s: Seconds that requests under way have left when the server stops.
+          stop: Is called then, in the server's thread, to have the application answer them at once.
+          options: uvicorn's.
+        """
+        self._grace_s, self._stop = grace_s, stop or _nothing
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
@@ -54,13 +66,15 @@ class HttpServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
+        try:
+            self._ended.wait()
+        finally:
+            self._socket.close()
 
     def wait(self) -> None:
         """Wait until the server ends."""
-        while self._thread.is_alive():
-            self._thread.join(1.0)
+        while not self._ended.wait(1.0):
+            pass
 
     def _serve(self) -> None:
         async def run() -> None:
@@ -68,7 +82,23 @@ class HttpServer:
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.01)
             self._began.set()
+            stopping = asyncio.ensure_future(self._stop_in_time())
             await serving
+            stopping.cancel()
 
-        with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(run())
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                asyncio.run(run())
+        finally:
+            self._began.set()
+            self._ended.set()
+
+    async def _stop_in_time(self) -> None:
+        while not self._server.should_exit:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(self._grace_s)
+        self._stop()
+
+
+def _nothing() -> None:
+    pass

@@ -3,7 +3,8 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,10 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxrlhf.serving.answers import event
 from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, chat_prompt, completion_answer, events, whole
 from jaxrlhf.serving.errors import ApiError, invalid, server_error
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
-from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.served import ServedModel, check_model
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
 from jaxrlhf.serving.wire import chat_request, completion_request
 
@@ -28,8 +30,11 @@ class WebApp:
     def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook) -> None:
         self._model, self._token, self._book = model, token, book
         self._http = HttpCounts()
+        self._drawing: set[asyncio.Future[Any]] = set()
+        self._stopped = False
         paths: list[tuple[str, str, Handler]] = [
             ("/v1/models", "GET", self._models),
+            ("/v1/models/{model:path}", "GET", self._model_card),
             ("/v1/chat/completions", "POST", self._chat),
             ("/v1/completions", "POST", self._completion),
             ("/tokenize", "POST", self._tokenize),
@@ -39,6 +44,12 @@ class WebApp:
         routes = [Route(path, self._served(path, handler), methods=[method]) for path, method, handler in paths]
         routes.append(Route("/health", self._health, methods=["GET"]))
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+
+    def stop(self) -> None:
+        """Answer requests under way, and those that come, that the server is stopping; in the server's thread."""
+        self._stopped = True
+        for drawing in [*self._drawing]:
+            drawing.cancel()
 
     def _served(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         path = path.replace("{session}", "*")
@@ -87,6 +98,8 @@ class WebApp:
 
     async def _answered(self, request: Request, make: Callable[[], ApiAnswer]) -> Response:
         """Draw an answer unless too many are under way; a cut connection cancels it."""
+        if self._stopped:
+            raise _stopping()
         most = self._model.limits.requests
         if self._http.under_way >= most:
             message = f"{most} requests are under way, which is the limit; try again later"
@@ -99,10 +112,12 @@ class WebApp:
             if answer.wanted.stream:
                 streams = True
                 return StreamingResponse(self._counted(answer), media_type="text/event-stream")
-            drawing = asyncio.ensure_future(whole(answer))
+            drawing = self._begun(whole(answer))
             leaving = asyncio.ensure_future(_disconnected(request))
             try:
                 await asyncio.wait((drawing, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if drawing.cancelled():
+                    raise _stopping()
                 if not drawing.done():
                     raise ClientDisconnect
                 return JSONResponse(drawing.result())
@@ -113,10 +128,34 @@ class WebApp:
             if not streams:
                 self._http.under_way -= 1
 
+    def _begun(self, drawing: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """A task that is cancelled when the server stops."""
+        if self._stopped:
+            drawing.close()
+            raise _stopping()
+        task = asyncio.ensure_future(drawing)
+        self._drawing.add(task)
+        task.add_done_callback(self._drawing.discard)
+        return task
+
     async def _counted(self, answer: ApiAnswer) -> Any:
+        came: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def draw() -> None:
+            async with aclosing(events(answer)) as drawn:
+                async for made in drawn:
+                    came.put_nowait(made)
+
         try:
-            async for event in events(answer):
-                yield event
+            drawing = self._begun(draw())
+            drawing.add_done_callback(lambda _: came.put_nowait(None))
+            try:
+                while (made := await came.get()) is not None:
+                    yield made
+                if drawing.cancelled():
+                    yield event(_stopping().body)
+            finally:
+                drawing.cancel()
         finally:
             self._http.under_way -= 1
 
@@ -139,11 +178,17 @@ class WebApp:
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
 
-    async def _models(self, request: Request, session: ServedSession | None) -> Response:
+    def _card(self) -> dict[str, Any]:
         engine = self._model.service.engine
         card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "jaxrlhf"}
-        card |= {"max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
-        return JSONResponse({"object": "list", "data": [card]})
+        return {**card, "max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
+
+    async def _models(self, request: Request, session: ServedSession | None) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model_card(self, request: Request, session: ServedSession | None) -> Response:
+        check_model(self._model, request.path_params["model"])
+        return JSONResponse(self._card())
 
     async def _tokenize(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
@@ -177,9 +222,13 @@ async def _disconnected(request: Request) -> None:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/models, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
+    known = "/v1/models, /v1/models/NAME, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
     message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
     return JSONResponse(ApiError(message, code="not_found").body, error.status_code)
+
+
+def _stopping() -> ApiError:
+    return ApiError("the server is stopping; ask again later", status=503, kind="server_error", code="stopping")
 
 
 def _too_large(most: int) -> ApiError:

@@ -122,7 +122,7 @@ class CallTree:
         if found is not None and rest and all(message.get("role") != "assistant" for message in rest):
             reply, ended_by = found.reply, found.tokens[-1]
             assert reply is not None, "a call of a chat has a reply"
-            reasoned = any(call.reply is not None and bool(call.reply.reasoning) for call in found.path())
+            reasoned = any(call.reply is not None and call.reply.reasoned for call in found.path())
             if self._history == "as_sampled" or self._form.keeps(rest, reasoning=reasoned):
                 named = [_named(message, found.ids) for message in rest]
                 write = partial(self._form.delta, named, tools, ended_by=ended_by if reply.ended else None)

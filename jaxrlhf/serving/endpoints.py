@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error
-from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
+from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error, unsupported
+from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, check_model, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
 from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
@@ -28,7 +29,7 @@ class ApiAnswer:
 
     Attributes:
       prompts: Prompt of each choice.
-      tools: Tools of a chat; None of a completion.
+      tools, form: Tools of a chat and the form that it is written in; None of a completion.
       completions, replies: Responses and their words, by choice, of those that have ended.
     """
 
@@ -38,6 +39,7 @@ class ApiAnswer:
     choices: list[Choice]
     tools: Sequence[ToolSchema] | None
     session: ServedSession | None
+    form: ChatFormat | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -57,7 +59,8 @@ class ApiAnswer:
 
     def opening(self, index: int) -> str:
         """Last of the text before a choice."""
-        return self.model.form.opening(self.prompts[index].tokens)
+        assert self.form is not None, "a chat has a form"
+        return self.form.opening(self.prompts[index].tokens)
 
     def key(self, index: int) -> int:
         """Number that ids of a choice's calls are a function of: unlike in every other turn of an episode."""
@@ -81,9 +84,8 @@ class ApiAnswer:
 
     def _ended(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
-        if self.tools is not None:
-            parse = self.model.form.parse
-            self.replies[index] = parse(completion.tokens, self.tools, opening=self.opening(index))
+        if self.tools is not None and self.form is not None:
+            self.replies[index] = self.form.parse(completion.tokens, self.tools, opening=self.opening(index))
 
     def _record(self, session: ServedSession) -> None:
         with session.lock:
@@ -104,16 +106,40 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
     Raises:
       ApiError: It cannot be one.
     """
+    if request.variables and session is not None:
+        name = next(iter(request.variables))
+        raise unsupported(f"{name}: the calls of a session are written by the run's own chat template", name)
+    form = _form(model, request)
     with refusals("tools"):
-        model.form.check_tools(request.tools)
+        form.check_tools(request.tools)
+        _check_shown(form, model.name, request)
     with refusals("messages"):
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is not None:
             with session.lock:
                 return session.tree.chat(request.messages, request.tools, images)
-        write = partial(model.form.prompt, request.messages, request.tools)
+        write = partial(form.prompt, request.messages, request.tools)
         tokens, images = shown(images, model.images, write, place="messages")
         return Prompt(tokens, None, images=images)
+
+
+def _form(model: ServedModel, request: ChatRequest) -> ChatFormat:
+    with refusals("chat_template_kwargs"):
+        return model.form_of(request.variables)
+
+
+def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
+    """Refuse tools that neither the chat template nor a message shows to the policy."""
+    if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
+        return  # the calls of the embedded tokenizer are GSM8K's, and no prompt shows tools
+    said = form.template.render(form.told(request.messages), request.tools, open_reply=True)
+    hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
+    if hidden:
+        raise unsupported(
+            f"the chat template of {name} shows no tools, and no message names {', '.join(hidden)}; describe "
+            "them in the system's message",
+            "tools",
+        )
 
 
 def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
@@ -123,8 +149,9 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
       ApiError: It cannot be answered.
     """
     prompt = chat_prompt(model, request, session)
-    stops = (*model.form.stop_tokens, *model.stop_tokens)
-    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
+    form = _form(model, request)
+    stops = (*form.stop_tokens, *model.stop_tokens)
+    return replace(_answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl"), form=form)
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
@@ -149,9 +176,7 @@ def _answer(
     session: ServedSession | None,
     prefix: str,
 ) -> ApiAnswer:
-    if wanted.model != model.name:
-        message = f"no model {wanted.model!r}; this server has {model.name!r}"
-        raise ApiError(message, status=404, code="model_not_found", param="model")
+    check_model(model, wanted.model)
     count = len(prompts) * wanted.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
@@ -177,7 +202,7 @@ def _answer(
             choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on))
             each.append(prompt)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id)
+    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id=answer_id)
 
 
 async def whole(answer: ApiAnswer) -> dict[str, Any]:
@@ -193,14 +218,14 @@ async def whole(answer: ApiAnswer) -> dict[str, Any]:
             choice["message"] = answer.message(index)
             choice["finish_reason"] = answers.finish_reason(done, answer.replies[index])
             if answer.wanted.logprobs:
-                choice["logprobs"] = answers.chat_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+                choice["logprobs"] = answers.chat_logprobs(answer.model.token_bytes, done.tokens, done.logps)
         else:
-            stream = TextStream(answer.model.tokenizer, answer.wanted.stop, answer.prompts[index].tokens)
-            stream.add(done.tokens)
-            stream.end(done.stop_text)
-            choice["text"], choice["finish_reason"] = stream.text, answers.finish_reason(done)
+            parts = answer.model.token_bytes, answer.prompts[index].tokens
+            stream = TextStream(parts[0], answer.wanted.stop, parts[1])
+            choice["text"] = stream.add(done.tokens) + stream.end(done.stop_text)
+            choice["finish_reason"] = answers.finish_reason(done)
             if answer.wanted.logprobs:
-                choice["logprobs"] = answers.text_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+                choice["logprobs"] = answers.TextLogprobs(*parts).add(done.tokens, done.logps)
         if answer.wanted.token_ids:
             choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
         choices.append(choice)
@@ -237,11 +262,12 @@ class _Said:
     def __init__(self, answer: ApiAnswer, index: int) -> None:
         self._answer, self._index = answer, index
         stops = answer.wanted.stop
-        self._text = TextStream(answer.model.tokenizer, stops, answer.prompts[index].tokens)
+        self._bytes, prompt = answer.model.token_bytes, answer.prompts[index].tokens
+        self._text, self._logprobs = TextStream(self._bytes, stops, prompt), answers.TextLogprobs(self._bytes, prompt)
         self._reply: ReplyStream | None = None
-        if answer.tools is not None:
-            self._reply = ReplyStream(answer.model.form, answer.tools, answer.opening(index), stops)
-        self._offset = 0
+        if answer.tools is not None and answer.form is not None:
+            self._reply = ReplyStream(answer.form, answer.tools, answer.opening(index), stops)
+        self._first = True
 
     def events(self, event: DrawnPart) -> list[dict[str, Any]]:
         """Choices of the events that tokens, or the end, make."""
@@ -250,17 +276,15 @@ class _Said:
 
     def _tokens(self, event: DrawnPart) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, "logprobs": None}
-        tokenizer = self._answer.model.tokenizer
         if self._reply is None:
             choice["text"] = self._text.add(event.tokens)
             if self._answer.wanted.logprobs:
-                offset = self._offset
-                choice["logprobs"] = answers.text_logprobs(tokenizer, event.tokens, event.logps, offset=offset)
-                self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+                choice["logprobs"] = self._logprobs.add(event.tokens, event.logps)
         else:
             choice["delta"] = _delta(self._reply.add(event.tokens))
             if self._answer.wanted.logprobs:
-                choice["logprobs"] = answers.chat_logprobs(tokenizer, event.tokens, event.logps)
+                first, self._first = self._first, False
+                choice["logprobs"] = answers.chat_logprobs(self._bytes, event.tokens, event.logps, first=first)
         if self._answer.wanted.token_ids:
             choice["token_ids"] = list(event.tokens)
         return choice
@@ -272,7 +296,7 @@ class _Said:
         if self._reply is None:
             return [{**choice, "text": self._text.end(done.stop_text), "finish_reason": answers.finish_reason(done)}]
         reply = self._answer.replies[self._index]
-        delta = _delta(self._reply.end(reply, answers.said(reply, done.stop_text)))
+        delta = _delta(self._reply.end(reply, done.stop_text))
         calls = answers.tool_calls(reply, self._answer.key(self._index), delta=True)
         if calls:
             delta["tool_calls"] = calls

@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+import json
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +18,18 @@ from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.images import ImageReader
+from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion, EngineService, Request
-from jaxrlhf.serving.errors import ApiError, too_long
+from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
 from jaxrlhf.serving.wire import Wanted
+
+_MOST_FORMS = 8
+_OWN_VARIABLES = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+    *("tokenizer", "chat", "conversation", "day", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token", "pad_token"),
+}
+"""Variables of chat templates that are the server's to set."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,47 @@ class ServedModel:
           ApiError: The tokenizer has no chat template.
         """
         try:
-            return ChatFormat(self.tokenizer, {"day": None} if self.today else None, self.images)
+            return ChatFormat(self.tokenizer, self._day, self.images)
         except Refusal as error:
             raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
+
+    def form_of(self, variables: Mapping[str, Any]) -> ChatFormat:
+        """Form of chats with further variables of the chat template, such as `enable_thinking`.
+
+        Raises:
+          ApiError: The template does not read a variable, or cannot do with its value.
+        """
+        if not variables:
+            return self.form
+        key = json.dumps(dict(variables), sort_keys=True)
+        if (found := self._forms.get(key)) is not None:
+            return found
+        for name in variables:
+            if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
+                raise unsupported(
+                    f"the chat template of {self.name} has no variable {name!r} to set; leave it out", name
+                )
+        try:
+            made = ChatFormat(self.tokenizer, {**variables, **(self._day or {})}, self.images)
+        except Refusal as error:
+            raise invalid(f"with {key:.80} {error}", next(iter(variables))) from error
+        self._forms[key] = made
+        while len(self._forms) > _MOST_FORMS:
+            self._forms.pop(next(iter(self._forms)), None)
+        return made
+
+    @cached_property
+    def _forms(self) -> dict[str, ChatFormat]:
+        return {}
+
+    @property
+    def _day(self) -> dict[str, Any] | None:
+        return {"day": None} if self.today else None
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of its tokens."""
+        return TokenBytes(self.tokenizer)
 
     @cached_property
     def control_ids(self) -> dict[str, int]:
@@ -83,6 +132,13 @@ class ServedModel:
                 f"a response has {engine.response_tokens} at most"
             )
         return min(n for n in (left, engine.response_tokens, wanted, most) if n is not None)
+
+
+def check_model(model: ServedModel, wanted: str) -> None:
+    """Raise `ApiError` for a model of another name."""
+    if wanted != model.name:
+        message = f"no model {wanted!r}; this server has {model.name!r}"
+        raise ApiError(message, status=404, code="model_not_found", param="model")
 
 
 @dataclass(frozen=True)

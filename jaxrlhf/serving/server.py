@@ -6,9 +6,11 @@ from jaxrlhf.serving.app import WebApp
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.sessions import SessionBook
 
+_GRACE_S = 2
+
 
 class Server(HttpServer):
-    """HTTP server of a model.
+    """HTTP server of a model; when it stops, answers under way have two seconds left.
 
     Args:
       token: Key that requests outside sessions must bear; None lets everybody in.
@@ -29,10 +31,13 @@ class Server(HttpServer):
     ) -> None:
         super().__init__(host=host, port=port, flags="--host or --port")
         self.sessions = SessionBook(model, self.address, sampling=sampling)
+        app = WebApp(model, token=token, book=self.sessions)
         self.answer_by(
-            WebApp(model, token=token, book=self.sessions).asgi,
+            app.asgi,
+            grace_s=_GRACE_S,
+            stop=app.stop,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=2 * _GRACE_S,
             backlog=2048,
             h11_max_incomplete_event_size=1 << 16,
         )

@@ -2,23 +2,36 @@
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from jaxrlhf.conversations import ChatFormat
-from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
 from jaxrlhf.episode import Reply, ToolSchema
 
-_OPENINGS = "<[{`"
-"""Characters that a tool call may begin with: where there are tools, what follows one is held back until the end."""
 
-_CONTEXT_TOKENS = 8
+def before_stop(text: str, stop: str | None) -> str:
+    """The text before the stop text that ended it, if one did: that is never said."""
+    return text if stop is None else text.partition(stop)[0]
 
 
-def _before_stops(text: str, stops: Sequence[str]) -> int:
-    """Characters before the first stop text, or before what may become one."""
-    whole = [at for stop in stops if (at := text.find(stop)) >= 0]
-    begun = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-    return min(whole + begun, default=len(text))
+class BeforeStops:
+    """Text before the first stop text: what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = tuple(stops), ""
+        self._stopped = False
+
+    def add(self, text: str) -> str:
+        """The text that can be said once this one came."""
+        if self._stopped:
+            return ""
+        self._held += text
+        whole = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        begun = [
+            len(self._held) - n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])
+        ]
+        self._stopped = bool(whole)
+        cut = min(whole + begun, default=len(self._held))
+        said, self._held = self._held[:cut], self._held[cut:]
+        return said
 
 
 class TextStream:
@@ -30,86 +43,57 @@ class TextStream:
       prompt: Tokens that the choice goes on from.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: Sequence[int]) -> None:
-        self._decode, self._stops = decoder(tokenizer), tuple(stops)
+    def __init__(self, tokens: TokenBytes, stops: Sequence[str], prompt: Sequence[int]) -> None:
+        self._tokens, self._bytes, self._before = tokens, TextBytes(), BeforeStops(stops)
         # A tokenizer may write the first of a text in another way, such as without the space before it.
-        before = list(prompt[-_CONTEXT_TOKENS:])
-        self._tokens = [] if self._decode(before).endswith("\ufffd") else before
-        self._first, self._read = 0, len(self._tokens)
-        self._text = ""
+        self._first = all(map(tokens.is_special, prompt))
+        self._parts: list[str] = []
         self._said = 0
 
-    @property
-    def text(self) -> str:
-        """All of it, what is held back included."""
-        return self._text
-
-    def add(self, tokens: Sequence[int]) -> str:
+    def add(self, new: Sequence[int]) -> str:
         """The text that can be said once these tokens came."""
-        self._tokens += tokens
-        before = self._decode(self._tokens[self._first : self._read])
-        text = self._decode(self._tokens[self._first :])
-        if text.endswith("\ufffd"):
-            return ""
-        self._text += text[len(before) :]
-        self._first, self._read = max(0, self._read - _CONTEXT_TOKENS), len(self._tokens)
-        return self._say(_before_stops(self._text, self._stops))
+        for token in new:
+            self._parts.append(self._bytes.add(self._tokens.of(token, first=self._first)))
+            self._first = self._first and self._tokens.is_special(token)
+        said = self._before.add("".join(self._parts[-len(new) :]) if new else "")
+        self._said += len(said)
+        return said
 
     def end(self, stop: str | None) -> str:
         """The text that is left to be said: all before the stop text that ended the choice, if one did."""
-        self._text += self._decode(self._tokens[self._first :])[
-            len(self._decode(self._tokens[self._first : self._read])) :
-        ]
-        self._read = len(self._tokens)
-        if stop is not None:
-            self._text = self._text[: self._text.index(stop)]
-        return self._say(len(self._text))
-
-    def _say(self, end: int) -> str:
-        new, self._said = self._text[self._said : end], max(self._said, end)
-        return new
+        whole = before_stop("".join(self._parts) + self._bytes.end(), stop)
+        return whole[self._said :]
 
 
 class ReplyStream:
-    """Reply of a chat, piece by piece: content and reasoning as they come, tool calls at the end."""
+    """Reply of a chat, piece by piece: reasoning and content as they come, tool calls and what follows at the end."""
 
     def __init__(self, form: ChatFormat, tools: Sequence[ToolSchema], opening: str, stops: Sequence[str]) -> None:
-        self._form, self._tools, self._opening, self._stops = form, tools, opening, tuple(stops)
-        self._tokens: list[int] = []
-        self._said = {"reasoning": "", "content": ""}
+        self._words = form.stream(tools, opening=opening)
+        self._stop_tokens = form.stop_tokens
+        self._before = {name: BeforeStops(stops) for name in ("reasoning", "content")}
+        self._said = {name: list[str]() for name in self._before}
+        self._held: tuple[int, ...] = ()
 
     def add(self, tokens: Sequence[int]) -> dict[str, str]:
-        """Content and reasoning that can be said once these tokens came."""
-        self._tokens += tokens
-        reply = self._form.parse(self._tokens, self._tools, opening=self._opening)
-        if reply.calls or reply.malformed:
+        """Reasoning and content that can be said once these tokens came."""
+        if self._words is None:
             return {}
-        content = reply.content
-        if self._tools:
-            content = content[: min((at for sign in _OPENINGS if (at := content.find(sign)) >= 0), default=None)]
-        return {
-            name: new
-            for name, text in (("reasoning", reply.reasoning), ("content", content))
-            if (new := self._new(name, self._settled(text)))
-        }
+        new = (*self._held, *tokens)
+        # A stop token that ends the reply is no word of it.
+        self._held = new[-1:] if new and new[-1] in self._stop_tokens else ()
+        known = self._words.add(new[: len(new) - len(self._held)])
+        made = {name: self._before[name].add(text) for name, text in zip(self._before, known, strict=True)}
+        for name, text in made.items():
+            self._said[name].append(text)
+        return {name: text for name, text in made.items() if text}
 
-    def end(self, reply: Reply, content: str) -> dict[str, str]:
-        """Content and reasoning that are left to be said."""
-        texts = (("reasoning", reply.reasoning), ("content", content))
-        return {name: new for name, text in texts if (new := self._new(name, text))}
-
-    def _settled(self, text: str) -> str:
-        """The text without what later tokens may change."""
-        text = text[: _before_stops(text, self._stops)]
-        # A tag of reasoning may have begun.
-        cut = text.rfind("<")
-        return text[: cut if cut >= 0 and len(text) - cut < 16 else None].rstrip("\ufffd").rstrip()
-
-    def _new(self, name: str, text: str) -> str:
-        said = self._said[name]
-        if not text.startswith(said):  # calls take the line breaks around the content away
-            said = said.lstrip("\n")
-        if not text.startswith(said) or text == said:
-            return ""
-        self._said[name] = text
-        return text[len(said) :]
+    def end(self, reply: Reply, stop: str | None) -> dict[str, str]:
+        """Reasoning and content that are left to be said."""
+        left = {}
+        for name, whole in (("reasoning", reply.reasoning), ("content", reply.content)):
+            text, said = before_stop(whole, stop), "".join(self._said[name])
+            if not text.startswith(said):
+                raise AssertionError(f"the {name} was sent as {said[-80:]!r}, and is {text[:80]!r}")
+            left[name] = text[len(said) :]
+        return {name: text for name, text in left.items() if text}

@@ -1,8 +1,8 @@
 """Requests of OpenAI's API: fields read one by one, and refused where the engine cannot do what they ask."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config import Sampling
@@ -10,7 +10,7 @@ from jaxrlhf.data.images import MARK
 from jaxrlhf.serving.errors import ApiError, invalid, unsupported
 
 _IGNORED = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "verbosity"),
 }
 """Fields that change nothing here."""
@@ -29,7 +29,19 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
     "web_search_options": (),
 }
 """Fields of which the engine has no other value than these, and None."""
@@ -38,7 +50,10 @@ _COMMON = {
     *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
     *("min_tokens", "max_tokens", "return_token_ids", "logprobs"),
 }
-_CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
+_CHAT = {
+    *("messages", "tools", "tool_choice", "max_completion_tokens", "parallel_tool_calls"),
+    *("chat_template_kwargs", "reasoning_effort"),
+}
 _COMPLETION = {"prompt", "best_of"}
 MOST_STOPS = 16
 LARGEST = 2**31 - 1
@@ -77,12 +92,14 @@ class ChatRequest:
 
     Attributes:
       images: Data URLs of images, each of which has a `MARK` in a message.
+      variables: Further variables of the chat template.
     """
 
     wanted: Wanted
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     images: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ def chat_request(body: Any) -> ChatRequest:
     fields = _Fields(body, _COMMON | _CHAT)
     limit = fields.integer("max_completion_tokens", low=1)
     images: list[str] = []
-    messages = tuple(_message(message, n, images) for n, message in enumerate(fields.items("messages", dict)))
+    messages = _one_system(_message(message, n, images) for n, message in enumerate(fields.items("messages", dict)))
     if not messages:
         raise invalid("messages is empty; give at least one", "messages")
     if images and sum(str(message["content"]).count(MARK) for message in messages) != len(images):
@@ -114,8 +131,14 @@ def chat_request(body: Any) -> ChatRequest:
             f"tool_choice={choice!r} would force a call, and draws are not constrained here; use 'auto' or 'none'",
             "tool_choice",
         )
+    if tools and choice != "none" and fields.get("parallel_tool_calls") is False:
+        raise unsupported(
+            "parallel_tool_calls=false: draws are not constrained, so a reply may make several calls; leave it out",
+            "parallel_tool_calls",
+        )
+    fields.boolean("parallel_tool_calls")
     wanted = _wanted(fields, limit, logprobs=fields.boolean("logprobs"))
-    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images))
+    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images), _variables(fields))
 
 
 def completion_request(body: Any) -> CompletionRequest:
@@ -260,6 +283,26 @@ def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str,
     if given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], place)
     return message
+
+
+def _variables(fields: _Fields) -> dict[str, Any]:
+    """Variables of the chat template that a request sets."""
+    given = fields.get("chat_template_kwargs")
+    if given is not None and not isinstance(given, dict):
+        raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    return {**(given or {}), **({} if effort is None else {"reasoning_effort": effort})}
+
+
+def _one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The messages, of which those of the system and of the developer that stand together are one."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        if told and message["role"] == told[-1]["role"] == "system":
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
+        else:
+            told.append(message)
+    return tuple(told)
 
 
 def _content(given: Any, place: str, images: list[str] | None = None) -> str:

@@ -18,7 +18,7 @@ from jaxrlhf.checkpoint import check_pretrained
 from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
-from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.data.tokenizer import TokenBytes, decoder
 from jaxrlhf.engine import InterruptibleEngine
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.engine.servers.server_engine import ServerEngine
@@ -171,7 +171,7 @@ class Builder(PoolRoles):
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, self.tokenizer),
             stop_texts=stop_texts(config, self.tokenizer),
-            decode=decoder(self.tokenizer),
+            decode=TokenBytes(self.tokenizer).text,
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
             most_kept=rollout.sampling.most_kept if model is self.model else 0,

@@ -1,4 +1,3 @@
-"""Replies of a policy as words, and tool calls in the forms of their families."""
+"""Tool calls in the forms of their families, and the tools that they are of."""
 
-from jaxrlhf.conversations.tool_calls.reply_parser import ReplyParser
 from jaxrlhf.conversations.tool_calls.signatures import Signatures

@@ -4,13 +4,23 @@ V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON, V3.1 `name
 `<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`. V3.2 writes tags whose names begin with `｜DSML｜`.
 """
 
+from collections.abc import Collection
+
 from jaxrlhf.conversations.tool_calls.minimax import invocations
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks, json_arguments
+from jaxrlhf.conversations.tool_calls.written import (
+    Tag,
+    Written,
+    WrittenCall,
+    after_arguments,
+    in_blocks,
+    json_arguments,
+)
 
 SIGNS = ("｜tool▁calls▁begin｜", "｜DSML｜")
+OPENINGS = (*("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜DSML｜function_calls>"),)
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     if "｜DSML｜" in text:
         return invocations(text, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", tag)
@@ -18,7 +28,7 @@ def find(text: str, tag: Tag) -> Written:
         text = text.replace(tag(f"<｜tool▁{part}｜>"), "")
     separator = tag("<｜tool▁sep｜>")
     tags = tag("<｜tool▁call▁begin｜>"), tag("<｜tool▁call▁end｜>")
-    return in_blocks(text, lambda body: [_call(body, separator)], tags)
+    return in_blocks(text, lambda body: [_call(body, separator)], tags, end=after_arguments(separator))
 
 
 def _call(body: str, separator: str) -> WrittenCall | str:

@@ -4,47 +4,92 @@ FunctionGemma has `<start_function_call>`, `<end_function_call>` and `<escape>` 
 its own; its guide asks for a block of Python marked `tool_code`.
 """
 
+import ast
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxrlhf.conversations.tool_calls.pythonic import python_calls
-from jaxrlhf.conversations.tool_calls.written import MARK, Tag, Written, WrittenCall, in_blocks, unclosed
+from jaxrlhf.conversations.tool_calls.pythonic import calls_in, parsed, python_calls
+from jaxrlhf.conversations.tool_calls.written import (
+    MARK,
+    CallBlock,
+    Tag,
+    Written,
+    WrittenCall,
+    in_blocks,
+    past_space,
+    unclosed,
+)
 
 SIGNS = ("<|tool_call>", "<start_function_call>", "<start_of_turn>")
+OPENINGS = ("<|tool_call>", "<start_function_call>", "```tool_code\n")
 _TAGS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
-_CALL = re.compile(r"\s*+call:\s*+([^{\s]*+)\s*+(\{.*\})\s*", re.DOTALL)
+_NAME = re.compile(r"\s*+call:\s*+([^{\s]*+)\s*+(?=\{)")
 _QUOTE = re.compile(f'{MARK}?(?:<\\|"\\|>|<escape>)')
 _WORD = re.compile(r"[^,:{}\[\]]+")
 _CODE = re.compile(r"```tool_code\n(.*?)(```|\Z)", re.DOTALL)
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     tags = ((tag(opening), tag(closing)) for opening, closing in _TAGS)
-    written = in_blocks(text, lambda body: [_call(body)], *tags)
-    for code in _CODE.finditer(written.content):
-        calls = [call for line in code[1].strip().splitlines() for call in python_calls(line)]
-        written.calls += calls if code[2] else [unclosed("```")]
-    written.content = _CODE.sub("", written.content)
+    written = in_blocks(text, lambda body: [_call(body)], *tags, end=_end)
+    written.parts = [one for part in written.parts for one in (_code(part) if isinstance(part, str) else [part])]
     return written
 
 
+def write(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as a block of Python, as of Gemma 3, whose template shows none."""
+    lines = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    return "```tool_code\n" + "\n".join(lines) + "\n```"
+
+
+def _code(text: str) -> list[str | CallBlock]:
+    """Parts of a text that may have blocks of Python, each of which is lines of calls."""
+    parts, at = list[str | CallBlock](), 0
+    for code in _CODE.finditer(text):
+        tree = parsed(code[1].strip(), "exec")
+        calls: list[WrittenCall | str] = []
+        if not code[2]:
+            calls = [unclosed("```")]
+        elif isinstance(tree, str):  # some lines may be right
+            calls = [call for line in code[1].strip().splitlines() for call in python_calls(line)]
+        for statement in [] if calls else tree.body:
+            calls += calls_in(statement.value) if isinstance(statement, ast.Expr) else python_calls(code[1])[:1]
+        parts += [text[at : code.start()], CallBlock(code[0], calls or python_calls(code[1]))]
+        at = code.end()
+    return [*parts, text[at:]]
+
+
+def _end(text: str, begin: int, closing: str) -> int:
+    """Place of the closing tag behind the arguments."""
+    found = _NAME.match(text, begin)
+    if found is None:
+        return -1
+    try:
+        _, at = _value(text, found.end(), 0)
+    except ValueError:
+        return -1
+    at = past_space(text, at)
+    return at if text.startswith(closing, at) else -1
+
+
 def _call(body: str) -> WrittenCall | str:
-    found = _CALL.fullmatch(body)
+    found = _NAME.match(body)
     if found is None:
         return "a call is call:name{key:value}"
     try:
-        value, end = _value(found[2], 0, 0)
+        value, end = _value(body, found.end(), 0)
     except ValueError as error:
         return f"the arguments of a call cannot be read: {error}"
-    return WrittenCall(found[1], value) if end == len(found[2]) else "a call ends with its arguments"
+    return WrittenCall(found[1], value) if not body[end:].strip() else "a call ends with its arguments"
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """Value that begins at a place of the text, and the place after it."""
     if depth > 50:
         raise ValueError("values lie too deep in each other")
-    at = _past_space(text, at)
+    at = past_space(text, at)
     quote = _QUOTE.match(text, at)
     if quote:
         end = _QUOTE.search(text, quote.end())
@@ -68,29 +113,23 @@ def _several(text: str, at: int, depth: int) -> tuple[Any, int]:
     named = text[at] == "{"
     close = "}" if named else "]"
     pairs: list[tuple[Any, Any]] = []
-    at = _past_space(text, at + 1)
+    at = past_space(text, at + 1)
     while text[at : at + 1] != close:
         key: Any = None
         if named:
             key, at = _value(text, at, depth + 1)
-            at = _past_space(text, at)
+            at = past_space(text, at)
             if text[at : at + 1] != ":":
                 raise ValueError(f"a key without a value at {text[at : at + 20]!r}")
             at += 1
         item, at = _value(text, at, depth + 1)
         pairs.append((str(key), item))
-        at = _past_space(text, at)
+        at = past_space(text, at)
         if text[at : at + 1] == ",":
-            at = _past_space(text, at + 1)
+            at = past_space(text, at + 1)
         elif text[at : at + 1] != close:
             raise ValueError(f"no {close} at the end")
     return (dict(pairs) if named else [item for _, item in pairs]), at + 1
-
-
-def _past_space(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
 
 
 def _word(word: str) -> Any:

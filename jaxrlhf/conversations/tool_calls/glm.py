@@ -3,29 +3,33 @@
 `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line breaks between them.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks
+from collections.abc import Collection
+
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, after_last, elements, in_blocks
 
 SIGNS = ("<arg_key>",)
+OPENINGS = ("<tool_call>",)
 _PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_value>...</arg_value>"
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     tags = [tag(name) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
-    return in_blocks(text, lambda body: [_call(body, *tags)], (tag("<tool_call>"), tag("</tool_call>")))
+    end = after_last(tags[3], needed=tags[0])
+    return in_blocks(text, lambda body: [_call(body, *tags)], (tag("<tool_call>"), tag("</tool_call>")), end=end)
 
 
 def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:
-    """Call of a name and pairs; each tag is looked for once, since a policy may go round in circles in them."""
-    name, *pairs = body.split(key_begin)
+    """Call of a name and pairs; one pass, since a policy may go round in circles in the tags."""
+    name, *_ = body.split(key_begin, 1)
+    left, pairs = elements(body[len(name) :], key_begin, value_end)
     arguments = {}
     for pair in pairs:
         key, _, rest = pair.partition(key_end)
-        between, _, rest = rest.partition(value_begin)
-        value, ended, after = rest.partition(value_end)
-        if not ended or between.strip() or after.strip():
+        between, begun, value = rest.partition(value_begin)
+        if not begun or between.strip() or key_begin in key:
             return _PROBLEM
         arguments[key.strip()] = value
-    if "<arg_" in name or "</arg_" in name:
+    if left.strip() or "<arg_" in name or "</arg_" in name:
         return _PROBLEM
     return WrittenCall(name.strip(), arguments, False)

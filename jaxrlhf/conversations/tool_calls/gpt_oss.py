@@ -4,26 +4,119 @@
 """
 
 import re
+from collections.abc import Collection
+from typing import Literal
 
-from jaxrlhf.conversations.tool_calls.written import MARK, Tag, Written, json_arguments
+from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, json_arguments, may_begin
 
-SIGNS = ("<|channel|>",)
+SIGNS = OPENINGS = ("<|channel|>",)
 _RECEIVER = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_STARTS, _MESSAGE, _ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|call|>", "<|return|>")
+
+Kind = Literal["between", "header", "reasoning", "content", "call"]
 
 
-def find(text: str, tag: Tag) -> Written:
-    """Calls of a reply, its reasoning and its content."""
-    written = Written("")
-    for part in text.split(tag("<|end|>")):
-        header, message, body = part.partition(tag("<|message|>"))
-        if not message:
-            written.content += header.replace(tag("<|start|>") + "assistant", "")
-            continue
-        receiver = _RECEIVER.search(header)
-        if receiver is not None:
-            written.calls.append(json_arguments(receiver[1], body.removesuffix(tag("<|call|>"))))
-        elif "analysis" in header.replace(MARK, ""):
-            written.reasoning += body
+class Channels:
+    """Messages of a reply, as its text comes.
+
+    A message is a header up to `<|message|>` and a body up to `<|end|>` or the next header. A header is no words of the
+    model's, even where the reply is cut in it; words without a header are content.
+
+    Args:
+      names: Tools; without any a message to one is content.
+    """
+
+    def __init__(self, tag: Tag, names: Collection[str]) -> None:
+        self._has_tools = bool(names)
+        self._starts, self._message = {*map(tag, _STARTS)}, tag(_MESSAGE)
+        self._tags = (*self._starts, self._message, *map(tag, _ENDS))
+        self._tag = re.compile("|".join(map(re.escape, self._tags)))
+        self._state: Kind = "between"
+        self._held = self._header = self._receiver = ""
+        self._call, self._space = list[str](), list[str]()
+        self._written, self._reasoning = Written([]), list[str]()
+
+    def add(self, text: str) -> list[tuple[Kind, str]]:
+        """Words of reasoning, of content and of calls that are known with this text."""
+        if self._state == "between" and not self._held and not text.strip():
+            self._space.append(text)  # none is looked at twice
+            return []
+        text = "".join((*self._space, self._held, text))
+        self._space = []
+        made: list[tuple[Kind, str]] = []
+        at = 0
+        for found in self._tag.finditer(text):
+            made += [self._words(text[at : found.start()]), self._tagged(found[0])]
+            at = found.end()
+        cut = may_begin(text, self._tags, at)
+        begun = text[at:cut].lstrip()
+        if self._state == "between" and (not begun or "to=".startswith(begun)):
+            cut = at
+        made.append(self._words(text[at:cut]))
+        self._held = text[cut:]
+        return [(kind, words) for kind, words in made if words or kind == "call"]  # a call may have no words
+
+    def end(self) -> tuple[list[tuple[Kind, str]], Written]:
+        """Words that are left, and all of the reply."""
+        made = self._words(self._held)
+        self._close()
+        self._written.reasoning = "".join(self._reasoning)
+        return [made], self._written
+
+    def _words(self, text: str) -> tuple[Kind, str]:
+        if self._state == "between":
+            begun = text.lstrip()
+            if not begun:
+                return "between", ""
+            self._state = "header" if begun.startswith("to=") else "content"
+        match self._state:
+            case "header":
+                self._header += text
+            case "call":
+                self._call.append(text)
+            case "reasoning":
+                self._reasoning.append(text)
+            case "content":
+                self._written.parts.append(text)
+        return self._state, text
+
+    def _tagged(self, tag: str) -> tuple[Kind, str]:
+        if tag == self._message:
+            if self._state == "call":  # in a value
+                return self._words(tag)
+            if self._state in ("between", "header"):
+                self._open()
+        elif tag in self._starts:
+            if self._state != "header":
+                self._close()
+                self._header = ""
+            self._state, self._header = "header", self._header + " "
         else:
-            written.content += body
-    return written
+            self._close()
+            self._state, self._header = "between", ""
+        return self._state, ""
+
+    def _open(self) -> None:
+        """Begin the body of a message, which its header says the kind of."""
+        receiver = _RECEIVER.search(self._header)
+        if receiver is not None and self._has_tools:
+            self._state, self._receiver = "call", receiver[1]
+        elif receiver is None and "analysis" in self._header:
+            self._state = "reasoning"
+        else:
+            self._state = "content"
+
+    def _close(self) -> None:
+        """End a message; a call that cannot be made is shown with the tool that it is to."""
+        if self._state == "call":
+            body = "".join(self._call)
+            block = CallBlock(f"to=functions.{self._receiver} {body}", [json_arguments(self._receiver, body)])
+            self._written.parts.append(block)
+            self._call = []
+
+
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
+    """Calls of a reply, its reasoning and its content."""
+    channels = Channels(tag, names)
+    channels.add(text)
+    return channels.end()[1]

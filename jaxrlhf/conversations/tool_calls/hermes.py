@@ -4,12 +4,22 @@
 a list of such objects in `<|tool_call|>`.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, in_blocks, json_call
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
 
-SIGNS = ("<tool_call>", "<|tool_call|>")
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, after_json, in_blocks, json_call
+
+SIGNS = OPENINGS = ("<tool_call>", "<|tool_call|>")
 _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
-    return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS))
+    return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS), end=after_json)
+
+
+def write(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as text."""
+    given = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in given)

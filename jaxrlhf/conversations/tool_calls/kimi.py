@@ -4,24 +4,36 @@
 with a tag at each end.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks, json_arguments
+from collections.abc import Collection
+
+from jaxrlhf.conversations.tool_calls.written import (
+    Tag,
+    Written,
+    WrittenCall,
+    after_arguments,
+    in_blocks,
+    json_arguments,
+)
 
 SIGNS = ("<|tool_calls_section_begin|>",)
+OPENINGS = (*SIGNS, "<|tool_calls_section_end|>", "<|tool_call_begin|>")
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     for part in ("begin", "end"):
         text = text.replace(tag(f"<|tool_calls_section_{part}|>"), "")
     separator = tag("<|tool_call_argument_begin|>")
     tags = tag("<|tool_call_begin|>"), tag("<|tool_call_end|>")
-    return in_blocks(text, lambda body: [_call(body, separator)], tags)
+    return in_blocks(text, lambda body: [_call(body, separator)], tags, end=after_arguments(separator))
 
 
 def _call(body: str, separator: str) -> WrittenCall | str:
     name, separated, arguments = body.partition(separator)
     if not separated:
         return "a call is an id and arguments with <|tool_call_argument_begin|> between them"
-    name = name.strip().removeprefix("functions.")
+    call_id = name.strip()  # the template writes it where other templates write a name
+    name = call_id.removeprefix("functions.")
     before, colon, number = name.rpartition(":")
-    return json_arguments(before if colon and number.isdecimal() else name, arguments)
+    call = json_arguments(before if colon and number.isdecimal() else name, arguments)
+    return call if isinstance(call, str) else call._replace(call_id=call_id)

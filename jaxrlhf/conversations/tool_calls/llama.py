@@ -1,32 +1,70 @@
 """Replies that are JSON calls as a whole, as of Llama 3: `{"name": ..., "parameters": {...}}`.
 
-Several stand behind each other with `;` between them; `<|python_tag|>` may stand before them.
+Several stand behind each other with `;` between them; `<|python_tag|>` may stand before them. Without that tag an
+object is a call if it has a name and parameters, or the name of a tool: an answer may be JSON too.
 """
 
 import json
+import re
+from collections.abc import Collection
+from typing import Any
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, calls_of
+from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, WrittenCall, calls_of, past_space
 
 SIGNS = ("<|python_tag|>", "<|start_header_id|>")
+OPENINGS, BEGINNINGS = ("<|python_tag|>",), ("{",)
+_DECODER = json.JSONDecoder(strict=False)
+_KEYS = ("parameters", "arguments")
+_BEGUN = re.compile(r'\{\s*+"name"\s*+:\s*+"([^"]*+)"\s*+,\s*+"(?:parameters|arguments)"')
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     before, python, body = text.rpartition(tag("<|python_tag|>"))
-    body = body.strip()
-    if not python and not body.startswith('{"name"') and not (body.startswith("{") and '"parameters"' in body):
-        return Written(text)
-    return Written(before, _objects(body))
+    if python:
+        calls, _ = _objects(body, 0)
+        return Written([before, CallBlock(python + body, calls or ["a call is a JSON object"])])
+    begin = past_space(text, 0)
+    calls, end = _objects(text, begin, names)
+    begun = _BEGUN.match(text, end)
+    if begun is not None and begun[1] in names:  # a call that is not JSON
+        calls, end = [*calls, *_objects(text, end)[0]], len(text)
+    return Written([CallBlock(text[:end], calls), text[end:].lstrip()] if calls else [text])
 
 
-def _objects(text: str) -> list[WrittenCall | str]:
-    """Calls of JSON objects one after another."""
+def _objects(text: str, at: int, names: Collection[str] | None = None) -> tuple[list[WrittenCall | str], int]:
+    """Calls of JSON objects one after another, and the place behind the last.
+
+    Args:
+      names: Tools, of which an object that has no parameters names one, or it is no call; None takes all for calls.
+    """
     found: list[WrittenCall | str] = []
-    while text:
+    end = at
+    at = past_space(text, at)
+    while at < len(text):
         try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(text)
+            value, behind = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return [*found, f"a call is not JSON: {error}"]
-        found += calls_of(value, ("parameters", "arguments"))
-        text = text[end:].lstrip().removeprefix(";").lstrip()
-    return found or ["a call is a JSON object"]
+            return ([*found, f"a call is not JSON: {error}"] if names is None else found), end
+        following = past_space(text, behind)
+        if names is not None and not _is_call(value, names, alone=following == len(text)):
+            return found, end
+        found += calls_of(value, _KEYS)
+        end, at = behind, following
+        if text.startswith(";", at):
+            at = past_space(text, at + 1)
+    return found, end
+
+
+def _is_call(value: Any, names: Collection[str], *, alone: bool) -> bool:
+    """True if an object is a call and no answer in JSON, nor the beginning of prose.
+
+    Args:
+      alone: Nothing stands behind it.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    given = next((value[key] for key in _KEYS if key in value), None)
+    if set(value) - {"name", "type", "id", *_KEYS}:
+        return value["name"] in names and given is not None
+    return isinstance(given, dict) or (value["name"] in names and (alone or given is not None))

@@ -3,12 +3,14 @@
 `<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, elements, in_blocks
+from collections.abc import Collection
 
-SIGNS = ("<minimax:tool_call>",)
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, after_last, elements, in_blocks
+
+SIGNS = OPENINGS = ("<minimax:tool_call>",)
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
     return invocations(text, "<minimax:tool_call>", "</minimax:tool_call>", "", tag)
 
@@ -27,7 +29,7 @@ def invocations(text: str, opening: str, closing: str, prefix: str, tag: Tag) ->
             calls.append(f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>')
         return calls
 
-    return in_blocks(text, read, (tag(opening), tag(closing)))
+    return in_blocks(text, read, (tag(opening), tag(closing)), end=after_last(f"</{prefix}invoke>"))
 
 
 def _call(invoke: str, prefix: str) -> WrittenCall | str:

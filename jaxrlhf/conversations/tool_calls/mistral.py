@@ -3,19 +3,32 @@
 Later models write each call as `[TOOL_CALLS]name[ARGS]{...}`, some with `[CALL_ID]` and an id before the arguments.
 """
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, json_arguments, json_call
+import json
+from collections.abc import Collection
 
-SIGNS = ("[TOOL_CALLS]",)
+from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, WrittenCall, calls_of, past_space
+
+_DECODER = json.JSONDecoder(strict=False)
+SIGNS = OPENINGS = ("[TOOL_CALLS]",)
 
 
-def find(text: str, tag: Tag) -> Written:
-    """Calls of a reply."""
-    content, *bodies = text.split(tag("[TOOL_CALLS]"))
-    written = Written(content)
-    for body in bodies:
-        name, args, arguments = body.partition(tag("[ARGS]"))
-        if args:
-            written.calls.append(json_arguments(name.partition(tag("[CALL_ID]"))[0], arguments))
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
+    """Calls of a reply; what stands behind the JSON of a call is content."""
+    opening, args = tag("[TOOL_CALLS]"), tag("[ARGS]")
+    written, at = Written([]), 0
+    while (opened := text.find(opening, at)) >= 0:
+        written.parts.append(text[at:opened].lstrip() if at else text[:opened])
+        begin, following = opened + len(opening), text.find(opening, opened + len(opening))
+        limit = following if following >= 0 else len(text)
+        named = text.find(args, begin, limit)
+        try:
+            value, at = _DECODER.raw_decode(text, past_space(text, named + len(args) if named >= 0 else begin))
+        except (ValueError, RecursionError) as error:
+            at = limit
+            calls: list[WrittenCall | str] = [f"a call is not JSON: {error}"]
         else:
-            written.calls += json_call(body)
+            name = text[begin : max(named, begin)].partition(tag("[CALL_ID]"))[0].strip()
+            calls = [WrittenCall(name, value)] if named >= 0 else calls_of(value, ("arguments", "parameters"))
+        written.parts.append(CallBlock(text[opened:at], calls))
+    written.parts.append(text[at:].lstrip() if at else text)
     return written

@@ -4,38 +4,86 @@ LFM2 has `<|tool_call_start|>` and `<|tool_call_end|>` around them; without such
 """
 
 import ast
+import keyword
+import re
 import warnings
+from collections.abc import Collection
+from typing import Any
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, in_blocks
+from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, WrittenCall, after_last, in_blocks
 
 SIGNS = ("<|tool_call_start|>", "<|header_start|>")
+OPENINGS, BEGINNINGS = ("<|tool_call_start|>",), ("[",)
+_LIST = re.compile(r"\s*+\[\s*+[\w.]++\(")
+_KEPT_NAME = "\u00b7"  # a letter that a name in Python may end with, and no parameter's does
+_BREAKS = {"\n": "\\n", "\r": "\\r"}
+_LINE = re.compile(r"\\.|[\n\r]", re.DOTALL)
+_WORDS = "|".join(keyword.kwlist)
+_SPELLED = re.compile(
+    r'"""(?:\\.|(?!""").)*+"""|'
+    r"'''(?:\\.|(?!''').)*+'''|"
+    r'(?P<line>"(?:\\.|[^"\\])*+"|'
+    r"'(?:\\.|[^'\\])*+')|"
+    rf"(?<=[(,\s])(?P<name>{_WORDS})(?P<equals>\s*+=)(?!=)",
+    re.DOTALL,
+)
+"""Texts, and names of parameters that are words of Python."""
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
-    written = in_blocks(text, python_calls, (tag("<|tool_call_start|>"), tag("<|tool_call_end|>")))
-    if not written.calls and text.strip().startswith("[") and text.strip().endswith(")]"):
-        return Written("", python_calls(text))
+    tags = tag("<|tool_call_start|>"), tag("<|tool_call_end|>")
+    written = in_blocks(text, python_calls, tags, end=after_last(")]"))
+    if not written.calls and _LIST.match(text) and text.rstrip().endswith(")]"):
+        return Written([CallBlock(text, python_calls(text))])
     return written
 
 
 def python_calls(text: str) -> list[WrittenCall | str]:
     """Calls of an expression: one, or a list of them."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in texts that Python does not know
-            tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [f"a call is not Python: {error}"]
+    tree = parsed(text.strip(), "eval")
+    return [tree] if isinstance(tree, str) else calls_in(tree.body)
+
+
+def calls_in(tree: ast.expr) -> list[WrittenCall | str]:
+    """Calls of an expression that Python has read."""
     items = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     return [_call(item) for item in items] or ["a list of calls is empty"]
 
 
+def parsed(text: str, mode: str) -> Any:
+    """Tree of a text in Python, or what is wrong with it.
+
+    Line breaks may stand in texts of one quote, and parameters have names that Python keeps for itself: models write
+    both, and templates show them.
+    """
+    problem = ""
+    for given in (text, _SPELLED.sub(_as_python, text)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in texts that Python does not know
+                return ast.parse(given, mode=mode)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            problem = problem or f"a call is not Python: {error}"
+    return problem
+
+
+def _as_python(found: re.Match[str]) -> str:
+    if found["name"] is not None:
+        return f"{found['name']}{_KEPT_NAME}{found['equals']}"
+    if found["line"] is None:
+        return found[0]
+    return _LINE.sub(lambda part: _BREAKS.get(part[0], part[0]), found[0])
+
+
 def _call(node: ast.expr) -> WrittenCall | str:
-    if not isinstance(node, ast.Call) or node.args or not all(keyword.arg for keyword in node.keywords):
+    if not isinstance(node, ast.Call) or node.args or not all(given.arg for given in node.keywords):
         return "a call is name(key=value, ...), with a name before each value"
     try:
-        arguments = {str(keyword.arg): ast.literal_eval(_JsonWords().visit(keyword.value)) for keyword in node.keywords}
+        arguments = {
+            str(given.arg).removesuffix(_KEPT_NAME): ast.literal_eval(_JsonWords().visit(given.value))
+            for given in node.keywords
+        }
         return WrittenCall(ast.unparse(node.func), arguments)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return "the values of a call must be written out: texts, numbers, lists, dictionaries"

@@ -4,16 +4,19 @@
 """
 
 import re
+from collections.abc import Collection
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, elements, in_blocks
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, after_last, elements, in_blocks
 
 SIGNS = ("<function=",)
+OPENINGS = ("<tool_call>",)
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
 
 
-def find(text: str, tag: Tag) -> Written:
+def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Calls of a reply."""
-    return in_blocks(text, lambda body: [_call(body)], (tag("<tool_call>"), tag("</tool_call>")))
+    tags = tag("<tool_call>"), tag("</tool_call>")
+    return in_blocks(text, lambda body: [_call(body)], tags, end=after_last("</function>"))
 
 
 def _call(body: str) -> WrittenCall | str:

@@ -1,7 +1,7 @@
 """Tools of an episode: calls that a policy wrote are held against their JSON schemas."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -19,6 +19,9 @@ from jaxrlhf.episode import MalformedCall, ToolCall, ToolSchema
 class Signatures:
     """Names and parameters of tools.
 
+    Attributes:
+      names: Names of all of them.
+
     Raises:
       Refusal: A tool has no name, two have the same, or parameters are no JSON schema of an object.
     """
@@ -31,6 +34,10 @@ class Signatures:
             if name in self._parameters:
                 raise Refusal(f"two tools have the name {name!r}; give each its own")
             self._parameters[name], self._validators[name] = schema, _validator(name, schema)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._parameters.keys()
 
     def check(self, written: WrittenCall) -> ToolCall | MalformedCall:
         """The call that was written, with arguments of the types that the schema asks for, if it can be made."""
@@ -52,7 +59,7 @@ class Signatures:
         if error is not None:
             place = "".join(f" {part}" for part in error.absolute_path)
             return MalformedCall("arguments", f"the arguments of {name} do not fit:{place} {error.message[:200]}")
-        return ToolCall(name, given)
+        return ToolCall(name, given, written.call_id)
 
     def _positional(self, text: str) -> tuple[str, dict[str, str]]:
         """Name and arguments of `name: a, b`, or of `a, b` where there is one tool alone."""

@@ -127,7 +127,9 @@ class RenderedChats:
         return at + len(self._closing)
 
     def _ended(self, text: str) -> int:
-        """Length of the last turn, without the space that a template writes behind its end."""
+        """Length of the last turn, without what a template writes behind its end."""
+        if self._closing and (at := text.rfind(self._closing)) >= 0:
+            return at + len(self._closing)
         ends = [found.end() for found in self._control.found_in(text)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 

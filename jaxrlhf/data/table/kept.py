@@ -28,7 +28,7 @@ LEAST_BYTES = 16 * 2**20
 _PACKED = 8
 """Bytes of text in a byte of a compressed file, roughly."""
 
-_VERSION = 6
+_VERSION = 7
 
 
 def folder_of(

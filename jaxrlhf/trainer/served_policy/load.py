@@ -14,7 +14,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
 from jaxrlhf.config import Pretrained, Refusal
 from jaxrlhf.data.images import ImageReader
-from jaxrlhf.data.tokenizer import decoder, load_tokenizer
+from jaxrlhf.data.tokenizer import TokenBytes, load_tokenizer
 from jaxrlhf.engine import Engine
 from jaxrlhf.models import choose_execution, param_dims, read_config
 from jaxrlhf.models.config import ModelConfig
@@ -111,7 +111,7 @@ def _engine(
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
         execution=choose_execution(config, jnp.dtype(sizes.dtype), mesh, **GENERATION_AXES, decodes=True, cache="auto"),
-        decode=decoder(tokenizer),
+        decode=TokenBytes(tokenizer).text,
         pixels=pixels,
     )
 

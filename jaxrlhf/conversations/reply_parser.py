@@ -1,18 +1,20 @@
 """Replies of a policy, from its tokens to words: reasoning, content, and tool calls in its family's form."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.conversations.rendering import mapped
+from jaxrlhf.conversations.rendering import as_object, mapped
+from jaxrlhf.conversations.reply_stream import ReplyWords
+from jaxrlhf.conversations.reply_words import MarkedText, ReasoningSplit, ReplyTokens
+from jaxrlhf.conversations.tool_calls import gpt_oss
 from jaxrlhf.conversations.tool_calls.families import family
 from jaxrlhf.conversations.tool_calls.signatures import Signatures
-from jaxrlhf.conversations.tool_calls.written import MARK, Written, WrittenCall, calls_of
-from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.conversations.tool_calls.written import MARK, CallBlock, Written, WrittenCall, calls_of
 from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
 _SHOWN_MARK = repr(MARK)[1:-1]
 
 _KEPT = 256
@@ -23,15 +25,15 @@ class ReplyParser:
     """Reader of replies in the form that a tokenizer's chat template shows.
 
     A tag that is a token of the vocabulary counts where that token was drawn, not where letters spell it.
+
+    Args:
+      usual: Text by which the template opens a reply to a user.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-        self._tokenizer, self._text = tokenizer, decoder(tokenizer)
-        self._own = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
-        self._tags = set(self._own.values())
-        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = special | set(tokenizer.all_special_ids)
-        self._family = family(template, self._tags)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, usual: str = "") -> None:
+        self._tokenizer, self.tokens = tokenizer, ReplyTokens(tokenizer)
+        self._family = family(template, {*self.tokens.own.values()})
+        self._usual = usual
         self._by_template = getattr(tokenizer, "response_template", None)
         self._signatures: dict[str, Signatures] = {}
 
@@ -48,22 +50,51 @@ class ReplyParser:
           opening: Last of the text before it.
         """
         drawn = tokens[:-1] if ended else tokens
+        signatures, reasons = self.signatures(tools), False
         written = self._template_form(drawn, tools, opening) if self._by_template else None
         if written is None:
-            reasoning, rest = self._split(self._marked(drawn), opening)
-            written = self._family.find(rest, self._tag)
-            written.reasoning = reasoning + written.reasoning
-        signatures = self.signatures(tools)
-        checked = [_checked(call, signatures) for call in written.calls]
+            written, reasons = self._written(drawn, opening, signatures.names)
+        plain = self.tokens.plain
+        content, checked = list[str](), list[ToolCall | MalformedCall]()
+        for part in written.parts:
+            if isinstance(part, str):
+                content.append(part)
+                continue
+            found = [_checked(call, signatures) for call in part.calls]
+            checked += found
+            content += [part.text] if any(isinstance(call, MalformedCall) for call in found) else []
+        said = plain("".join(content))
+        said = said.lstrip("\n") if signatures.names else said
+        reasoning = plain(written.reasoning).strip()
         return Reply(
-            text=self._text(drawn),
-            content=self._plain(written.content).strip("\n") if checked else self._plain(written.content),
-            reasoning=self._plain(written.reasoning).strip(),
+            text=self.tokens.bytes.text(drawn),
+            content=said.rstrip("\n") if checked else said,
+            reasoning=reasoning,
             calls=tuple(call for call in checked if isinstance(call, ToolCall)),
             malformed=tuple(call for call in checked if isinstance(call, MalformedCall)),
             tokens=tokens,
             ended=ended,
+            reasoned=reasons or bool(reasoning),
         )
+
+    def stream(self, tools: Sequence[ToolSchema], opening: str) -> "ReplyWords | None":
+        """Words of a reply as its tokens come; None if the tokenizer's own response template has to see all of it."""
+        if self._by_template:
+            return None
+        split = ReasoningSplit(self.tokens.tag, opening, self._usual)
+        return ReplyWords(self.tokens, split, self._family, self.signatures(tools).names)
+
+    @property
+    def writes_calls(self) -> bool:
+        """True if calls can be written as text."""
+        return hasattr(self._family, "write")
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Calls of a message as the policy writes them; None where the family's form is not written here."""
+        if not self.writes_calls:
+            return None
+        functions = [call["function"] for call in calls]
+        return str(self._family.write([(function["name"], as_object(function["arguments"])) for function in functions]))
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
         """Names and parameters of tools; `Refusal` as of the class."""
@@ -74,45 +105,16 @@ class ReplyParser:
                 self._signatures.pop(next(iter(self._signatures)), None)
         return found
 
-    def _tag(self, tag: str) -> str:
-        return MARK + tag if tag in self._tags else tag
-
-    def _marked(self, tokens: Sequence[int]) -> str:
-        """Text in which a mark stands before each token of the vocabulary's own."""
-        parts: list[str] = []
-        run: list[int] = []
-        for token in (*tokens, None):
-            if token is not None and token not in self._own:
-                run.append(token)
-                continue
-            if run:
-                parts.append(str(self._tokenizer.decode(run)).replace(MARK, "\ufffd"))
-                run = []
-            if token is not None:
-                parts.append(MARK + self._own[token])
-        return "".join(parts)
-
-    def _plain(self, text: str) -> str:
-        """Marked text as it is read, special tokens left out."""
-        for id in self._special:
-            if id in self._own:
-                text = text.replace(MARK + self._own[id], "")
-        return text.replace(MARK, "")
-
-    def _split(self, text: str, opening: str) -> tuple[str, str]:
-        """Reasoning of a reply, and what follows it."""
-        for begin, end in _REASONING:
-            head, tag, name = begin.partition(">")
-            start, stop = self._tag(head + tag) + name, self._tag(end)
-            before, closed, after = text.rpartition(stop)
-            if closed:
-                return before.replace(start, "", 1), after.lstrip("\n")
-            content, opened, thought = text.partition(start)
-            if opened:
-                return thought, content
-            if opening.rstrip().endswith(begin.strip()):
-                return text, ""
-        return "", text
+    def _written(self, tokens: Sequence[int], opening: str, names: Collection[str]) -> tuple[Written, bool]:
+        """Parts of a reply in the form of the family, and whether it has a place for reasoning."""
+        marked, split = MarkedText(self.tokens), ReasoningSplit(self.tokens.tag, opening, self._usual)
+        (thought, rest), (left, last) = split.add(marked.add(tokens) + marked.end()), split.end()
+        if names or self._family is gpt_oss:
+            written = self._family.find(rest + last, self.tokens.tag, names)
+        else:
+            written = Written([rest + last])  # without tools nothing is a call
+        written.reasoning = thought + left + written.reasoning
+        return written, split.reasons
 
     def _template_form(self, tokens: Sequence[int], tools: Sequence[ToolSchema], opening: str) -> Written | None:
         """Parts of a reply by the tokenizer's own response template; None if that cannot read it."""
@@ -123,7 +125,8 @@ class ReplyParser:
             for call in message.get("tool_calls") or ():
                 calls += calls_of(call.get("function", call) if isinstance(call, dict) else call, ("arguments",))
             reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
-            return Written(str(message.get("content") or ""), calls, str(reasoning))
+            content = str(message.get("content") or "")
+            return Written([content, CallBlock(text, calls)] if calls else [content], str(reasoning))
         except Exception:  # whatever a template's patterns and parsers make of a policy's text
             return None
 

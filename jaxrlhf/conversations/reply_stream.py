@@ -1,0 +1,84 @@
+"""Reasoning and content of a reply that no further token changes, as its tokens come."""
+
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
+
+from jaxrlhf.conversations.reply_words import MarkedText, ReasoningSplit, ReplyTokens
+from jaxrlhf.conversations.tool_calls import gpt_oss
+from jaxrlhf.conversations.tool_calls.written import may_begin
+
+
+class ReplyWords:
+    """Words of a reply that are known before it ends: all but what stands behind the first call, and the calls.
+
+    Together they are a beginning of the reasoning and of the content that `ReplyParser.reply` finds of all tokens. What
+    some tokens cost depends on these alone.
+
+    Args:
+      names: Tools.
+    """
+
+    def __init__(self, tokens: ReplyTokens, split: ReasoningSplit, family: ModuleType, names: Collection[str]) -> None:
+        self._plain = tokens.plain
+        self._text, self._split = MarkedText(tokens), split
+        self._channels = gpt_oss.Channels(tokens.tag, names) if family is gpt_oss else None
+        self._openings = tuple(map(tokens.tag, family.OPENINGS)) if names else ()
+        self._beginnings = tuple(getattr(family, "BEGINNINGS", ())) if names else ()
+        self._held, self._space = "", list[str]()
+        self._called = False
+        self._reasoning, self._content = _Ends(str.isspace, leading=True), _Ends("\n".__eq__, leading=bool(names))
+
+    def add(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Reasoning and content that are known with these tokens."""
+        thought, rest = self._split.add(self._text.add(tokens))
+        said = ""
+        if self._channels is None:
+            said = self._before_calls(rest)
+        else:
+            for kind, words in self._channels.add(rest):
+                self._called |= kind == "call"
+                thought += words if kind == "reasoning" else ""
+                said += words if kind == "content" and not self._called else ""
+        return self._reasoning.add(self._plain(thought)), self._content.add(self._plain(said))
+
+    def _before_calls(self, text: str) -> str:
+        if self._called or not self._openings:
+            return "" if self._called else text
+        if self._beginnings:  # the reply as a whole may be a call
+            self._space.append(text)
+            if not text.strip():
+                return ""
+            text = "".join(self._space)
+            self._called = text.lstrip().startswith(self._beginnings)
+            self._beginnings = ()
+        text, self._held = self._held + text, ""
+        places = [place for opening in self._openings if (place := text.find(opening)) >= 0]
+        self._called |= bool(places)
+        if self._called:
+            return text[: min(places)] if places else ""
+        cut = may_begin(text, self._openings)
+        self._held = text[cut:]
+        return text[:cut]
+
+
+class _Ends:
+    """Text whose ends may be left out: what it begins with is, and what it ends with waits for more."""
+
+    def __init__(self, outer: Callable[[str], bool], *, leading: bool) -> None:
+        self._outer, self._leading = outer, leading
+        self._held: list[str] = []
+
+    def add(self, text: str) -> str:
+        """The text that is known to stand between the ends."""
+        if self._leading:
+            begin = next((place for place, letter in enumerate(text) if not self._outer(letter)), len(text))
+            text = text[begin:]
+            self._leading = not text
+        end = len(text)
+        while end and self._outer(text[end - 1]):
+            end -= 1
+        if not end:
+            self._held.append(text)
+            return ""
+        said, self._held = "".join(self._held) + text[:end], [text[end:]]
+        return said

@@ -1,0 +1,152 @@
+"""Words of a reply as its tokens come: text with marks, and where reasoning ends and the rest begins."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.conversations.tool_calls.written import MARK, Tag, may_begin
+from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
+
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+"""Tags that begin reasoning, and those that end it."""
+
+
+class ReplyTokens:
+    """Tokens of replies as text: a mark stands before each token of the vocabulary's own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.bytes = TokenBytes(tokenizer)
+        self.own = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._tags = set(self.own.values())
+        self._special = [MARK + text for id, text in self.own.items() if self.bytes.is_special(id)]
+
+    def tag(self, text: str) -> str:
+        """A tag as the text shows it."""
+        return MARK + text if text in self._tags else text
+
+    def plain(self, text: str) -> str:
+        """Marked text as it is read, special tokens left out."""
+        if MARK not in text:
+            return text
+        for special in self._special:
+            text = text.replace(special, "")
+        return text.replace(MARK, "")
+
+
+class MarkedText:
+    """Marked text of one reply, as its tokens come."""
+
+    def __init__(self, tokens: ReplyTokens) -> None:
+        self._tokens = tokens
+        self._text, self._first = TextBytes(), True
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that is complete with these tokens."""
+        parts: list[str] = []
+        for token in tokens:
+            if token in self._tokens.own:
+                parts += [self.end(), MARK + self._tokens.own[token]]
+                self._first = True
+            else:
+                parts.append(self._text.add(self._tokens.bytes.of(token, first=self._first)).replace(MARK, "\ufffd"))
+                self._first = False
+        return "".join(parts)
+
+    def end(self) -> str:
+        """Text that is left."""
+        return self._text.end()
+
+
+class ReasoningSplit:
+    """Reasoning of a reply, and what follows, as its marked text comes.
+
+    Reasoning stands at the beginning, where the prompt or the reply opens it, and ends with the first end: tags that
+    come later are words. Where the prompt has ended it there is none. An end without a beginning ends reasoning where
+    the template opens it in other turns, as DeepSeek's does not behind a tool's answer; else it is a word.
+
+    Attributes:
+      reasons: The reply has a place for reasoning, be it empty.
+
+    Args:
+      opening: Last of the text before the reply.
+      usual: Text that opens a reply to a user.
+    """
+
+    def __init__(self, tag: Tag, opening: str, usual: str) -> None:
+        self._pairs = [(_marked(begin, tag), tag(end)) for begin, end in REASONING]
+        self._state: Literal["begin", "again", "perhaps", "reasoning", "ended", "rest"] = "begin"
+        self._start = self._stop = self._held = self._usual = ""
+        self._perhaps, self._space = list[str](), list[str]()
+        self.reasons = False
+        opening = opening.rstrip()
+        if any(opening.endswith(end) for _, end in REASONING):
+            self._state = "rest"
+        for (begin, _), pair in zip(REASONING, self._pairs, strict=True):
+            if opening.endswith(begin.strip()):
+                self._begin("again", pair)
+            self._usual = pair[1] if usual.rstrip().endswith(begin.strip()) else self._usual
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Reasoning, and what follows, that are known with this text."""
+        if self._state in ("begin", "again") and not self._held and not text.strip():
+            self._space.append(text)  # none is looked at twice
+            return "", ""
+        self._held += "".join(self._space) + text if self._space else text
+        self._space = []
+        reasoning, rest = "", ""
+        if self._state == "begin":
+            begun = self._held.lstrip()
+            found = next((pair for pair in self._pairs if begun.startswith(pair[0])), None)
+            if found is not None:
+                self._begin("reasoning", found)
+                self._held = begun[len(found[0]) :]
+            elif not any(start.startswith(begun) for start, _ in self._pairs):
+                self._state = "perhaps" if self._usual else "rest"
+        if self._state == "perhaps":
+            self._look_for_end()
+        if self._state == "again":  # a model may repeat what the prompt has opened
+            begun = self._held.lstrip()
+            if begun.startswith(self._start):
+                self._held, self._state = begun[len(self._start) :], "reasoning"
+            elif not self._start.startswith(begun):
+                self._state = "reasoning"
+        if self._state == "reasoning":
+            reasoning, ended, after = self._held.partition(self._stop)
+            if ended:
+                self._held, self._state = after, "ended"
+            else:
+                cut = may_begin(self._held, (self._stop,))
+                reasoning, self._held = self._held[:cut], self._held[cut:]
+        if self._state == "ended":
+            self._held = self._held.lstrip("\n")
+            self._state = "rest" if self._held else "ended"
+        if self._state == "rest":
+            rest, self._held = self._held, ""
+        return reasoning, rest
+
+    def end(self) -> tuple[str, str]:
+        """Words that are left; the token of a tag that was cut is none."""
+        left, self._held = "".join((*self._perhaps, *self._space, self._held)), ""
+        if self._state in ("again", "reasoning"):
+            return left, ""
+        return "", "" if left.lstrip().startswith(MARK) else left
+
+    def _look_for_end(self) -> None:
+        """Keep what comes until an end says that all of it was reasoning; none is looked at twice."""
+        if self._usual in self._held:
+            self._held, self._perhaps = "".join(self._perhaps) + self._held, []
+            self.reasons, self._state, self._stop = True, "reasoning", self._usual
+            return
+        cut = may_begin(self._held, (self._usual,))
+        self._perhaps.append(self._held[:cut])
+        self._held = self._held[cut:]
+
+    def _begin(self, state: Literal["again", "reasoning"], pair: tuple[str, str]) -> None:
+        self._state, self.reasons = state, True
+        self._start, self._stop = pair
+
+
+def _marked(begin: str, tag: Callable[[str], str]) -> str:
+    head, end, name = begin.partition(">")
+    return tag(head + end) + name

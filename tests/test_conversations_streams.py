@@ -1,0 +1,122 @@
+"""A stream says what the whole reply says: for every family, at every grouping of tokens, whatever is drawn."""
+
+import random
+import time
+from functools import cache
+
+import pytest
+from chat_families import FAMILIES, small_tokenizer, tokenizer_of
+from written_calls import FORMS, NOTE, NOW, arguments
+
+from jaxrlhf.conversations import ChatFormat
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.serving.texts import ReplyStream, before_stop
+
+TOOLS = [NOTE, NOW]
+REPLIES = 150
+"""Replies that are drawn of each family."""
+
+OPENINGS = ("", "<think>\n", "<think>\n\n</think>\n\n", "<|channel>thought\n", "<|channel>thought\n<channel|>")
+STOPS = ("STOP", "ab", "</x>")
+PIECES = (
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought\n", "<channel|>", "<|channel>", "thought"),
+    *("<|channel|>analysis<|message|>", "<|channel|>final", "<|message|>", "<|end|>", "<|start|>assistant", "to=f"),
+    *("<|channel|>commentary to=functions.note <|constrain|>json<|message|>", '{"text": "a"}', "<|call|>"),
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "note", "```tool_code\n", "```", "<<", ">>", "[note("),
+    *('{"name": "note"', '{"a": 1}', "[1]", "{", "[", "<", "`", "\n", "\n\n", " ", "  ", "STOP", "a", "b", "</", "x>"),
+    *("Hello there.", "plan", "é😀日", "日本語", "<|python_tag|>", "<|im_end|>", "<tool_call|>", "\ue000"),
+)
+
+
+@cache
+def formats():
+    found = {name: ChatFormat(tokenizer_of(name), family.settings) for name, family in FAMILIES.items()}
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+    for name, form in FORMS.items():
+        tokenizer = small_tokenizer(("<s>", "</s>", *form.special), form.tags, template + "{# " + form.sign + " #}")
+        found[f"form {name}"] = ChatFormat(tokenizer)
+    return {**found, "embedded": ChatFormat(embedded_tokenizer())}
+
+
+NAMES = [*FAMILIES, *(f"form {name}" for name in FORMS), "embedded"]
+
+
+def groups(tokens, draw, most):
+    """The tokens in groups of random lengths."""
+    at = 0
+    while at < len(tokens):
+        size = draw.randint(1, most)
+        yield tokens[at : at + size]
+        at += size
+
+
+def streamed(form, tokens, tools, opening, stops, stop, parts):
+    """Reasoning and content that a stream says, in all."""
+    stream = ReplyStream(form, tools, opening, stops)
+    said = {"reasoning": "", "content": ""}
+    made = [stream.add(part) for part in parts]
+    made.append(stream.end(form.parse(tokens, tools, opening=opening), stop))
+    for event in made:
+        for name, text in event.items():
+            said[name] += text
+    return said
+
+
+def reply_of(name, form, draw):
+    """Tokens of a reply: pieces of all families' forms, calls of its own, and some tokens at random."""
+    family = name.removeprefix("form ")
+    own = [FORMS[family].write([("note", arguments(draw))])] if family in FORMS else []
+    own += [FAMILIES[family].call] if family in FAMILIES else []
+    choices = [own if own and draw.random() < 0.15 else PIECES for _ in range(draw.randint(1, 9))]
+    texts = [draw.choice(some) for some in choices]
+    tokens = form.tokenizer.encode("".join(texts), add_special_tokens=False)
+    for _ in range(draw.choice([0, 0, 0, 1, 3])):
+        place = draw.randrange(len(tokens) + 1)
+        tokens[place:place] = [draw.randrange(len(form.tokenizer))]
+    if draw.random() < 0.3:
+        tokens.append(draw.choice(sorted(form.stop_tokens)))
+    return tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_says_what_the_whole_reply_says(name):
+    form, draw = formats()[name], random.Random(name)
+    known = 0
+    for _ in range(REPLIES):
+        tokens = reply_of(name, form, draw)
+        tools, opening = draw.choice([TOOLS, []]), draw.choice(OPENINGS)
+        stops = draw.choice([(), STOPS])
+        whole = form.parse(tokens, tools, opening=opening)
+        found = [stop for stop in stops if stop in whole.text]
+        stop = draw.choice(found) if found and draw.random() < 0.5 else None
+        if stop is not None:
+            stops = (stop,)
+        expected = {"reasoning": before_stop(whole.reasoning, stop), "content": before_stop(whole.content, stop)}
+        for most in (1, 3, 12):
+            parts = [*groups(tokens, draw, most)]
+            assert streamed(form, tokens, tools, opening, stops, stop, parts) == expected, (tokens, opening, parts)
+        stream = ReplyStream(form, tools, opening, ())
+        known += sum(len(text) for part in tokens for text in stream.add([part]).values())
+    assert known > 5 * REPLIES  # what nobody would wait for is said before the end
+
+
+def test_a_call_without_words_holds_back_what_follows():
+    form = formats()["gpt-oss"]
+    text = "<|channel|>commentary to=functions.note<|message|><|end|><|start|>assistant<|channel|>final<|message|>So."
+    tokens = form.tokenizer.encode(text, add_special_tokens=False)
+    whole = form.parse(tokens, TOOLS)
+    assert whole.content == "to=functions.note So." and len(whole.malformed) == 1
+    said = streamed(form, tokens, TOOLS, "", (), None, [[token] for token in tokens])
+    assert said == {"reasoning": "", "content": whole.content}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["\n", "<", " a\n"], ids=["lines", "tags", "words"])
+def test_an_event_costs_what_it_adds(name, text):
+    form = formats()[name]
+    stream = ReplyStream(form, TOOLS, "", STOPS)
+    tokens = form.tokenizer.encode(text, add_special_tokens=False)
+    start = time.perf_counter()
+    for _ in range(10_000):
+        stream.add(tokens)
+    assert time.perf_counter() - start < 2.0

@@ -1,0 +1,218 @@
+"""Answers that are learned: as each family's chat template writes them, up to the token that ends the turn."""
+
+import json
+
+import pytest
+from chat_families import FAMILIES, TEMPLATES, small_tokenizer, tokenizer_of
+
+from jaxrlhf.agent_loop.prompts import EpisodePrompts
+from jaxrlhf.config import PairFile, PromptFile, Refusal
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+LEARNED = {
+    "qwen2.5": "Hello<|im_end|>",
+    "qwen3": NO_THOUGHT + "Hello<|im_end|>",
+    "qwen3.5": "\n</think>\n\nHello<|im_end|>",
+    "llama 3.1": "Hello<|eot_id|>",
+    "gemma 3": "Hello<end_of_turn>",
+    "gemma 4": "Hello<turn|>",
+    "phi 3.5": "Hello<|end|>",
+    "gpt-oss": "<|channel|>final<|message|>Hello<|return|>",
+    "lfm2": "Hello<|im_end|>",
+    "mistral": "Hello</s>",
+}
+"""Text that is learned of `Hello`, written by hand from the families' published forms."""
+
+
+def load(tmp_path, tokenizer, record, **settings):
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    pairs = "chosen" in record
+    data = (
+        PairFile(train=str(file))
+        if pairs
+        else PromptFile(train=str(file), answer_key=None, solution_key="solution", **settings)
+    )
+    [problem] = load_problems(data, tokenizer, split="train", max_prompt_tokens=1000).problems
+    return problem
+
+
+def learned(tmp_path, name, text, **settings):
+    tokenizer = tokenizer_of(name) if isinstance(name, str) else name
+    problem = load(tmp_path, tokenizer, {"prompt": "Hi", "solution": text}, **settings)
+    return str(tokenizer.decode(problem.solution_tokens))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_an_answer_ends_as_the_template_ends_it(tmp_path, name):
+    assert learned(tmp_path, name, "Hello") == LEARNED[name]
+    tokenizer = tokenizer_of(name)
+    problem = load(tmp_path, tokenizer, {"prompt": "Hi", "chosen": "Hello", "rejected": "No"})
+    assert str(tokenizer.decode(problem.solution_tokens)) == LEARNED[name]
+    assert str(tokenizer.decode(problem.rejected_tokens)) == LEARNED[name].replace("Hello", "No")
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    said = str(tokenizer.decode(problem.prompt_tokens)) + LEARNED[name]
+    said, whole = (text[text.index("Hi") :] for text in (said, whole))  # gpt-oss writes the date before
+    assert whole.startswith(said) and whole[len(said) :].strip() in ("", "<|endoftext|>")
+
+
+@pytest.mark.parametrize("name", sorted({*LEARNED} - {"gpt-oss"}))
+@pytest.mark.parametrize("text", ["One.\n\nTwo", "1 + 2 = 3\n#### 3", "a  b", "你好"])
+def test_what_is_learned_has_the_tokens_of_its_text(tmp_path, name, text):
+    tokenizer = tokenizer_of(name)
+    problem = load(tmp_path, tokenizer, {"prompt": "Hi", "solution": text})
+    written = LEARNED[name].replace("Hello", text)
+    assert list(problem.solution_tokens) == tokenizer.encode(written, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "gemma 3", "phi 3.5", "llama 3.1", "gpt-oss", "gemma 4"])
+def test_a_demonstration_is_learned_as_a_text_is(tmp_path, name):
+    form = EpisodePrompts.__new__(EpisodePrompts)
+    from jaxrlhf.conversations import ChatFormat
+
+    form._format = ChatFormat(tokenizer_of(name), FAMILIES[name].settings)
+    said = [{"role": "assistant", "content": "Hello"}]
+    ids, mask = form.demonstrated([{"role": "user", "content": "Hi"}], said, ())
+    assert str(tokenizer_of(name).decode(ids)) == LEARNED[name] and all(mask)
+
+
+def test_an_answer_is_not_learned_inside_open_thinking(tmp_path):
+    for text, kept in (
+        ("plan</think>\n\nHello", "plan</think>\n\nHello"),
+        ("<think>\nplan\n</think>\n\nHello", "plan\n</think>\n\nHello"),
+    ):
+        assert learned(tmp_path, "deepseek v3", text) == kept + "<｜end▁of▁sentence｜>"
+    with pytest.raises(Refusal, match="opens '<think>' in it"):
+        learned(tmp_path, "deepseek v3", "Hello")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kept"),
+    [
+        ("qwen3", "<think>\nplan\n</think>\n\nHello", "<think>\nplan\n</think>\n\nHello<|im_end|>"),
+        ("qwen3.5", "<think>\nplan\n</think>\n\nHello", "plan\n</think>\n\nHello<|im_end|>"),
+        ("qwen2.5", "<think>plan</think>Hello", "<think>plan</think>Hello<|im_end|>"),
+    ],
+)
+def test_thinking_that_an_answer_brings_is_learned_as_the_template_writes_it(tmp_path, name, text, kept):
+    assert learned(tmp_path, name, text) == kept
+
+
+def test_a_template_that_drops_words_is_refused(tmp_path):
+    family = FAMILIES["qwen2.5"]
+    template = (TEMPLATES / family.template).read_text()
+    short = template.replace("message.content", "message.content[:4]")
+    assert short != template
+    with pytest.raises(Refusal, match="as it stands"):
+        learned(tmp_path, small_tokenizer(family.special, family.tags, short), "Hello there")
+
+
+def test_the_embedded_tokenizers_answers_are_as_they_were(tmp_path):
+    tokenizer = embedded_tokenizer()
+    problem = load(tmp_path, tokenizer, {"prompt": "2+2?", "solution": " It is 4.\n"})
+    assert tokenizer.decode(problem.solution_tokens) == " It is 4.\n<|eos|>"
+    tokenizer.chat_template = None
+    problem = load(tmp_path, tokenizer, {"prompt": "2+2?", "solution": " It is 4.\n"})
+    assert tokenizer.decode(problem.solution_tokens) == " It is 4.\n<|eos|>"
+
+
+@pytest.mark.parametrize(("kept", "count"), [("text", 1), ("parse", 2)])
+def test_control_tokens_that_an_answer_spells(tmp_path, kept, count):
+    tokenizer = tokenizer_of("gemma 3")
+    record = {"prompt": "Hi", "solution": "say <end_of_turn> now"}
+    problem = load(tmp_path, tokenizer, record, control_tokens=kept)
+    assert tokenizer.decode(problem.solution_tokens) == "say <end_of_turn> now<end_of_turn>"
+    assert problem.solution_tokens.count(tokenizer.convert_tokens_to_ids("<end_of_turn>")) == count
+
+
+# Demonstrations with calls
+
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+AS_TEXT = {**CALL, "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+def demonstrated(name, call):
+    from jaxrlhf.conversations import ChatFormat
+
+    form = EpisodePrompts.__new__(EpisodePrompts)
+    form._format = ChatFormat(tokenizer_of(name), FAMILIES[name].settings)
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "So 3."},
+    ]
+    return form.demonstrated([{"role": "user", "content": "Hi"}], said, [ADD])
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama 3.1", "gemma 4", "qwen3", "lfm2", "qwen2.5", "gpt-oss"])
+def test_arguments_as_json_text_are_written_as_the_object(name):
+    ids, mask = demonstrated(name, AS_TEXT)
+    assert (ids, mask) == demonstrated(name, CALL)
+    imitated = tokenizer_of(name).decode([id for id, own in zip(ids, mask, strict=True) if own])
+    assert '"{' not in imitated and "{{" not in imitated and "add" in imitated
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("gemma 3", "```tool_code\nadd(a=1, b=2)\n```<end_of_turn>"),
+        ("phi 3.5", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|end|>'),
+    ],
+)
+def test_calls_that_a_template_does_not_show_are_learned_as_the_policy_writes_them(name, call):
+    ids, mask = demonstrated(name, AS_TEXT)
+    tokenizer = tokenizer_of(name)
+    text = str(tokenizer.decode([id for id, own in zip(ids, mask, strict=True) if own]))
+    assert text.startswith(call)
+    assert text.count("So 3.") == 1
+
+
+def test_arguments_that_are_no_json_are_refused():
+    broken = {**CALL, "function": {"name": "add", "arguments": '{"a": 1'}}
+    with pytest.raises(Refusal, match="a demonstration cannot be written"):
+        demonstrated("qwen3", broken)
+
+
+def test_a_template_that_passes_texts_through_adds_the_end_alone(tmp_path):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert learned(tmp_path, tokenizer, "It is 4.") == "It is 4.<|eos|>"
+
+
+# Calls in prompts
+
+
+def asked(*, call=None, answer=None):
+    told = [{"role": "user", "content": "Hi"}]
+    told += [{"role": "assistant", "content": "", "tool_calls": [call]}] if call else []
+    told += [{"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": answer}] if answer else []
+    return {"prompt": [*told, {"role": "user", "content": "Well?"}], "solution": "So."}
+
+
+@pytest.mark.parametrize("name", ["phi 3.5", "gemma 3"])
+def test_calls_that_a_prompt_would_lose_are_refused(tmp_path, name):
+    with pytest.raises(Refusal, match="shows no calls of tools"):
+        load(tmp_path, tokenizer_of(name), asked(call=CALL))
+
+
+def test_answers_of_tools_that_a_prompt_would_lose_are_refused(tmp_path):
+    with pytest.raises(Refusal, match="shows no answers of tools"):
+        load(tmp_path, tokenizer_of("phi 3.5"), asked(answer="3"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "llama 3.1", "gemma 4", "lfm2", "gpt-oss"])
+def test_calls_that_a_template_shows_are_in_the_prompt(tmp_path, name):
+    problem = load(tmp_path, tokenizer_of(name), asked(call=CALL, answer="42"))
+    text = str(tokenizer_of(name).decode(problem.prompt_tokens))
+    assert "add" in text and "42" in text
