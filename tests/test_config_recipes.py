@@ -111,7 +111,8 @@ def test_a_recipe_is_dry_run(name, tmp_path, monkeypatch, capsys):
     paths = {find(config, setting)[0] for setting in setting_names(config) if setting.endswith(".path")}
     for path in {str(path) for path in paths if path} - {str(path.parent) for path in tmp_path.rglob("*.parquet")}:
         if not Path(path).exists():
-            write_policy(tmp_path / path, positions=40_960)
+            scores = {"task": "ForSequenceClassification", "num_labels": 1} if path.endswith("_reward_model") else {}
+            write_policy(tmp_path / path, positions=40_960, **scores)
     here = {"placement": "given", "devices": 1, "cluster": None, "hardware": None}
     here |= {} if name.endswith("_reward_model") else {"rewards.workers": 1}
     result = run(override(config, here), dry_run=True)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
 import jax
 
@@ -94,7 +95,7 @@ def _bytes_alive() -> Counter[jax.Device]:
         try:
             for device, shard in _shards(array):
                 if shard.sharding.memory_kind in (None, device.default_memory().kind):
-                    ready = not _POINTERS_WAIT or shard.is_ready()
+                    ready = not _POINTERS_WAIT or cast(Any, shard).is_ready()
                     place = shard.unsafe_buffer_pointer() if ready else id(shard)
                     buffers[device, place, ready] = shard.nbytes
         except RuntimeError as error:

@@ -5,7 +5,9 @@ PYTHONPATH=scripts python -m gpu_day.kernels
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,9 @@ def choices() -> None:
     mesh, whole = one_device(), SIZES["0.5B"]
     for head_dim, window, cap in TRIED:
         heads, kv_heads = HEADS[head_dim]
-        sizes = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
+        sizes: dict[str, Any] = {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
         config = replace(whole, **sizes, num_layers=2, sliding_window=window, attn_logit_softcapping=cap)
-        found = {}
+        found: dict[str, Any] = {}
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -63,7 +65,7 @@ def rates(widths: tuple[int, ...]) -> None:
         )
         segment = jnp.ones((1, width), jnp.int32)
         score_mod = ScoreMod(head_dim**0.5, None, None)
-        programs = {
+        programs: dict[str, Callable[..., Any]] = {
             "flash": lambda q, k, v, segment=segment, mod=score_mod: ROWS["flash"](q, k, v, segment, mod),
             "cudnn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn"),
         }
@@ -74,7 +76,7 @@ def rates(widths: tuple[int, ...]) -> None:
             try:
                 forward_s = seconds(lambda: forward(query, key, value))  # noqa: B023
                 backward_s = seconds(lambda: backward(query, key, value))  # noqa: B023
-                memory = backward.lower(query, key, value).compile().memory_analysis()
+                memory: Any = backward.lower(query, key, value).compile().memory_analysis()
             except Exception as error:  # whatever a kernel raises is a finding
                 say("attention", kernel=name, width=width, refused=refused(error))
                 continue
