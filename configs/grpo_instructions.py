@@ -7,7 +7,7 @@ A prompt asks for a short sentence about a topic, and gives one instruction on i
 letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are plain functions
 below. Topics and pairs of instructions of the evaluation are in no training prompt.
 
-Result: not measured with these rewards yet; docs/instructions.md says what runs before it reached.
+Result: not measured in this form yet; docs/instructions.md says what earlier forms reached.
 
 Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for instructions that can be verified; Shao et al. 2024
 (arXiv:2402.03300) for GRPO.
