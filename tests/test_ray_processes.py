@@ -216,7 +216,7 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path,
     start = time.monotonic()
     with pytest.raises(HostNotStarted, match=message):
         HostProcesses("large", ray_world.World, hosts=hosts, cluster=cluster, log_directory=tmp_path)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20 < cluster.start_timeout_s / 2  # Ray on a busy machine answers in seconds
 
 
 @pytest.mark.parametrize("kind", [HostFailure, HostDied, HostHung, HostNotStarted])
