@@ -1,4 +1,4 @@
-"""What needs a GPU or TPU: its kernels, and a run from the command line, each in a process of its own."""
+"""Kernels and a run from the command line on a GPU or TPU, each in its own process."""
 
 import json
 import os

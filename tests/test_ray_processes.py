@@ -10,6 +10,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import ray
 import ray_world
 from jax.errors import JaxRuntimeError
 from tiny_runs import get_config
@@ -213,10 +214,11 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path, platform, hosts, message):
     cluster = RayCluster(devices_per_host=2, platform=platform)
+    ray.cluster_resources()  # the first question to a new cluster waits for the cluster, not for what is refused
     start = time.monotonic()
     with pytest.raises(HostNotStarted, match=message):
         HostProcesses("large", ray_world.World, hosts=hosts, cluster=cluster, log_directory=tmp_path)
-    assert time.monotonic() - start < 20 < cluster.start_timeout_s / 2  # Ray on a busy machine answers in seconds
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("kind", [HostFailure, HostDied, HostHung, HostNotStarted])

@@ -85,7 +85,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
 
 
 def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
-    """Refuse a local checkpoint of which some could not be read, as `check_pretrained`; one without any weights passes.
+    """Refuse a local checkpoint whose weights cannot all be read, as `check_pretrained`; no weights at all pass.
 
     Raises:
       Refusal: See `check_pretrained`.

@@ -130,7 +130,7 @@ class ChatFormat:
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
 
     def stream(self, tools: Sequence[ToolSchema] = (), *, opening: str = "") -> ReplyWords | None:
-        """Words of a reply as its tokens come, which are a beginning of those that `parse` finds.
+        """Words of a reply as its tokens come: a beginning of the words that `parse` finds.
 
         Returns:
           None if the tokenizer's own response template has to see the whole reply.

@@ -9,7 +9,7 @@ from jaxrlhf.conversations.tool_calls.written import MARK, Tag, may_begin
 from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
-"""Tags that begin reasoning, and those that end it."""
+"""Opening and closing tags of reasoning."""
 
 
 class ReplyTokens:

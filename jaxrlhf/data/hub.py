@@ -76,7 +76,7 @@ def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, A
 
 
 def record_files(name: str) -> list[Path]:
-    """Files that a path names: itself, or those that its signs `*`, `?` and `[` stand for, in the order of their names.
+    """Files that a path or a pattern of `*`, `?` and `[` names, in the order of their names.
 
     Raises:
       Refusal: They stand for none.

@@ -218,7 +218,7 @@ def name_of(source: Hashable) -> str:
 
 
 def image_values(value: Any) -> list[Any]:
-    """Images of a field: one, a list of them, or those that the parts of messages name."""
+    """Images of a field: one image, a list, or the images that parts of messages name."""
     if value is None:
         return []
     values = [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]

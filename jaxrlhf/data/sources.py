@@ -310,7 +310,7 @@ def _answering(messages: Sequence[Any]) -> int:
 
 
 def _conversation(row: Row, data: PromptFields) -> str | None:
-    """The field with prompt and solution in one list of messages; None if the prompt has a field of its own."""
+    """Field with prompt and solution in one list of messages; None if the prompt has its own field."""
     if data.prompt_key == data.solution_key and isinstance(row.value(data.prompt_key, "prompt_key"), list):
         return data.prompt_key
     if data.prompt_key != "prompt" or row.has("prompt"):

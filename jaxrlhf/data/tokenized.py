@@ -203,7 +203,7 @@ class Tokenized:
             (self._control.mark(texts[n] or "", place=examples[n].place) if spells else texts[n] or "", examples[n])
             for n, spells in zip(given, marked, strict=True)
         ]
-        # Words of the assistant at the end of a prompt are gone on with.
+        # An answer continues the words of the assistant at the end of a prompt.
         opens = [not isinstance(one.prompt, list) or one.prompt[-1].get("role") != "assistant" for _, one in answers]
         behind = iter(
             self._answer_texts.written(

@@ -1,4 +1,4 @@
-"""What this card does at best: matrix products, memory, transfers to the host, and the start of a program.
+"""Measure the card: rates of matrix products, memory and transfers to the host, and the start of a program.
 
 PYTHONPATH=scripts python -m gpu_day.card
 """

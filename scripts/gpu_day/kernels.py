@@ -1,4 +1,4 @@
-"""Which attention kernels pass their try-out on this device, and how fast rows and their gradients are.
+"""Try the attention kernels on this device, and time attention of rows forward and backward.
 
 PYTHONPATH=scripts python -m gpu_day.kernels
 """
@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,8 +75,8 @@ def rates(widths: tuple[int, ...]) -> None:
             forward = jax.jit(attend)
             backward = jax.jit(jax.grad(lambda *a, attend=attend: attend(*a).astype(jnp.float32).sum(), (0, 1, 2)))
             try:
-                forward_s = seconds(lambda: forward(query, key, value))  # noqa: B023
-                backward_s = seconds(lambda: backward(query, key, value))  # noqa: B023
+                forward_s = seconds(partial(forward, query, key, value))
+                backward_s = seconds(partial(backward, query, key, value))
                 memory: Any = backward.lower(query, key, value).compile().memory_analysis()
             except Exception as error:  # whatever a kernel raises is a finding
                 say("attention", kernel=name, width=width, refused=refused(error))

@@ -65,7 +65,7 @@ def config_of(model: Path, flags: argparse.Namespace) -> Config:
 
 
 def flops_of(flags: argparse.Namespace) -> float:
-    """Of one forward pass: products with weights, causal attention, the head where a token is trained."""
+    """Count the operations of one forward pass: weights, causal attention, the head where a token is trained."""
     model, tokens = SIZES[flags.size], flags.sequences * flags.tokens
     layers = model.num_layers * layer_flops(model, tokens=tokens, context=flags.tokens / 2)
     return layers + head_flops(model, "lm", tokens=flags.sequences * flags.trained)

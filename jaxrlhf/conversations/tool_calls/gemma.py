@@ -45,7 +45,7 @@ def write(calls: Sequence[tuple[str, Any]]) -> str:
 
 
 def _code(text: str) -> list[str | CallBlock]:
-    """Parts of a text that may have blocks of Python, each of which is lines of calls."""
+    """Parts of a text; a block of Python is lines of calls."""
     parts, at = list[str | CallBlock](), 0
     for code in _CODE.finditer(text):
         tree = parsed(code[1].strip(), "exec")

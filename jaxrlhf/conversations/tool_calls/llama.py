@@ -36,7 +36,7 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> tuple[
     """Calls of JSON objects one after another, and the place behind the last.
 
     Args:
-      names: Tools, of which an object that has no parameters names one, or it is no call; None takes all for calls.
+      names: Names of tools; an object without parameters is a call only if it names one. None: every object is a call.
     """
     found: list[WrittenCall | str] = []
     end = at

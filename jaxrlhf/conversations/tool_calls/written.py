@@ -20,7 +20,7 @@ class WrittenCall(NamedTuple):
       name: Name of a tool, hopefully.
       arguments: By name, hopefully.
       typed: Values have types; otherwise they are text, for the schema to say what it means.
-      call_id: Name of the call that was drawn with it; empty where the form has none.
+      call_id: Id of the call that was sampled with the call; empty where the form has none.
     """
 
     name: Any

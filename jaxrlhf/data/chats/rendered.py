@@ -98,7 +98,7 @@ class RenderedChats:
         return segments
 
     def _check_shown(self, prompt: Chat, answer: Chat, n: int, whole: str, place: str) -> None:
-        """Refuse an answer of which the template leaves out reasoning or calls: without them the text is the same."""
+        """Refuse an answer whose reasoning or calls the template leaves out: without them the text is the same."""
         parts = {"the reasoning": REASONING, "the calls of tools": ("tool_calls",)}
         for words, names in parts.items():
             if not answer[n].keys() & set(names):

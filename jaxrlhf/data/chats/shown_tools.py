@@ -21,7 +21,7 @@ class ShownTools:
         self._tokenizer = tokenizer
 
     def check(self, messages: Sequence[Mapping[str, Any]], place: str) -> None:
-        """Refuse messages of which the template leaves out calls, or the answer of a tool."""
+        """Refuse messages whose calls or tool answers the template leaves out."""
         calls = any(message.get("tool_calls") for message in messages)
         if calls and not any(_CALL in text for text in self._rendered):
             raise Refusal(

@@ -117,9 +117,7 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
         return not plain.unit and (alike(share.expr, plain.expr) or alike(hundredth, plain.expr))
     units = unit_of(one.unit), unit_of(other.unit)
     if one.unit and other.unit and units[0] != units[1]:
-        amounts = amount_of((one,)), amount_of((other,))
-        known = amounts[0] is not None and amounts[1] is not None
-        return known and amounts[0][0] == amounts[1][0] and alike(amounts[0][1], amounts[1][1])  # type: ignore[index]
+        return _same_size((one,), (other,)) is True
     if _is_letter(one.expr) and _is_letter(other.expr):
         return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
     return alike(one.expr, other.expr)
@@ -135,10 +133,16 @@ def _same_digits(one: Quantity, other: Quantity) -> bool:
 def _same_amounts(one: Compound, other: Compound | Quantity) -> bool:
     """Compare amounts of several units: in one unit if all are of a kind, else part by part."""
     parts = other.parts if isinstance(other, Compound) else (other,)
-    amounts = amount_of(one.parts), amount_of(parts)
-    if amounts[0] is not None and amounts[1] is not None:
-        return amounts[0][0] == amounts[1][0] and alike(amounts[0][1], amounts[1][1])
-    return _matched(one.parts, parts)
+    same = _same_size(one.parts, parts)
+    return _matched(one.parts, parts) if same is None else same
+
+
+def _same_size(one: Sequence[Quantity], other: Sequence[Quantity]) -> bool | None:
+    """Return whether two amounts are equal in one unit; None where units are unknown or of several kinds."""
+    left, right = amount_of(one), amount_of(other)
+    if left is None or right is None:
+        return None
+    return left[0] == right[0] and alike(left[1], right[1])
 
 
 def _same_relations(one: Relation, other: Relation) -> bool:

@@ -66,7 +66,7 @@ class Expr:
             return at[self.args[0]]
         try:
             result = OPERATIONS[self.head](*(arg.value(at) for arg in self.args))
-        except (ZeroDivisionError, OverflowError, ValueError, mpmath.libmp.NoConvergence) as error:
+        except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence) as error:
             raise Undefined(str(error)) from error
         if mpmath.isnan(result):
             raise Undefined("not a number")

@@ -1,6 +1,5 @@
 """Reads an answer into a value: quantities, lists, intervals, relations, tables; the whole text, or no value."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
@@ -181,7 +180,7 @@ class AnswerReader(ExpressionReader):
         if not isinstance(value, Expr):
             return value
         self.accept("$", "€", "£")
-        if self.peek() is not None and self.peek().text == ":":  # type: ignore[union-attr]
+        if self.next_is(0, ":"):
             return self.ratio(value)
         quantity = self.with_unit(value)
         more = [quantity]
@@ -310,9 +309,8 @@ class AnswerReader(ExpressionReader):
                 rows[-1][-1].append(token)
         else:
             raise Unread("an environment is not ended")
-        read: Callable[[list[Token]], Any] = lambda cell: type(self)(cell).answer()  # noqa: E731
         kept = [[cell for cell in row if cell] for row in rows]
-        found = tuple(tuple(read(_without_condition(cell)) for cell in row) for row in kept if row)
+        found = tuple(tuple(type(self)(_without_condition(cell)).answer() for cell in row) for row in kept if row)
         if not found:
             raise Unread("an empty environment")
         return Table(found, cases=kind in ("cases", "dcases", "rcases"))
