@@ -101,9 +101,9 @@ def quantised(given: Given) -> Figures:
         if kind is not None:
             own |= gap(our_logits(weights, shape, token_RW, jnp.float32), whole, token_RW)
         found[kind or "float32"] = own
-    falls = {kind: own["loss_first"] - own["loss_last"] for kind, own in found.items()}
-    for kind, own in found.items():
-        own["share_of_fall"] = falls[kind] / falls["float32"]
+    falls = {name: figures["loss_first"] - figures["loss_last"] for name, figures in found.items()}
+    for name, fall in falls.items():
+        found[name]["share_of_fall"] = fall / falls["float32"]
     return found
 
 
