@@ -2,8 +2,8 @@
 
     pip install 'jaxrlhf[serve]' && python -m jaxrlhf.train --config agent_openai.py
 
-The task of `tools_arithmetic.py`. A program (`jaxrlhf/environments/openai_agent.py`) makes the loop of calls; the run
-answers its requests, and trains on the tokens that it drew for them.
+The task is that of `tools_arithmetic.py`. A program (`jaxrlhf/environments/openai_agent.py`) contains the loop of tool
+calls. The run answers the program's requests, and trains on the tokens that it sampled for them.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO.
 """
@@ -14,7 +14,7 @@ from jaxrlhf.config import Agent, Config, Rewards, load
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return replace(
         load("tools_arithmetic"),
         name="agent_openai",

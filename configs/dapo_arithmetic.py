@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config dapo_arithmetic.py
 
-The run of `grpo_arithmetic.py` with dynamic sampling, up to 16 problems a step whose answers score differently, with
-overlong punishment, and without a KL to the reference. Nothing is downloaded.
+The run of `grpo_arithmetic.py` with overlong punishment, without a KL to the reference, and with dynamic sampling: a
+step trains on up to 16 problems, each with answers that score differently. Nothing is downloaded.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476).
 """
@@ -14,7 +14,7 @@ from jaxrlhf.config import DAPO, Config, load
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     grpo = load("grpo_arithmetic")
     return replace(
         grpo,

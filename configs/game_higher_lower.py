@@ -1,12 +1,12 @@
-"""A game of several turns, from random weights: guess a number from 1 to 7 in three guesses.
+"""GiGPO on a game of several turns, from random weights: guess a number from 1 to 7 in three guesses.
 
     python -m jaxrlhf.train --config game_higher_lower.py
 
-After each guess the policy is told which numbers are left. The demonstrations guess any of these, which finds 67.8 % of
-the numbers; always halving what is left finds all. The reward is 1 for the number, and GiGPO compares guesses among the
-same numbers.
+After each guess the policy sees the range of numbers that are left. The demonstrations guess at random in this range,
+which finds 67.8 % of the numbers; guessing the middle always finds the number. The reward is 1 for finding the number.
+GiGPO compares guesses in the same range.
 
-Result: 70 and 65 % of the first step's sampled games find the number, 99.4 % of the last step's (seeds 0 and 1).
+Result: 70 and 65 % of the sampled games find the number in the first training step, 99.4 % in the last (seeds 0 and 1).
 
 Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978).
 """
@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="game_higher_lower",
         model=FromScratch(),

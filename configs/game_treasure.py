@@ -1,12 +1,13 @@
-"""A game of several turns, from random weights: go to a treasure, step by step.
+"""GiGPO on a game of several turns, from random weights: walk to a treasure, step by step.
 
     python -m jaxrlhf.train --config game_treasure.py
 
-The policy is told its place on a path of nine, and the treasure's, five to eight steps away; it has ten steps. Six of
-ten steps of its demonstrations go towards the treasure. The reward is 1 for reaching it, and GiGPO compares steps that
-were made at one place.
+The policy sees its place on a path of nine places, and the place of the treasure, five to eight steps away. It has ten
+steps. In the demonstrations, six of ten steps go towards the treasure. The reward is 1 for reaching the treasure. GiGPO
+compares steps that were made at the same place.
 
-Result: 15 to 19 % of the first step's sampled games reach the treasure, more than 99 % from step 6 on (three seeds).
+Result: 15 to 19 % of the sampled games reach the treasure in the first training step, more than 99 % from step 6 on
+(three seeds).
 
 Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978).
 """
@@ -28,7 +29,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="game_treasure",
         model=FromScratch(),

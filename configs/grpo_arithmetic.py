@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config grpo_arithmetic.py
 
-More than half of the demonstrations stop one step early. A short supervised cold start imitates them; GRPO learns that
-finishing pays by comparing the answers to one problem. Nothing is downloaded.
+More than half of the demonstrations stop one step early. A short supervised cold start imitates them. GRPO compares the
+answers to one problem, and so learns that finishing pays. Nothing is downloaded.
 
 Result: 4.7 % of held-out answers are right after the cold start, 96.9 % at the end, in 70 s on two cores.
 
@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="grpo_arithmetic",
         model=FromScratch(),

@@ -3,7 +3,7 @@
     hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     python -m jaxrlhf.train --config grpo_geometry3k.py
 
-Prompts are text with `<image>` where the figure stands; the answer is compared as mathematics.
+Prompts are texts with `<image>` in the place of the figure. The answer is compared as mathematics.
 
 Source: Shao et al. 2024 (arXiv:2402.03300); Lu et al. 2021 (Inter-GPS, arXiv:2105.04165).
 """
@@ -25,7 +25,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="grpo_geometry3k",
         model=Pretrained("Qwen/Qwen2.5-VL-3B-Instruct", vision=True),

@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config grpo_gsm8k.py
 
-256 problems a step with 5 responses each, four updates of 64 problems, a KL penalty of 0.001 in the loss, 15 epochs of
-the 7473 training problems. No result yet: it wants an accelerator.
+A step has 256 problems with 5 responses each, and four updates of 64 problems. The KL penalty in the loss is 0.001. The
+run has 15 epochs of the 7473 training problems. No result yet: the run needs an accelerator.
 
 Source: Shao et al. 2024 (arXiv:2402.03300); the problems are Cobbe et al. 2021 (arXiv:2110.14168).
 """
@@ -30,7 +30,7 @@ RESPONSES_PER_PROMPT = 5
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="grpo_gsm8k",
         model=Pretrained("Qwen/Qwen2.5-0.5B-Instruct"),

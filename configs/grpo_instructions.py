@@ -3,14 +3,14 @@
     pip install -e '.[gguf]' && python scripts/tools/get_smollm2.py models
     python -m jaxrlhf.train --config grpo_instructions.py
 
-A prompt asks for a short sentence about a topic, and gives one instruction on its form, later two: only lowercase
-letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are plain functions
-below. Topics and pairs of instructions of the evaluation are in no training prompt.
+A prompt asks for a short sentence about a topic and gives one instruction on its form, later in the run two: only
+lowercase letters, exactly five words, a list of two points, JSON with two keys, and seven more. The rewards are the
+plain functions below. No training prompt has a topic or a pair of instructions of the evaluation.
 
-Result: not measured in this form yet; docs/instructions.md says what earlier forms reached.
+Result: not measured in this form yet; docs/instructions.md has the results of earlier forms.
 
-Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for instructions that can be verified; Shao et al. 2024
-(arXiv:2402.03300) for GRPO.
+Source: Zhou et al. 2023 (IFEval, arXiv:2311.07911) for verifiable instructions; Shao et al. 2024 (arXiv:2402.03300) for
+GRPO.
 """
 
 import json
@@ -60,23 +60,23 @@ HELD_OUT_TOPICS = (
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text: letters and digits in a row, with apostrophes between them."""
+    """Return the words of a text: runs of letters and digits, with apostrophes between them."""
     return re.findall(r"[^\W_]+(?:['\u2019][^\W_]+)*", text)
 
 
 def share(flags: Sequence[bool]) -> float:
-    """Share of the flags that are True, 0 of none."""
+    """Return the share of flags that are True; 0 without flags."""
     return sum(flags) / len(flags) if flags else 0.0
 
 
 def near(count: int, wanted: int) -> float:
-    """1 for the wanted count, less the farther away, down to 0."""
+    """Return 1 for the wanted count, and less the farther the count is from it, down to 0."""
     return max(0.0, 1 - abs(count - wanted) / wanted)
 
 
 def lowercase(response: str, argument: str, topic: str) -> float:
     lower = [word == word.lower() for word in words_of(response)]
-    return 0.5 * share(lower) + 0.5 * share(lower[:1])  # a sentence's first word is the one that has a capital
+    return 0.5 * share(lower) + 0.5 * share(lower[:1])  # only the first word usually has a capital
 
 
 def capitals(response: str, argument: str, topic: str) -> float:
@@ -134,12 +134,12 @@ def question(response: str, argument: str, topic: str) -> float:
 
 
 class Kind(NamedTuple):
-    """A kind of instruction.
+    """Kind of instruction.
 
     Attributes:
-      text: Instruction; `{}` stands for a word of the argument, `{topic}` for the topic.
-      check: Function of a response, the argument and the topic: 1 if the response follows the instruction, less the
-        farther away.
+      text: Text of the instruction; `{}` stands for a word of the argument, `{topic}` for the topic.
+      check: Function from response, argument and topic to a score: 1 if the response follows the instruction, less the
+        farther the response is from it.
       arguments: Arguments that a prompt may have.
     """
 
@@ -169,14 +169,14 @@ CONFLICTS = {
     *(("capitals", "begins"), ("capitals", "ends")),
 }
 HARD = ("words", "repeats", "ends")
-"""Kinds that single instructions of the training are of three times as often."""
+"""Kinds that occur three times as often as others among the single instructions of the training split."""
 PAIRS = [pair for pair in combinations(KINDS, 2) if pair not in CONFLICTS and tuple(reversed(pair)) not in CONFLICTS]
 HELD_OUT_PAIRS = PAIRS[2::4]
 TRAIN_PAIRS = [pair for pair in PAIRS if pair not in HELD_OUT_PAIRS]
 
 
 def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Prompts of a split: those with one instruction first, then those with two."""
+    """Return the prompts of a split: first the prompts with one instruction, then the prompts with two."""
     dice = random.Random(f"{seed} {split}")
     held_out = split == "evaluation"
     singles_of = [*KINDS] if held_out else [*KINDS, *HARD, *HARD]
@@ -194,7 +194,7 @@ def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
         )
         prompt = f"Write a short sentence about {topic}. {text}"
         records.append({"prompt": prompt, "topic": topic, "instructions": instructions})
-    if not held_out:  # kinds of a step are mixed, the order of single instructions and pairs is kept
+    if not held_out:  # shuffled, so that every step mixes kinds; pairs still come after single instructions
         singles = [record for record in records if len(record["instructions"]) == 1]
         dice.shuffle(singles)
         records[: len(singles)] = singles
@@ -202,15 +202,15 @@ def prompts(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def names_topic(response: str, topic: str) -> bool:
-    """Return whether a word of the response is the topic, or one of it."""
+    """Return True if a word of the response is the topic, or its singular."""
     return any(word.lower() in (topic, topic.removesuffix("s")) for word in words_of(response))
 
 
 def sense(prompt: str, response: str, topic: str) -> float:
-    """1 if a response says something of its own about the topic, less for each thing that it lacks.
+    """Return 1 if a response says something of its own about the topic, less for each condition that it misses.
 
-    It names the topic; has at most 20 words and 200 characters, two or more words of three letters that the prompt does
-    not have, and no word more than three times.
+    The response has to name the topic, and to have at most 20 words and 200 characters, two or more words of at least
+    three letters that the prompt does not have, and no word more than three times.
     """
     words = [word.lower() for word in words_of(response)]
     own = {word for word in words if word.isalpha() and len(word) > 2} - {word.lower() for word in words_of(prompt)}
@@ -226,25 +226,25 @@ def sense(prompt: str, response: str, topic: str) -> float:
 
 
 def checks(prompt: str, response: str, record: dict[str, Any]) -> list[float]:
-    """How near a response comes to each of its instructions, and to making sense."""
+    """Return one score for each instruction of the response, and one for making sense, each from 0 to 1."""
     topic = record["topic"]
     near_to = [KINDS[kind].check(response, argument, topic) for kind, argument in record["instructions"]]
     return [*near_to, sense(record["prompt"], response, topic)]
 
 
 def follows(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
-    """1 if the response follows every instruction and makes sense."""
+    """Return 1 if the response follows every instruction and makes sense, else 0."""
     return float(all(check == 1 for check in checks(prompt, response, record)))
 
 
 def comes_near(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
-    """Mean of how near the response comes to its instructions and to making sense, from 0 to 1."""
+    """Return the mean of the scores for each instruction and for making sense, from 0 to 1."""
     found = checks(prompt, response, record)
     return sum(found) / len(found)
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="grpo_instructions",
         model=Pretrained(MODEL),

@@ -2,10 +2,10 @@
 
     python -m jaxrlhf.train --config grpo_shapes.py
 
-A question asks for the digit of one colour among three, or for the two digits of a row. More than half of the
-demonstrations are hasty: they read the digit of another colour, or the row from right to left, and their first word
-says so. A supervised cold start imitates all of them; GRPO learns from the rewards which look is right, and to see
-better. The tower learns, too. Nothing is downloaded.
+A question asks for the digit of one color among three, or for the two digits of a row. More than half of the
+demonstrations are hasty: they read the digit of another color, or the row from right to left, and their first word says
+so. A supervised cold start imitates all demonstrations. From the rewards, GRPO learns which way of reading is right,
+and to see better. The vision tower is trained, too. Nothing is downloaded.
 
 Result: 14 to 15 % of held-out questions are answered after the cold start, 97 to 99 % at the end (three seeds).
 
@@ -31,7 +31,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="grpo_shapes",
         model=FromScratch(

@@ -2,11 +2,11 @@
 
     python -m jaxrlhf.train --config ppo_gsm8k.py
 
-256 problems a step, four updates of 64 responses each, a KL penalty of 0.001 in the reward, 15 epochs of the 7473
-training problems. No result yet: it wants an accelerator.
+A step has 256 problems, and four updates of 64 responses each. The KL penalty in the reward is 0.001. The run has 15
+epochs of the 7473 training problems. No result yet: the run needs an accelerator.
 
 Source: Schulman et al. 2017 (arXiv:1707.06347); the problems are Cobbe et al. 2021 (arXiv:2110.14168);
-hyper-parameters as in the quickstart of verl, HybridFlow's own implementation (Sheng et al. 2025, arXiv:2409.19256).
+hyper-parameters as in the quickstart of verl, the implementation of HybridFlow (Sheng et al. 2025, arXiv:2409.19256).
 """
 
 from jaxrlhf.config import (
@@ -30,7 +30,7 @@ PROMPTS_PER_STEP = 256
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="ppo_gsm8k",
         model=Pretrained("Qwen/Qwen2.5-0.5B-Instruct"),

@@ -1,12 +1,12 @@
-"""PRIME on a task in which credit matters, from random weights: less than a minute on a laptop CPU.
+"""PRIME on a task that needs credit for single tokens, from random weights: less than a minute on a laptop CPU.
 
     python -m jaxrlhf.train --config prime_letters.py
 
-A response of 24 tokens is right if no token has an `m`; one in sixteen tokens has one. Most of the eight responses of a
-step fail for a token or two. The implicit process reward model learns from right and wrong responses which tokens are
-at fault. Nothing is downloaded.
+A response of 24 tokens is right if no token contains an `m`; one in sixteen tokens does. Most of the eight responses of
+a step are wrong because of one or two tokens. The implicit process reward model learns from right and wrong responses
+which tokens are at fault. Nothing is downloaded.
 
-Result: none of the first step's responses is right; after 60 steps all of the last step's and all held-out ones are.
+Result: in the first step no response is right. In step 60 all responses are right, and after it all held-out responses.
 
 Source: Cui et al. 2025 (PRIME, arXiv:2502.01456).
 """
@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="prime_letters",
         model=FromScratch(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8),
@@ -59,5 +59,5 @@ def get_config() -> Config:
 
 
 def small_model_training() -> Training:
-    """A model this small has memory to spare: nothing is recomputed."""
+    """Return training settings of a small model, which has memory to spare, so that nothing is recomputed."""
     return Training(Optimizer(learning_rate=1e-2, weight_decay=0.0), tokens_per_microbatch=8192, remat="none")

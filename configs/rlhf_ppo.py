@@ -1,9 +1,9 @@
-"""The classic pipeline, stage 3 of 3: PPO on the scores of the reward model alone.
+"""Classic RLHF pipeline, stage 3 of 3: PPO on the scores of the reward model alone.
 
     python -m jaxrlhf.train --config rlhf_ppo.py
 
-The policy comes from `rlhf_sft.py`, the reward model from `rlhf_reward_model.py`. Right answers are measured, with
-weight 0, and earn nothing.
+The policy comes from `rlhf_sft.py`, the reward model from `rlhf_reward_model.py`. A reward with weight 0 measures the
+share of right answers, so right answers earn nothing.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 3.
 """
@@ -25,7 +25,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="rlhf_ppo",
         model=Pretrained("models/rlhf_sft"),
@@ -46,7 +46,7 @@ def get_config() -> Config:
 
 
 def small_model_training(*, learning_rate: float) -> Training:
-    """Training settings of a model this small."""
+    """Return training settings of a small model."""
     return Training(
         optimizer=Optimizer(learning_rate=learning_rate, warmup_updates=4, decay="linear", weight_decay=0.0),
         tokens_per_microbatch=4096,

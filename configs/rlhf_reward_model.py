@@ -1,9 +1,9 @@
-"""The classic pipeline, stage 2 of 3: a reward model from preference pairs.
+"""Classic RLHF pipeline, stage 2 of 3: a reward model from preference pairs.
 
     python -m jaxrlhf.train --config rlhf_reward_model.py --export models/rlhf_reward_model
 
-It starts from the policy of `rlhf_sft.py`. Rejected solutions stop one step early or have a slip in one step.
-`rlhf_ppo.py` is next.
+The reward model starts from the policy of `rlhf_sft.py`. Rejected solutions stop one step early or have a mistake in
+one step. The next stage is `rlhf_ppo.py`.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 2.
 """
@@ -22,7 +22,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run; `rollout` limits the lengths of prompts and answers."""
+    """Return the configuration of the run; `rollout` limits the lengths of prompts and answers."""
     return Config(
         name="rlhf_reward_model",
         model=Pretrained("models/rlhf_sft"),

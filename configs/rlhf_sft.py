@@ -1,9 +1,9 @@
-"""The classic pipeline, stage 1 of 3: supervised fine-tuning on demonstrations, many of them careless.
+"""Classic RLHF pipeline, stage 1 of 3: supervised fine-tuning on demonstrations, many of them careless.
 
     python -m jaxrlhf.train --config rlhf_sft.py --export models/rlhf_sft
 
-More than half of the demonstrations stop one step early, and the policy imitates them. `rlhf_reward_model.py` is next,
-then `rlhf_ppo.py`. Nothing is downloaded.
+More than half of the demonstrations stop one step early, and the policy learns to do so, too. The next stages are
+`rlhf_reward_model.py` and `rlhf_ppo.py`. Nothing is downloaded.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 1.
 """
@@ -24,7 +24,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run; `rewards` and `rollout` serve its evaluation."""
+    """Return the configuration of the run; `rewards` and `rollout` are for its evaluation."""
     return Config(
         name="rlhf_sft",
         model=FromScratch(hidden_size=96, intermediate_size=288, num_layers=2, head_dim=24),

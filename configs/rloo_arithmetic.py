@@ -15,7 +15,7 @@ from jaxrlhf.config import RLOO, Config, KLInReward, load
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return replace(
         load("grpo_arithmetic"),
         name="rloo_arithmetic",

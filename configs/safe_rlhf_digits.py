@@ -1,10 +1,10 @@
-"""Safe RLHF on the smallest task there is, from random weights: less than a minute on a laptop CPU.
+"""Safe RLHF on a minimal task, from random weights: less than a minute on a laptop CPU.
 
     python -m jaxrlhf.train --config safe_rlhf_digits.py
 
-A response earns 1 if it begins with a digit, and 1.5 with a letter, which costs 1. PPO alone takes letters. The
-multiplier prices them while they begin more than a tenth of the responses, so the policy finds the digits, which are
-far fewer. Nothing is downloaded.
+A response that begins with a digit has reward 1. A response that begins with a letter has reward 1.5 and cost 1. PPO
+without the cost would learn letters. The multiplier of the cost grows while more than a tenth of the responses begin
+with a letter, so the policy finds the digits, of which there are far fewer. Nothing is downloaded.
 
 Result: after 40 steps all held-out responses begin with a letter or digit; in the last step, none with a letter.
 
@@ -30,7 +30,7 @@ LETTER = r"(?s)[A-Za-z].*"
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="safe_rlhf_digits",
         model=FromScratch(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8),
@@ -59,5 +59,5 @@ def get_config() -> Config:
 
 
 def small_model_training() -> Training:
-    """A model this small has memory to spare: nothing is recomputed."""
+    """Return training settings of a small model, which has memory to spare, so that nothing is recomputed."""
     return Training(Optimizer(learning_rate=1e-2, weight_decay=0.0), tokens_per_microbatch=8192, remat="none")

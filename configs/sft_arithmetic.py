@@ -2,7 +2,7 @@
 
     python -m jaxrlhf.train --config sft_arithmetic.py
 
-The problems of `ppo_arithmetic.py`, with solutions that are all whole. Nothing is downloaded.
+The problems are those of `ppo_arithmetic.py`, but all solutions are complete. Nothing is downloaded.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 1.
 """
@@ -23,7 +23,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run; `rewards` and `rollout` serve its evaluation."""
+    """Return the configuration of the run; `rewards` and `rollout` are for its evaluation."""
     return Config(
         name="sft_arithmetic",
         model=FromScratch(),

@@ -1,11 +1,11 @@
-"""GRPO with a calculator, from random weights: products that the model cannot work out in its head.
+"""GRPO with a calculator, from random weights: products that the model cannot compute without the tool.
 
     python -m jaxrlhf.train --config tools_arithmetic.py
 
-Three in ten demonstrations call the calculator and read its answer, the others guess. A short supervised cold start
-imitates both; GRPO sees only whether the number at the end is right, and learns to call.
+Three in ten demonstrations call the calculator and read its answer; the others guess. A short supervised cold start
+imitates both. The reward of GRPO depends only on the number at the end; the policy learns to call the calculator.
 
-Result: no held-out answer is right after the cold start, 99.2 % are after four steps.
+Result: after the cold start no held-out answer is right; after four steps 99.2 % are right.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Schick et al. 2023 (Toolformer, arXiv:2302.04761) for calculators.
 """
@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="tools_arithmetic",
         model=FromScratch(),

@@ -1,13 +1,15 @@
-"""GRPO with a Python interpreter, from random weights: products that the model cannot work out in its head.
+"""GRPO with a Python interpreter, from random weights: products that the model cannot compute without the tool.
 
     python -m jaxrlhf.train --config tools_python.py
 
-Three in ten demonstrations write a program, one in twenty of which never ends; the others guess. GRPO sees only whether
-the number at the end is right, and learns to write programs that end. They run in the sandbox of `CodeReward`.
+Three in ten demonstrations write a program, and one in twenty of these programs never ends; the other demonstrations
+guess. The reward of GRPO depends only on the number at the end; the policy learns to write programs that end. Programs
+run in the sandbox of `CodeReward`.
 
-Result: hardly a held-out answer is right after the cold start, 96, 92 and 80 % are after eight steps (three seeds).
+Result: after the cold start hardly any held-out answer is right; after eight steps 96, 92 and 80 % are right (three
+seeds).
 
-Source: Feng et al. 2025 (ReTool, arXiv:2504.11536), of whose tool this is a small one.
+Source: Feng et al. 2025 (ReTool, arXiv:2504.11536), with a small form of its tool.
 """
 
 from jaxrlhf.config import (
@@ -28,7 +30,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="tools_python",
         model=FromScratch(),

@@ -1,12 +1,13 @@
-"""GRPO with a search engine, from random weights: questions of two hops whose answers are in documents alone.
+"""GRPO with a search engine, from random weights: two-hop questions with answers that only documents contain.
 
     python -m jaxrlhf.train --config tools_retrieval.py
 
-Documents say what the `a` of a number is, what the `b` of another is, and much else. A question asks for the `b` of the
-`a` of a number. Two in five demonstrations search twice and read what is found, the others guess. Held-out questions
-are about numbers that no question of the training is about. What is found is in the context, and not trained on.
+Some documents give the `a` of a number, some give the `b` of another number, and some are irrelevant. A question asks
+for the `b` of the `a` of a number. Two in five demonstrations search twice and read the results; the others guess.
+Held-out questions are about numbers that are in no training question. Search results are in the context, but are not
+trained on.
 
-Result: no held-out question is answered after the cold start, 99 to 100 % are after eight steps (three seeds).
+Result: after the cold start no held-out question is answered; after eight steps 99 to 100 % are answered (three seeds).
 
 Source: Jin et al. 2025 (Search-R1, arXiv:2503.09516); Robertson & Zaragoza 2009, section 3.4, for BM25.
 """
@@ -29,7 +30,7 @@ from jaxrlhf.config import (
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="tools_retrieval",
         model=FromScratch(),

@@ -1,7 +1,6 @@
 """jaxrlhf: reinforcement learning from human and verifiable feedback, in JAX.
 
-Importing this package touches no device and loads nothing heavy; the names below are
-resolved on first use.
+Importing this package touches no device and loads nothing heavy; its names are resolved on first use.
 """
 
 import importlib

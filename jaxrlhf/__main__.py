@@ -1,6 +1,6 @@
-"""`jaxrlhf COMMAND ...`, and `python -m jaxrlhf COMMAND ...`: every command under one name.
+"""Entry point of `jaxrlhf COMMAND ...` and `python -m jaxrlhf COMMAND ...`.
 
-Each command is a module with a function `main`, started too as `python -m jaxrlhf.COMMAND ...`.
+Each command is a module with a function `main`, and can also be started as `python -m jaxrlhf.COMMAND ...`.
 """
 
 import difflib
@@ -22,11 +22,11 @@ COMMANDS = {
     "export": "write a run's policy as a Hugging Face checkpoint",
     "convert": "write a Hugging Face checkpoint's weights with orbax, for many hosts to read",
 }
-"""Commands, and what each does."""
+"""Commands with a description each."""
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     run_command(_command)
 
 

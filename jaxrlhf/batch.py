@@ -1,16 +1,16 @@
-"""Arrays that travel between the roles, and the notation that names their shapes.
+"""Arrays exchanged between roles, and the naming of their shapes.
 
-One capital per dimension ends an array's name: `B` responses of a batch (prompt-major, B = P * G), `P` prompts, `G`
-responses per prompt, `T` token positions, `S` key positions, `V` vocabulary, `D` residual width, `F` feed-forward
-width, `N`/`K`/`H` query heads, key-value heads and head width, `L` layers, `R` packed rows, `W` tokens of a packed row.
+One capital letter per dimension ends an array's name: `B` responses of a batch (prompt-major, B = P * G), `P` prompts,
+`G` responses per prompt, `T` token positions, `S` key positions, `V` vocabulary, `D` residual width, `F` feed-forward
+width, `N`/`K`/`H` query heads, key-value heads and head size, `L` layers, `R` packed rows, `W` tokens of a packed row.
 
-Every `[B, T]` array speaks of the token at the same index: `logp_BT[b, t]` is the log-probability of `token_BT[b, t]`
-given the tokens before it, `value_BT[b, t]` the value of the prefix before it, `reward_BT[b, t]` is paid when it is
-emitted, and `mask_BT` is True where the policy chose it (its own end-of-sequence included). Sequences are left-aligned;
-what lies past `length_B` is padding and is known by the length alone, never by its id.
+Every `[B, T]` array describes the token at the same index: `logp_BT[b, t]` is the log-probability of `token_BT[b, t]`
+given the tokens before it, `value_BT[b, t]` is the value of the prefix before it, `reward_BT[b, t]` is the reward for
+emitting it, and `mask_BT` is True if the policy sampled it (its end-of-sequence token included). Sequences are
+left-aligned; positions from `length_B` on are padding. Only the length identifies padding, never the token id.
 
-Arrays here are host arrays (numpy): they are small, rewards read them as text, and packing is host work. Workers move
-them to their devices.
+Arrays in this module are host arrays (numpy): they are small, rewards read them as text, and packing runs on the host.
+Workers move them to their devices.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ Params = dict[str, Any]
 
 
 class Diverged(FloatingPointError):
-    """Error: a model's numbers are not finite, and no further step mends that."""
+    """Error: values of a model are not finite, and further steps cannot repair them."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One image of a prompt, by reference: its pixels are read where they are computed with.
+    """Image of a prompt, by reference; its pixels are read by the process that computes with them.
 
     Attributes:
-      source: Text that says file and place in it, or whatever else whoever reads pixels goes by.
-      digest: A text that is another one for other pixels.
-      grid: Frames, rows and columns of its patches.
-      start: Index in the prompt of the first token that one of its features stands for.
-      tokens: Number of those, side by side.
+      source: Key by which a reader finds the pixels, usually the file and the position in it.
+      digest: Text that differs if the pixels differ.
+      grid: Number of frames, rows and columns of patches.
+      start: Index in the prompt of the first placeholder token of the image's features.
+      tokens: Number of placeholder tokens, all consecutive.
     """
 
     source: Hashable
@@ -50,13 +50,13 @@ class Image:
 
 
 class SeenPrompt(tuple[int, ...]):
-    """A prompt with images as caches know it: alike only where text and pixels are.
+    """Prompt with images, as a cache key: two prompts are equal only if text and pixels are equal.
 
-    Token ids, and below zero, in the places of features, numbers that go by their image's pixels.
+    The tuple holds token ids; placeholders of image features are replaced by negative numbers derived from the pixels.
 
     Attributes:
       tokens: Token ids, placeholders included.
-      images: Images in their order.
+      images: Images in order.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class SeenPrompt(tuple[int, ...]):
 
     @classmethod
     def of(cls, tokens: tuple[int, ...], images: tuple[Image, ...]) -> "tuple[int, ...]":
-        """The prompt; the tokens themselves where it has no images."""
+        """Return the prompt; without images, the tokens themselves."""
         if not images:
             return tokens
         numbers = list(tokens)
@@ -78,31 +78,31 @@ class SeenPrompt(tuple[int, ...]):
 
 
 def tokens_of(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Token ids of a prompt."""
+    """Return the token ids of a prompt."""
     return prompt.tokens if isinstance(prompt, SeenPrompt) else prompt
 
 
 def images_of(prompt: tuple[int, ...]) -> tuple[Image, ...]:
-    """Images of a prompt."""
+    """Return the images of a prompt."""
     return prompt.images if isinstance(prompt, SeenPrompt) else ()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One record of a data set, tokenised once.
+    """Record of a data set, tokenized.
 
     Attributes:
-      prompt_id: Position in its split: the group key, and part of the sampling seed.
-      prompt: The text that was tokenised, chat template applied; of images it has their names.
-      prompt_tokens: Its token ids.
+      prompt_id: Position in its split; the group key, and part of the sampling seed.
+      prompt: Text that was tokenized, chat template applied; images are represented by their names.
+      prompt_tokens: Token ids of the prompt.
       answer: Reference answer for the rewards; None if the data has none.
-      solution_tokens: Worked solution with the end of its turn, for supervised training; empty if none.
-      solution_mask: Tokens of the solution to imitate, where that has turns of others too; empty is all.
-      further_solutions: Other worked solutions, each with EOS.
-      record: The source record, handed to reward functions.
-      images: Images of the prompt in its order.
-      messages: Chat messages of the prompt, from which an environment goes on.
-      source: Name of its source of a mixture, or of its evaluation set; else "".
+      solution_tokens: Worked solution with the end of its turn, for supervised training; empty if there is none.
+      solution_mask: Mask of the solution's tokens to imitate, if the solution has turns of others; empty is all tokens.
+      further_solutions: Further worked solutions, each with EOS.
+      record: Source record, passed to reward functions.
+      images: Images of the prompt in order.
+      messages: Chat messages of the prompt, from which an environment continues.
+      source: Name of the mixture's source or of the evaluation set; "" if there is none.
     """
 
     prompt_id: int
@@ -119,7 +119,7 @@ class Problem:
 
     @property
     def question(self) -> str | None:
-        """The prompt as people read it, without its chat template; None if there are no messages."""
+        """Prompt as users read it, without its chat template; None if there are no messages."""
         texts = [str(message.get("content") or "") for message in self.messages]
         if len(texts) == 1:
             return texts[0]
@@ -128,7 +128,7 @@ class Problem:
 
 
 def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:
-    """Images of each problem, as `Sequences` has them; None if there are none."""
+    """Return the images of each problem in the form of `Sequences.images_B`; None if there are none."""
     if not any(problem.images for problem in problems):
         return None
     images_B = np.empty(len(problems), object)
@@ -139,12 +139,12 @@ def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class Pair(Problem):
-    """A problem with two answers, of which the one in `solution_tokens` is preferred.
+    """Problem with two answers; the answer in `solution_tokens` is preferred.
 
     Attributes:
-      rejected_tokens: The other answer with the end of its turn.
-      margin: By how much the preferred answer's score should be higher at least.
-      safe: Whether the preferred answer, and the other, are harmless; None if the data does not say.
+      rejected_tokens: Rejected answer with the end of its turn.
+      margin: Margin by which the preferred answer's score should be higher.
+      safe: Pair of bools, True if the preferred and the rejected answer are harmless; None if the data does not say.
     """
 
     rejected_tokens: tuple[int, ...] = ()
@@ -157,16 +157,16 @@ class Sequences:
     """B sequences of prompt and response tokens.
 
     Attributes:
-      token_BT: int32 ids; 0 past the length.
-      length_B: int32 tokens of prompt and response together; `[B, k]` where a row has up to k sequences side by side,
-        those of an episode, each in T / k columns.
+      token_BT: int32 ids; 0 from the length on.
+      length_B: int32, number of tokens of prompt and response together. `[B, k]` if a row has up to k sequences side by
+        side (those of an episode), each in T / k columns.
       mask_BT: bool, tokens to train on.
       prompt_id_B: int64 group key.
-      choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
-        that is not known; None if it was not recorded.
-      images_B: Tuple of the `Image`s of each sequence, in an array of objects, `[B, k]` as lengths are; None if there
-        are none.
-      kept_BTK: int32, ids that a token was drawn among, -1 past them; all -1 is any, and None wherever it stands.
+      choice_BTLk: int16, the k experts of each token in each layer during sampling, negative if unknown; None if
+        unrecorded.
+      images_B: object array with a tuple of `Image`s per sequence, of the shape of `length_B`; None without images.
+      kept_BTK: int32, ids of the candidates that each token was sampled from, padded with -1; all -1 or None is the
+        whole vocabulary.
     """
 
     token_BT: Array
@@ -180,13 +180,13 @@ class Sequences:
 
 @struct.dataclass
 class EpisodeRows:
-    """Turns of episodes whose sequences are the rows of a rollout, those of an episode one after another.
+    """Turns of episodes whose sequences are rows of a rollout; the rows of an episode are consecutive.
 
     Attributes:
       episode_B: int64 id of the episode, prompt-major.
-      turn_BT: int16 turn in which the policy chose a token, from 0; -1 elsewhere.
-      reward_BT: float32 paid by the environment at the last token of a turn.
-      anchor_BT: int64, equal for turns of a group that were made in equal states; -1 where the environment names none.
+      turn_BT: int16 turn in which the policy sampled a token, from 0; -1 elsewhere.
+      reward_BT: float32, reward of the environment at the last token of a turn.
+      anchor_BT: int64, equal for turns of a group that started from equal states; -1 if the environment names no state.
     """
 
     episode_B: Array
@@ -197,14 +197,14 @@ class EpisodeRows:
 
 @struct.dataclass
 class RolloutBatch:
-    """Responses that the actor generated.
+    """Responses generated by the actor.
 
     Attributes:
       sequences: Prompts and responses; the mask covers the response, its EOS included.
-      sampler_logp_BT: float32 as reported while sampling, 0 outside the mask.
-      truncated_B: bool, ended by the length limit.
-      version_BT: int32 policy version that drew a token, -1 outside the mask.
-      episodes: Turns of the episodes that the rows are sequences of; None where each row is one response to a prompt.
+      sampler_logp_BT: float32 log-probabilities reported by the sampler, 0 outside the mask.
+      truncated_B: bool, the response was ended by the length limit.
+      version_BT: int32 policy version that sampled a token, -1 outside the mask.
+      episodes: Turns of the episodes that the rows belong to; None if each row is one response to a prompt.
     """
 
     sequences: Sequences
@@ -216,10 +216,10 @@ class RolloutBatch:
 
 @struct.dataclass
 class EpisodeBatch:
-    """Episodes that the actor went through.
+    """Episodes of the actor.
 
     Attributes:
-      rollout: Their sequences, one or more an episode; `rollout.episodes` is there.
+      rollout: Sequences of the episodes, one or more per episode; `rollout.episodes` is set.
       record_E: `EpisodeRecord` of each episode, prompt-major.
     """
 
@@ -229,12 +229,12 @@ class EpisodeBatch:
 
 @struct.dataclass
 class Scores:
-    """Scores of a rollout, one for each response or episode.
+    """Scores of a rollout, one per response or episode.
 
     Attributes:
       score_B: float32 weighted sum of the parts; 0 where unscorable.
-      scorable_B: bool; False where a reward function failed, timed out or returned no
-        finite number. Such rows take no part in statistics and have no advantage.
+      scorable_B: bool, False if a reward function failed, timed out or returned no finite number. Such rows are left
+        out of statistics and have no advantage.
       parts: Each part's unweighted float32 score by name, NaN where it failed.
     """
 
@@ -245,17 +245,17 @@ class Scores:
 
 @struct.dataclass
 class Experience:
-    """Input of an update: one sum, `sum(weight * token_loss)`, with weights fixed here.
+    """Input of an update: one sum, `sum(weight * token_loss)`, with fixed weights.
 
-    Weights carry masks, filters, importance weights and denominators counted over the whole
-    update, so the trainer never divides.
+    Weights include masks, filters, importance weights and denominators counted over the whole update, so the trainer
+    never divides.
 
     Attributes:
       sequences: Tokens; the mask marks trained tokens.
       weight_BT: float32 weight of each token's main loss, 0 where untrained.
-      fields: Further `[B, T]` float32 arrays that the loss reads by name
-        (`advantage`, `old_logp`, `ref_logp`, `kl_weight`, `entropy_weight`, `returns`, `old_value`).
-      prompts: Distinct prompts that it may be drawn from, by which rows are sized; None is its own.
+      fields: Further `[B, T]` float32 arrays that the loss reads by name (`advantage`, `old_logp`, `ref_logp`,
+        `kl_weight`, `entropy_weight`, `returns`, `old_value`).
+      prompts: Number of distinct prompts that rows are sized for; None counts the prompts of the sequences.
     """
 
     sequences: Sequences
@@ -266,13 +266,13 @@ class Experience:
 
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
-    """Columns of a batch without its padding: the tokens of row b are entries `offset_B[b]` to `offset_B[b + 1]`.
+    """Columns of a batch without padding: the tokens of row b are entries `offset_B[b]` to `offset_B[b + 1]`.
 
     Attributes:
-      offset_B: int64, one more than there are rows.
+      offset_B: int64, start of each row and the end of the last.
       columns: `[tokens, ...]` arrays by name.
-      width: T, columns of the padded arrays.
-      padding: What lies past a row's length, by name; 0 where there is no name.
+      width: T, number of columns of the padded arrays.
+      padding: Padding value by name; 0 for other names.
     """
 
     offset_B: np.ndarray
@@ -282,7 +282,7 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, length_B: Array, arrays: Mapping[str, Array], padding: Mapping[str, int]) -> "RaggedBatch":
-        """The batch of some `[B, T, ...]` arrays; what lies past the lengths is left out."""
+        """Return the batch of some `[B, T, ...]` arrays, without their padding."""
         length_B, width = np.asarray(length_B), np.asarray(next(iter(arrays.values()))).shape[1]
         inside_BT = np.arange(width) < length_B[:, None]
         columns = {name: np.asarray(array)[inside_BT] for name, array in arrays.items()}
@@ -290,11 +290,11 @@ class RaggedBatch:
 
     @property
     def length_B(self) -> np.ndarray:
-        """int32 tokens of each row."""
+        """int32, number of tokens of each row."""
         return np.diff(self.offset_B).astype(np.int32)
 
     def take(self, rows: np.ndarray) -> "RaggedBatch":
-        """The batch of these rows."""
+        """Return the batch of these rows."""
         length_B = self.length_B[rows]
         offset_B = np.concatenate([[0], np.cumsum(length_B, dtype=np.int64)])
         index = np.arange(offset_B[-1]) + np.repeat(self.offset_B[:-1][rows] - offset_B[:-1], length_B)
@@ -302,7 +302,7 @@ class RaggedBatch:
         return replace(self, offset_B=offset_B, columns=columns)
 
     def padded(self) -> dict[str, np.ndarray]:
-        """The `[B, T, ...]` arrays."""
+        """Return the `[B, T, ...]` arrays."""
         inside_BT = np.arange(self.width) < self.length_B[:, None]
         made = {}
         for name, column in self.columns.items():
@@ -313,16 +313,16 @@ class RaggedBatch:
 
 @dataclass(frozen=True, eq=False)
 class MinibatchRows(Sequence[Experience]):
-    """Minibatches as rows of one batch. Each is made when it is asked for, so the batch exists and travels once.
+    """Minibatches as rows of one batch. Each minibatch is built on access, so the batch is stored and sent once.
 
     Attributes:
-      batch: Tokens, masks and what the loss reads, of the whole batch.
+      batch: Tokens, masks and loss inputs of the whole batch.
       prompt_id_B: int64 group key.
-      images_B: Images of each sequence, as `Sequences` has them.
-      rows: Rows of each minibatch.
-      weights: Weights of each minibatch's tokens, row after row without padding, and without importance weights.
-      coefficients: Further fields that are the weights times a number.
-      prompts: Distinct prompts of the whole batch, of which parts have it, too.
+      images_B: Images of each sequence, as in `Sequences`.
+      rows: Row indices of each minibatch.
+      weights: Token weights of each minibatch, concatenated over rows without padding, before importance weights.
+      coefficients: Names of further fields with a factor each; the field is the factor times the weights.
+      prompts: Number of distinct prompts of the whole batch, also kept by its parts.
     """
 
     batch: RaggedBatch
@@ -344,10 +344,10 @@ class MinibatchRows(Sequence[Experience]):
         importance_BT: Array | None = None,
         coefficients: Mapping[str, float],
     ) -> "MinibatchRows":
-        """Minibatches of a batch of sequences.
+        """Return the minibatches of a batch of sequences.
 
         Args:
-          fields: `[B, T]` arrays that the loss reads by name; what lies past the lengths is not kept.
+          fields: `[B, T]` arrays that the loss reads by name; padding is dropped.
           weights: `[b, T]` weights of each minibatch.
           importance_BT: Factors of the main loss's weights; None is 1.
         """
@@ -381,7 +381,7 @@ class MinibatchRows(Sequence[Experience]):
         return Experience(Sequences(*columns, made.get("kept")), made["weight"], fields, self.prompts)
 
     def part(self, index: int, parts: int) -> "MinibatchRows":
-        """An equal share of every minibatch, and of the batch the rows that it needs."""
+        """Return an equal share of every minibatch, with only the batch rows that it needs."""
         cuts = [slice(index * len(rows) // parts, (index + 1) * len(rows) // parts) for rows in self.rows]
         wanted = [rows[cut] for rows, cut in zip(self.rows, cuts, strict=True)]
         needed, place = np.unique(np.concatenate(wanted), return_inverse=True)

@@ -1,7 +1,7 @@
 """`python -m jaxrlhf.calibrate`: measure the devices of this machine, for `python -m jaxrlhf.plan`.
 
-The same command serves CPU, GPU and TPU. `JAX_NUM_CPU_DEVICES=8` makes a processor into eight
-devices. With `--multihost` it is started once on every host, and measures the network too.
+The command is the same for CPU, GPU and TPU. `JAX_NUM_CPU_DEVICES=8` splits a CPU into eight devices. With
+`--multihost` it is started once on every host, and also measures the network.
 """
 
 from argparse import Namespace
@@ -20,7 +20,7 @@ MOST_SECONDS = 600
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf calibrate",
         description="Measure the devices that JAX sees.",
@@ -33,9 +33,9 @@ def main() -> None:
         type=float,
         default=4.0,
         metavar="S",
-        help="about how long each of the figures is measured, compiling not included; default: %(default)s",
+        help="about how long each figure is measured, without compilation; default: %(default)s",
     )
-    command.add_argument("--multihost", action="store_true", help="join the hosts on each of which this was started")
+    command.add_argument("--multihost", action="store_true", help="join all hosts on which this command was started")
     flags = command.parse_args()
     _check(flags)
 
@@ -81,7 +81,7 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
             progress=lambda figure, done, total: bars.update(bar, description=figure, completed=done, total=total),
         )
     if jax.process_index() > 0:
-        return  # every process has measured; the first one tells
+        return  # every process has measured; the first one reports
     save_hardware(measured, flags.out)
     say(f"{measured.source}\n")
     console.print(SettingsTable(measured_rows(measured, datasheet(devices))))

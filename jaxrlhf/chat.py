@@ -1,7 +1,7 @@
-"""`python -m jaxrlhf.chat POLICY`: a chat with a policy in the terminal.
+"""`python -m jaxrlhf.chat POLICY`: chat with a policy in the terminal.
 
-POLICY is what `python -m jaxrlhf.serve` takes, or the address of a server such as `http://127.0.0.1:8000/v1`, which
-may be any that speaks OpenAI's API; its key is `--key` or the environment's OPENAI_API_KEY.
+POLICY is an argument of `python -m jaxrlhf.serve`, or the address of any server with OpenAI's API, such as
+`http://127.0.0.1:8000/v1`. The key of a server is `--key` or the environment variable OPENAI_API_KEY.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from jaxrlhf.config import CommandLine, Refusal, run_command
 from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
 _HELP = (
-    "an empty line or Ctrl-D ends the chat, /new begins another, /again has the last answer drawn again, "
-    "/image FILE shows an image with what is said next"
+    "an empty line or Ctrl-D ends the chat, /new starts a new chat, /again samples the last answer again, "
+    "/image FILE attaches an image to the next message"
 )
 
 
 _ADDRESS = ("http://", "https://")
 _LOADING = ("vision", "step", "slots", "context", "tensor", "dtype")
-"""Flags that say how a policy is loaded."""
+"""Flags for loading a policy."""
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf chat",
         description="Chat with a policy or a server.",
@@ -42,7 +42,7 @@ def main() -> None:
     command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")
     command.add_argument("--system", help="system prompt")
     command.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest tokens")
-    command.add_argument("--seed", type=int, help="answers are drawn alike for one seed")
+    command.add_argument("--seed", type=int, help="sampling seed; equal seeds give equal answers")
     add_engine_flags(command, slots=1)
     flags: argparse.Namespace = command.parse_args()
     loading = [name for name in _LOADING if getattr(flags, name) != command.get_default(name)]
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[], str]) -> None:
-    """Ask and answer until there is nothing more to ask."""
+    """Read messages and answer them until the user ends the chat."""
     from openai import APIError
 
     from jaxrlhf.data.images import data_url
@@ -83,7 +83,7 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
             try:
                 url = data_url(Path(words.removeprefix("/image ").strip()).expanduser().read_bytes())
                 images.append({"type": "image_url", "image_url": {"url": url}})
-            except (OSError, RuntimeError) as error:  # no such file; no such user's home
+            except (OSError, RuntimeError) as error:  # the file, or the user's home folder, does not exist
                 console.print(visible(str(error)), style="red", markup=False, highlight=False)
             continue
         if words == "/again" and messages and messages[-1]["role"] == "assistant":
@@ -120,7 +120,7 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
 
 
 def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
-    """A client, and the name of the model that it talks to; a policy is served for the chat's time."""
+    """Return a client and the name of its model; a policy is served while the chat lasts."""
     from openai import APIError, OpenAI
 
     if flags.policy.startswith(_ADDRESS):

@@ -1,8 +1,8 @@
-"""`python -m jaxrlhf.convert MODEL DIRECTORY`: a Hugging Face checkpoint with its weights as orbax keeps them.
+"""`python -m jaxrlhf.convert MODEL DIRECTORY`: write a Hugging Face checkpoint with its weights in orbax's format.
 
-MODEL is a local directory or a hub id. What comes out is a model to start from like any other, `--model.path
-DIRECTORY`, of which every host reads its own part; `python -m jaxrlhf.export` makes it a Hugging Face checkpoint
-again. With `--multihost` it is started once on every host, and each writes what its devices hold.
+MODEL is a local directory or a hub id. The result is a model to start from, `--model.path DIRECTORY`, of which every
+host reads only its own part. `python -m jaxrlhf.export` converts it back to a Hugging Face checkpoint. With
+`--multihost` the command is started once on every host, and each host writes the part that its devices hold.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from jaxrlhf.config.cli.hosts import join_hosts
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf convert",
         description="Write the weights of a Hugging Face checkpoint with orbax.",
@@ -22,7 +22,7 @@ def main() -> None:
     command.add_argument("model", help="local directory or hub id, such as Qwen/Qwen3-0.6B")
     command.add_argument("directory", help="where the converted checkpoint goes; all hosts have to see it")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the files")
-    command.add_argument("--multihost", action="store_true", help="join the hosts on each of which this was started")
+    command.add_argument("--multihost", action="store_true", help="join all hosts on which this command was started")
     flags: argparse.Namespace = command.parse_args()
 
     import jax

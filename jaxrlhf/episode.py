@@ -1,7 +1,7 @@
-"""Words of an episode: messages, tool calls, a policy's replies, what an environment answers, and why it ended.
+"""Types of an episode: messages, tool calls, replies of a policy, answers of an environment, and causes of the end.
 
-Environments and tools of a user's own are written against this module alone. It imports nothing heavy, because their
-processes do.
+User code for environments and tools only needs this module. It imports nothing heavy, because environment processes
+import it.
 """
 
 import hashlib
@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakValueDictionary
 
 Message = Mapping[str, Any]
-"""A message as chat templates read it: `role` and `content`, and `tool_calls`, `tool_call_id`, `name`."""
+"""Message as chat templates read it: `role` and `content`, and `tool_calls`, `tool_call_id`, `name`."""
 
 Content = str | list[dict[str, Any]]
-"""Content of a message: a text, or parts, each a text or an image.
+"""Content of a message: a text, or a list of parts, each a text or an image.
 
-Parts are `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`, an image of PIL, encoded bytes or a
-data URL; afterwards they are OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`, and in records of episodes
+Parts are `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with a PIL image, encoded bytes or a
+data URL. Image parts are converted to OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`; in episode records
 the URL is a `ShownImage`.
 """
 
@@ -26,13 +26,13 @@ ToolSchema = Mapping[str, Any]
 
 StopCause = Literal[
     "answered",  # a reply without tool calls, in an environment of tools alone
-    "done",  # the environment said so
+    "done",  # reported by the environment
     "turns",
-    "tokens_of_turn",  # a reply was cut at its limit
+    "tokens_of_turn",  # a reply was truncated at its limit
     "tokens_of_episode",
     "tool_calls",
-    "malformed_call",  # of which the settings say that it ends an episode
-    "environment_truncated",  # the environment gave up, as gymnasium's `truncated`
+    "malformed_call",  # if the settings end an episode at malformed calls
+    "environment_truncated",  # the environment gave up, like gymnasium's `truncated`
     "episode_timeout",
     "environment_timeout",
     "environment_error",
@@ -42,21 +42,21 @@ STOP_CAUSES: tuple[StopCause, ...] = get_args(StopCause)
 TRUNCATIONS: frozenset[StopCause] = frozenset(
     ["turns", "tokens_of_turn", "tokens_of_episode", "tool_calls", "environment_truncated", "episode_timeout"]
 )
-"""Ends that a limit made, of an episode that might have gone on."""
+"""Stop causes that are limits; the episode could have continued."""
 
 FAILURES: frozenset[StopCause] = frozenset(["environment_timeout", "environment_error"])
-"""Ends that are no fault of the policy's; such an episode is unscorable."""
+"""Stop causes that are not the policy's fault; such an episode is unscorable."""
 
 FailureCause = Literal["timeout", "crash", "exception", "wrong-type", "not-finite", "output", "unpicklable"]
-"""Kinds of failures of a tool or environment, for counting; as with rewards, `crash` is a process that went down."""
+"""Kinds of failures of a tool or environment, for counting; as in rewards, `crash` is a process that died."""
 
 
 class EnvironmentFailure(Exception):
-    """Error: an environment or agent of the user's did not answer.
+    """Error: a user's environment or agent program did not answer.
 
     Attributes:
       cause: Kind of failure.
-      detail: One line for a person.
+      detail: One line for users.
     """
 
     def __init__(self, cause: FailureCause, detail: str) -> None:
@@ -65,15 +65,15 @@ class EnvironmentFailure(Exception):
 
 
 class ShownImage:
-    """Image that an episode showed, by its content: one object a process for all that show the same.
+    """Image shown in an episode, identified by its content; images with equal content are one object per process.
 
-    The content is where it was shown first. Hosts that Ray joins hand on where that is, and load the content where they
-    compute with it; any other pickle holds it.
+    The content stays in the process that showed it first. Hosts joined by Ray exchange only its location, and load the
+    content where they compute with it; any other pickle contains the content.
 
     Attributes:
-      digest: Text that is another one for another content.
-      load: Gives the content, a data URL.
-      keep: Function of a data URL to its `load`; set where a process keeps contents elsewhere.
+      digest: Text that differs if the content differs.
+      load: Function that returns the content, a data URL.
+      keep: Function from a data URL to its `load`; replaced in processes that store contents elsewhere.
 
     Args:
       load: See above.
@@ -87,13 +87,13 @@ class ShownImage:
 
     @classmethod
     def of(cls, url: str) -> "ShownImage":
-        """The image of a data URL."""
+        """Return the image of a data URL."""
         digest = hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
         return cls._known.get(digest) or cls.elsewhere(digest, cls.keep(url))
 
     @classmethod
     def elsewhere(cls, digest: str, load: Callable[[], str]) -> "ShownImage":
-        """The image of a digest, which is loaded so from now on."""
+        """Return the image with a digest, and set its `load`."""
         found = cls._known.setdefault(digest, cls(digest, load))
         found.load = load
         return found
@@ -116,7 +116,7 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy asked for, well-formed and with arguments that fit the tool's schema.
+    """Tool call requested by the policy, well-formed and with arguments that fit the tool's schema.
 
     Attributes:
       call_id: Name of the call within its episode.
@@ -129,12 +129,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that cannot be made.
+    """Tool call that cannot be made.
 
     Attributes:
-      kind: `structure` is text that is no call (unclosed, not JSON); `unknown_tool` and `arguments` are calls of a tool
-        that is not there, or with arguments that do not fit its schema.
-      detail: Line for the policy that says what to do instead.
+      kind: `structure` is text that is not a call (unclosed, not JSON); `unknown_tool` is a call of a tool that does
+        not exist; `arguments` is a call with arguments that do not fit the tool's schema.
+      detail: Line for the policy with advice on what to do instead.
     """
 
     kind: Literal["structure", "unknown_tool", "arguments"]
@@ -143,14 +143,14 @@ class MalformedCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """One turn of the policy.
+    """Turn of the policy.
 
     Attributes:
-      text: All that it wrote, without control tokens.
-      content: The text beside reasoning and calls; a call that cannot be made stands in it as it was written.
-      tokens: What it drew, its end-of-turn token included.
-      ended: It ended its turn itself, and was not cut at a limit.
-      reasoned: It has a place for reasoning, be it empty.
+      text: Text of the whole reply, without control tokens.
+      content: Text without reasoning and calls; a malformed call stays in it as written.
+      tokens: Sampled tokens, the end-of-turn token included.
+      ended: True if the policy ended the turn itself; False if it was truncated at a limit.
+      reasoned: True if the reply has a reasoning block, even an empty one.
     """
 
     text: str
@@ -164,7 +164,7 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message of the assistant."""
+        """Reply as a message of the assistant."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -181,10 +181,10 @@ class Opening:
     """Beginning of an episode.
 
     Attributes:
-      messages: The prompt; none is the record's own.
+      messages: Messages of the prompt; empty uses the record's prompt.
       tools: Schemas of the tools that the policy is shown.
-      appended: Text to put behind that of the prompt's last message, as TRL does with what `reset` returns.
-      state, max_tokens: Anchor and limit of the first reply; see `Observation`.
+      appended: Text appended to the prompt's last message, like TRL does with the return value of `reset`.
+      state, max_tokens: Anchor and token limit of the first reply; see `Observation`.
     """
 
     messages: Sequence[Message] = ()
@@ -199,10 +199,10 @@ class Session:
     """Address of the policy, for an agent program in one episode.
 
     Attributes:
-      base_url: Address as clients of OpenAI's API take it.
-      api_key: Key by which the program's calls are known to be of this episode.
-      record: Record of the data.
-      seed: The same for all episodes of a group.
+      base_url: Base URL for clients of OpenAI's API.
+      api_key: Key that identifies the program's calls as calls of this episode.
+      record: Data record of the episode.
+      seed: Seed, equal for all episodes of a group.
     """
 
     base_url: str
@@ -213,10 +213,10 @@ class Session:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A tool call that was made.
+    """Record of a tool call that was made.
 
     Attributes:
-      failure: Kind of failure; None is an answer.
+      failure: Kind of failure; None if the tool answered.
     """
 
     name: str
@@ -229,15 +229,15 @@ class Observation:
     """Answer of an environment to a reply.
 
     Attributes:
-      messages: What the policy is told before its next turn; must hold one at least unless the episode is over.
-      reward: Paid at the last token of the reply; finite.
-      done: The episode is over.
-      truncated: The environment gives up on it, as gymnasium has it.
-      state: Anchor of the state that the next reply is made in: replies of a group that are made in equal states are
-        compared with each other by GiGPO. None is no anchor.
-      metrics: Numbers to average over the step's episodes, by name.
-      max_tokens: Most tokens of the next reply; None is the setting's.
-      calls: Tool calls that were made, for metrics; of tools the run fills them in.
+      messages: Messages to the policy before its next turn; at least one unless the episode is over.
+      reward: Reward at the last token of the reply; finite.
+      done: True if the episode is over.
+      truncated: True if the environment gives up on the episode, like gymnasium's `truncated`.
+      state: Anchor of the state in which the next reply is made: GiGPO compares replies of a group that are made in
+        equal states. None is no anchor.
+      metrics: Numbers by name, averaged over the episodes of the step.
+      max_tokens: Maximum number of tokens of the next reply; None uses the setting.
+      calls: Tool calls that were made, for metrics; filled in by the run for environments of tools.
     """
 
     messages: Sequence[Message] = ()
@@ -252,12 +252,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """A reply and what came of it.
+    """Record of a reply and the environment's answer.
 
     Attributes:
       observed: Messages that the environment answered with.
-      reward: Paid for the reply by the environment.
-      policy_s, environment_s: Seconds that the reply and the environment's answer took, waiting included.
+      reward: Reward of the environment for the reply.
+      policy_s, environment_s: Seconds taken by the reply and by the environment's answer, waiting included.
     """
 
     reply: Reply
@@ -270,16 +270,16 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """An episode as it went, for rewards, samples and metrics.
+    """Record of an episode, for rewards, samples and metrics.
 
     Attributes:
-      opening: The first prompt's messages.
-      stop: Reason of the end.
-      environment: Number of the environment among those of the run.
-      failure: Line on the environment's failure; empty without one.
-      environment_reward: Sum that the environment paid; None if it pays nothing.
-      metrics: The environment's own numbers: the last of each name.
-      forks: Sequences that begin anew, by cause, such as a template that rewrites history.
+      opening: Messages of the first prompt.
+      stop: Cause of the end.
+      environment: Index of the environment among those of the run.
+      failure: Line on the environment's failure; empty without a failure.
+      environment_reward: Sum of the environment's rewards; None if the environment gives none.
+      metrics: Last value of each of the environment's metrics.
+      forks: Number of sequences that start anew, by cause, such as a template that rewrites history.
     """
 
     opening: Sequence[Message]
@@ -293,7 +293,7 @@ class EpisodeRecord:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation."""
+        """Messages of the whole conversation."""
         told = [message for turn in self.turns for message in (turn.reply.message, *turn.observed)]
         return [*self.opening, *told]
 

@@ -1,15 +1,14 @@
 """`python -m jaxrlhf.evaluate --config NAME`: accuracy of a trained policy, greedy or pass@k.
 
-The data set and the rewards are those of the configuration. The policy is the newest
-checkpoint of the configuration's workdir, or that of `--step`, or `--policy`: another run's
-workdir or a Hugging Face directory.
+Data set and rewards are those of the configuration. The policy is the newest checkpoint of the configuration's workdir,
+the checkpoint of `--step`, or `--policy`: another run's workdir or a Hugging Face directory.
 """
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf evaluate",
         description="Evaluate a policy on held-out problems.",

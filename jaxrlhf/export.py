@@ -1,13 +1,13 @@
-"""`python -m jaxrlhf.export RUN DIRECTORY`: the policy or reward model of a run as a Hugging Face checkpoint.
+"""`python -m jaxrlhf.export RUN DIRECTORY`: write the policy or reward model of a run as a Hugging Face checkpoint.
 
-Beside the weights lies a model card: base, data, algorithm, settings, figures of that step, the learning curve, and how
-to load it. RUN may also be what `python -m jaxrlhf.convert` wrote; that has no card.
+The directory also gets a model card: base model, data, algorithm, settings, metrics of that step, the learning curve,
+and how to load the model. RUN may also be a directory written by `python -m jaxrlhf.convert`, which gets no card.
 
     jaxrlhf export runs/math_grpo my_model --dtype bfloat16 --push me/my-model --private
 
-`--push` uploads the directory to the hub, with the token of `hf auth login` or HF_TOKEN. Before anything is exported it
-refuses a name or a token that the hub would not take, and a repository that holds files, unless `--overwrite` says that
-they are to go.
+`--push` uploads the directory to the hub, with the token of `hf auth login` or HF_TOKEN. Before the export, it refuses
+a name or token that the hub would reject, and a repository that contains files, unless `--overwrite` allows to replace
+them.
 """
 
 from jaxrlhf.config import CommandLine, run_command
@@ -15,7 +15,7 @@ from jaxrlhf.trainer.publishing.export import Export, add_flags
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf export",
         description="Write a Hugging Face checkpoint.",

@@ -1,7 +1,7 @@
 """`jaxrlhf generate POLICY PROMPTS OUT`: completions of a file of prompts, all of them or the best by a reward.
 
-A line of OUT is a record of PROMPTS with its `completion`, the number of it as `sample` and, where something scores,
-its `score`: with `PromptFile(OUT, solution_key="completion")` it is supervised data.
+A line of OUT is a record of PROMPTS with its `completion`, the completion's number as `sample` and, if there is a
+reward, its `score`. It is supervised data for `PromptFile(OUT, solution_key="completion")`.
 """
 
 from argparse import Namespace
@@ -36,12 +36,12 @@ _AT_ONCE: dict[str, Any] = {
     "quantize": None,
     "server": None,
 }
-"""Settings of a rollout that nobody learns from."""
+"""Rollout settings that are reset, because nothing learns from the responses."""
 
 
 @dataclass(frozen=True)
 class Answering(Algorithm):
-    """Answers and scores without learning."""
+    """Algorithm that answers and scores without learning."""
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), REWARD)
@@ -51,7 +51,7 @@ class Answering(Algorithm):
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf generate",
         description="Write completions of a file of prompts. Settings are those of --config or, without one, of a file "
@@ -76,8 +76,8 @@ def main() -> None:
     command.add_argument(
         "--samples", type=int, default=1, help="answers per prompt; one is greedy, several are sampled"
     )
-    command.add_argument("--best", action="store_true", help="keep the answer with the highest score alone")
-    command.add_argument("--reward", help="what scores: a reward's class such as MathReward, or file.py:function")
+    command.add_argument("--best", action="store_true", help="keep only the answer with the highest score")
+    command.add_argument("--reward", help="reward that scores: a class such as MathReward, or file.py:function")
     command.add_argument("--step", type=int, help="checkpoint of a run; default: the newest")
     config, flags = command.parse_config(implied=_reward_settings, default=_default())
     _check(flags)
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _default() -> Config:
-    """Settings without a configuration."""
+    """Return the settings that are used without a configuration."""
     return Config(
         "generate",
         algorithm=Answering(),
@@ -111,12 +111,12 @@ def _default() -> Config:
         model=Pretrained(""),
         data=PromptFile("", answer_key=None),
         rollout=Rollout(prompts_per_step=64, max_prompt_tokens=2048, max_response_tokens=1024, slots=64),
-        rewards=Rewards((RepetitionReward(),)),  # whose place --reward takes
+        rewards=Rewards((RepetitionReward(),)),  # placeholder that --reward replaces
     )
 
 
 def _reward_settings(flags: Namespace) -> list[str]:
-    """The settings that `--reward` stands for."""
+    """Return the settings that `--reward` stands for."""
     if flags.reward is None:
         return []
     if ":" not in flags.reward:
@@ -135,7 +135,7 @@ def _check(flags: Namespace) -> None:
 
 
 def _answering(config: Config, prompts: str) -> Config:
-    """The configuration, to answer a file of prompts and learn nothing."""
+    """Return the configuration changed to answer a file of prompts without learning."""
     data = config.data if isinstance(config.data, PromptFile) else PromptFile("", answer_key=None)
     model = config.model
     if isinstance(model, Pretrained) and data.image_key is not None:

@@ -1,6 +1,6 @@
-"""Pictures of any kind as policies see them: upright, on white, in eight bits a colour.
+"""Conversion of pictures of any mode to the form that policies see: upright, on white, 8 bits per color.
 
-It imports neither PIL nor NumPy before a picture is there, because processes of environments import it.
+PIL and NumPy are only imported when there is a picture, because environment processes import this module.
 """
 
 from typing import Any
@@ -12,18 +12,17 @@ _SIXTEEN_BITS = 65535
 
 
 def upright_rgb(picture: Any) -> Any:
-    """A picture of PIL in the mode RGB: turned as its EXIF data say, over white where it is transparent.
+    """Return a PIL picture in mode RGB, rotated by its EXIF data and composited on white where it is transparent.
 
-    Integers of 16 bits become eight by their range, and so do floats from 0 to 1. Other numbers from 0 to 255 are taken
-    as they are.
+    16-bit integers are scaled to 8 bits by their range, as are floats from 0 to 1. Other values from 0 to 255 are kept.
 
     Raises:
-      ValueError: Other numbers, whose range is not known.
+      ValueError: Other values, whose range is unknown.
     """
     import PIL.Image
     import PIL.ImageOps
 
-    picture.load()  # PNG may have its EXIF data behind its pixels
+    picture.load()  # PNG may have its EXIF data after its pixels
     picture = PIL.ImageOps.exif_transpose(picture)
     if picture.mode[:1] in "IF":
         return _grey(picture)
@@ -36,12 +35,12 @@ def upright_rgb(picture: Any) -> Any:
 
 
 def _grey(picture: Any) -> Any:
-    """A picture of one number a pixel, wider than eight bits, in the mode RGB."""
+    """Convert a picture with one channel of more than 8 bits to mode RGB."""
     import numpy as np
     import PIL.Image
 
     pixels = np.asarray(picture)
-    # Older versions of PIL read a PNG of 16 bits into 32.
+    # Older versions of PIL read a 16-bit PNG into 32 bits.
     if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
         scaled = pixels / _SIXTEEN_BITS * _MOST
     elif picture.mode == "F" and pixels.min() >= 0 and pixels.max() <= 1:

@@ -1,19 +1,20 @@
-"""`python -m jaxrlhf.plan --config NAME --hardware a100x16x8`: the best placement, predicted before anything runs.
+"""`python -m jaxrlhf.plan --config NAME --hardware a100x16x8`: predict the best placement before anything runs.
 
-It prints the best plans, where the seconds of the best one go, why the next one lost, and the settings to paste. It
-needs no accelerator: without `--hardware` it plans for the devices that are here. Pools that the configuration gives
-are costed as they are, layouts that it gives are kept; `--afresh` searches all of it.
+It prints the best plans, the time that each part of the best plan takes, why the second plan is worse, and the settings
+to paste. It needs no accelerator; without `--hardware` it plans for the devices of this machine. Pools and layouts that
+the configuration sets are kept and costed; `--afresh` searches them too.
 
     python -m jaxrlhf.plan --config ppo_gsm8k --hardware h100x1 --compile
 
-`--compile` has the chip's own compiler compile every program of the best plan, and says what each takes of a device's
-memory and sends to others. No chip and no weights are needed, but `pip install 'jaxrlhf[compile]'`.
+`--compile` compiles every program of the best plan with the chip's own compiler, and reports how much device memory
+each program takes and how much it sends to other devices. This needs no chip and no weights, but `pip install
+'jaxrlhf[compile]'`.
 
     python -m jaxrlhf.plan --config grpo_gsm8k --hardware h100x2 --staleness 1 --length-mean 150 --length-tail 500
 
-`--staleness`, and `--over-provision` beside it, simulate that schedule beside the synchronous one, on every split of
-the devices between generation and learning. Response lengths are those of a run (`--lengths samples.jsonl`), or
-lognormal with a mean and a 99th percentile; else all are of `--response-tokens`.
+`--staleness`, optionally with `--over-provision`, simulates that schedule next to the synchronous one, on every split
+of the devices between generation and learning. Response lengths are those of a run (`--lengths samples.jsonl`), or
+lognormal with a mean and a 99th percentile; without either, all are `--response-tokens` long.
 """
 
 import json
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf plan",
         description="Find the best placement of a run on devices.",
@@ -46,21 +47,21 @@ def main() -> None:
     command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a file that jaxrlhf.calibrate wrote")
     command.add_argument("--plans", type=int, default=5, metavar="N", help="how many to show, one of each placement")
     command.add_argument(
-        "--prompt-tokens", type=float, metavar="N", help="the mean that is expected; the most if unset"
+        "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the longest"
     )
-    command.add_argument("--response-tokens", type=float, metavar="N", help="the mean that is expected, likewise")
+    command.add_argument("--response-tokens", type=float, metavar="N", help="mean response length; default: longest")
     command.add_argument("--picture", metavar="FILE", help="where the timeline goes; default: plan_NAME.png")
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else, draw if asked to")
-    command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
+    command.add_argument("--json", action="store_true", help="print only one JSON object; draw only with --picture")
+    command.add_argument("--afresh", action="store_true", help="also search pools, layouts and offload that are set")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray", "None"], help="plan for hosts joined by Ray, as `train` does")
     command.add_argument(
-        "--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0; default: as given"
+        "--staleness", type=int, metavar="K", help="simulate this rollout.staleness next to 0; default: as configured"
     )
-    command.add_argument("--over-provision", type=float, metavar="F", help="with groups under way of F steps, 1 to 2")
+    command.add_argument("--over-provision", type=float, metavar="F", help="with this rollout.over_provision, 1 to 2")
     command.add_argument("--lengths", metavar="FILE", help="response lengths of a run, its samples.jsonl")
     command.add_argument("--length-mean", type=float, metavar="N", help="mean of lognormal response lengths")
-    command.add_argument("--length-tail", type=float, metavar="N", help="their 99th percentile")
+    command.add_argument("--length-tail", type=float, metavar="N", help="99th percentile of these lengths")
     config, flags = command.parse_config(implied=on_cluster)
     if flags.plans < 1:
         raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
@@ -86,7 +87,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     mean = flags.response_tokens if drawn is None else drawn.mean
     lengths = planner.Lengths(flags.prompt_tokens, mean)
     question = planner.question_of(config, hardware, lengths=lengths)
-    found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
+    found = search(question.problem, keep=max(2, flags.plans))  # two, to explain why the second is worse
     best = found.plans[0]
     bound = binding_slots(question.problem, best)
     scheduled, rollout = [], config.rollout
@@ -94,7 +95,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     if flags.staleness is not None:
         ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
     parts = written.rollout.stream_parts if ahead == 0 else 1
-    # On one pool whole batches that wait gain nothing, so that a configuration that has them there needs no table.
+    # On one pool a staleness of whole batches gains nothing, so no schedules are simulated for it.
     if flags.staleness is not None or parts > 1 or (ahead and (more > 1 or config.generates_apart)):
         drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
         simulated = partial(predictions, keeps=rollout.on_new_weights == "keep", stream_parts=parts)
@@ -103,7 +104,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     if flags.picture is not None:
         title = planner.timeline_title(config, hardware)
         planner.draw_timeline(best, title=title).savefig(flags.picture, dpi=130)
-    code = planner.snippet(config, best, written=written)  # it is pasted into what is written
+    code = planner.snippet(config, best, written=written)  # to be pasted into the configuration as written
     console = default_console()
     if not flags.json:
         console.print(report(found, hardware, notes, shown=flags.plans))
@@ -143,7 +144,7 @@ def _plan(written: Config, flags: Namespace) -> None:
 
 
 def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":
-    """Distribution of response lengths that the flags give; None if they give a mean alone, or nothing."""
+    """Return the distribution of response lengths from the flags; None if they give only a mean, or nothing."""
     from jaxrlhf.planner.schedules.lengths import LognormalLengths, read_lengths
 
     ways = [flags.lengths is not None, flags.length_mean is not None, flags.response_tokens is not None]
@@ -163,7 +164,7 @@ def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":
 def _compile(
     config: Config, hardware: "Hardware", problem: "PlacementProblem", plan: "PlacementPlan", flags: Namespace
 ) -> list["CompiledProgram"]:
-    """Compile the programs of a plan, with a bar on standard error, and draw them."""
+    """Compile the programs of a plan, with a progress bar on standard error, and draw them."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -188,7 +189,7 @@ def _compile(
 
 
 def _advice(code: str) -> str:
-    """Advice on how to run the plan."""
+    """Return advice on how to run the plan."""
     if not code:
         return "the configuration runs the best plan as it is"
     return (

@@ -1,4 +1,4 @@
-"""`python -m jaxrlhf.serve POLICY`: a policy behind OpenAI's API, at 127.0.0.1 unless told otherwise.
+"""`python -m jaxrlhf.serve POLICY`: serve a policy with OpenAI's API, by default at 127.0.0.1.
 
 POLICY is the workdir of a run, the directory of a Hugging Face checkpoint, or a hub id.
 """
@@ -13,7 +13,7 @@ from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf serve",
         description="Serve a policy as OpenAI's API.",
@@ -28,14 +28,14 @@ def main() -> None:
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")
     command.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
     command.add_argument("--token", help="key that requests must bear; default: a new one, which is printed")
-    command.add_argument("--no-token", action="store_true", help="let everybody in who reaches the address")
+    command.add_argument("--no-token", action="store_true", help="accept requests without a key")
     command.add_argument("--requests", type=int, default=1024, help="requests under way at once, at most")
     command.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer, at most")
     add_engine_flags(command)
     flags: argparse.Namespace = command.parse_args()
     if flags.token and flags.no_token:
         raise Refusal("--token and --no-token contradict each other; give one")
-    flags.name = flags.name or Path(flags.policy).name or Path(flags.policy).resolve().name  # "." has no last part
+    flags.name = flags.name or Path(flags.policy).name or Path(flags.policy).resolve().name  # the name of "." is empty
     limits = ServingLimits(requests=flags.requests, request_s=flags.timeout)
     token = None if flags.no_token else flags.token or f"sk-{secrets.token_urlsafe(24)}"
 

@@ -1,9 +1,9 @@
 """`python -m jaxrlhf.train --config NAME`: run a configuration.
 
-`--dry-run` stops after the table of derived settings; `--export DIRECTORY` writes what was trained as
-a Hugging Face checkpoint, such as the next stage starts from, and `--push` uploads it with its model card:
-what could not be exported or uploaded is refused before anything is trained. `--cluster ray` runs it on
-hosts joined by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
+`--dry-run` stops after the table of derived settings. `--export DIRECTORY` writes the trained model as a Hugging Face
+checkpoint, for example for the next stage, and `--push` uploads it with a model card; an export or upload that would
+fail is refused before the training. `--cluster ray` runs on hosts joined by Ray. Any setting can be changed on the
+command line by its dotted name; see `--help`.
 """
 
 import signal
@@ -13,12 +13,14 @@ from jaxrlhf.config import CommandLine, on_cluster, run_command
 from jaxrlhf.trainer.publishing.export import Export, add_flags
 
 STOPPED_CODE = 128 + signal.SIGTERM
-"""Exit code of a run that SIGTERM ended before its last step, as shells have it: 0 would tell a scheduler not to start
-it again."""
+"""Exit code of a run that SIGTERM ended before its last step, as in shells.
+
+With code 0 a scheduler would not start the run again.
+"""
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf train",
         description="Train a language model with RL.",
@@ -48,7 +50,7 @@ def main() -> None:
 
     with one_message():
         if export := Export.of(flags):
-            export.check(config)  # now, and not after the training
+            export.check(config)  # before the training rather than after it
         result = run(config, dry_run=flags.dry_run)
         if not flags.dry_run and not result.finished:
             print(f"{STOPPED} {result.workdir}")

@@ -1,7 +1,7 @@
-"""`python -m jaxrlhf.view runs/`: runs in the browser, side by side, while they train.
+"""`python -m jaxrlhf.view runs/`: show runs side by side in the browser, during training too.
 
-Curves with the meaning of every metric, samples, times, and what differs between settings. The page is this machine's
-own, at 127.0.0.1; it needs no network, and reads nothing outside the folder that it is given.
+The page has curves with an explanation of every metric, samples, times, and the differences between settings. It is
+served only on this machine, at 127.0.0.1, needs no network, and reads nothing outside the given folder.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxrlhf.config import CommandLine, Refusal, run_command
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = CommandLine(
         prog="jaxrlhf view",
         description="Show runs in the browser.",

@@ -191,7 +191,7 @@ def test_what_passes_is_asked_again(engine_of):
             completion(reason="length"),
             "cut after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
         ),
-        (completion(reason="abort"), "it gave the response up: abort"),
+        (completion(reason="abort"), "the server gave up the response: abort"),
         ({"choices": []}, "ValueError"),
         ({"error": "no"}, "KeyError"),
     ],
@@ -208,7 +208,7 @@ def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
     assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
     with pytest.raises(Unreadable, match=r"drawn with weights '/a/version_3', expected '.*version_3'; .* another run"):
         ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
-    with pytest.raises(Unreadable, match="it gave the response up"):
+    with pytest.raises(Unreadable, match="the server gave up the response"):
         ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))
     with pytest.raises(Unreadable, match=r"weight_info answers .*'default'.*version_3'; was the server started anew"):
         ask(engine_of(lambda body, number: (200, completion()), has="default"))

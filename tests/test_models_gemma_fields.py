@@ -120,7 +120,7 @@ def test_layers_that_borrow_keys_and_values_are_the_last_ones(tmp_path):
     [
         ({"num_kv_shared_layers": 31}, "have to be a layer without the window"),
         ({"num_global_key_value_heads": 3}, r"num_heads=8 is not a multiple of full_heads\.kv_heads=3"),
-        ({"sliding_window": None}, "full_heads beside a window"),
+        ({"sliding_window": None}, "full_heads needs sliding_window"),
     ],
 )
 def test_layers_that_cannot_borrow_are_refused(tmp_path, change, words):

@@ -239,7 +239,7 @@ def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_
     [
         (
             {"roles": (REFERENCE,), "pools": ((("reference",), 1), ((ROLLOUT,), 1))},
-            "one role generates for a rollout, here none does",
+            "no role generates, so rollout has nothing to do",
         ),
         ({"pools": ((("actor",), 3), (("reference",), 2))}, r"pools take \[3, 2\] devices, and there are 4 in all"),
         ({"pools": ((("actor", "reference"), 3),), "devices_per_host": 2}, r"take \[3\] devices, and hosts have 2"),

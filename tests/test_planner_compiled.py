@@ -124,12 +124,12 @@ def test_a_step_that_its_compiler_does_not_fit_is_refused_with_the_figure():
     with pytest.raises(Refusal) as refusal:
         check_fits([*fits, program_of("actor.gradient", 60, 13)], machines)
     uncounted = replace(program_of("actor.gradient", 60, 13), needed_bytes=0)
-    with pytest.raises(Refusal, match=r"actor\.gradient needs 60 GiB by"):
+    with pytest.raises(Refusal, match=r"actor\.gradient needs 60 GiB according"):
         check_fits([uncounted], machines)
     assert str(refusal.value) == (
-        "the step does not fit h100: actor.gradient needs 60 GiB by its compiler's word (plans count 30 GiB for it), "
-        "and 13 GiB is there beside it; a plan may fill 72 GiB of a device. Fewer tokens_per_microbatch, remat='full', "
-        "or a layout that splits the role further would help"
+        "the step does not fit h100: actor.gradient needs 60 GiB according to its compiler (plans count 30 GiB for "
+        "it), and everything else takes 13 GiB; a plan may fill 72 GiB of a device. Fewer tokens_per_microbatch, "
+        "remat='full', or a layout that splits the role further would help"
     )
 
 

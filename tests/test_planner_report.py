@@ -175,7 +175,7 @@ def test_the_report_says_what_and_why():
     assert "1 actor + reference 4 | actor 1-2-2 1-1 10.0 3.00 8.00 21.0 3.0 compute; actor generate" in lines
     assert "reference 1-1-1 x4" in lines
     assert "critic + reward 2 critic 1-1-2 0.5" in lines
-    assert "plan 1: what is not in use waits in host memory, of actor.optimizer, reward" in lines
+    assert "plan 1: offloaded to host memory while not in use: actor.optimizer, reward" in lines
     assert "2 actor + critic + reference + reward 8 1-1-8 1-1 6.00 4.50 15.5 26.0 4.0 compute; actor update" in lines
     assert "generate actor switch 4 1.00 1.00" in lines
     assert "critic+reward waits 2 10.0" in lines

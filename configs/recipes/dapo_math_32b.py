@@ -2,9 +2,9 @@
 
     python -m jaxrlhf.train --config dapo_math_32b.py --cluster.address auto --cluster.devices-per-host 8
 
-The run of `dapo_math_7b.py` at the paper's size and lengths: responses of up to 20k tokens, the last 4k of them
-punished the more the longer they are. `--hardware h100x16` says what the cluster is; on a v5p-128 slice it is `v5p-128`
-with `--cluster.devices-per-host 4`.
+The run of `dapo_math_7b.py` at the paper's size and lengths: responses have up to 20k tokens, and a penalty grows over
+the last 4k tokens. The setting `hardware` describes the cluster, here `h100x16`; on a v5p-128 slice, set
+`--hardware v5p-128 --cluster.devices-per-host 4`.
 
 Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,141 s a step, 118.9 h; Qwen2.5-32B on v5p-128 85 of 95 GiB
 of a device, 3,345 s a step, 185.9 h.
@@ -19,7 +19,7 @@ from jaxrlhf.config import DAPO, Config, OverlongPunishment, Pretrained, RayClus
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     small = load("dapo_math_7b")
     assert isinstance(small.algorithm, DAPO)
     return replace(

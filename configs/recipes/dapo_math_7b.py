@@ -2,9 +2,9 @@
 
     python -m jaxrlhf.train --config dapo_math_7b.py
 
-Dynamic sampling, up to 512 problems a step whose 16 responses score differently, in 16 updates; no KL. Responses have
-up to 8k tokens, of which the last 4k are punished the more the longer they are; AIME 2024 is answered 32 times each
-between. `dapo_math_32b.py` is the paper's own size.
+Dynamic sampling: a step has up to 512 problems whose 16 responses score differently, and 16 updates. There is no KL.
+Responses have up to 8k tokens, and a penalty grows over the last 4k tokens. The evaluation answers each problem of AIME
+2024 32 times. `dapo_math_32b.py` has the paper's model size.
 
 Planned: Qwen2.5-7B on h100x1x8 51 of 75 GiB of a device, 1,510 s a step, 83.9 h.
 
@@ -31,7 +31,7 @@ RESPONSES_PER_PROMPT = 16
 
 
 def get_config() -> Config:
-    """The run, of the problems in English, each of which the data set has once."""
+    """Return the configuration of the run; the subset `en` has each problem in English once."""
     return Config(
         name="dapo_math_7b",
         model=Pretrained("Qwen/Qwen2.5-7B"),

@@ -1,17 +1,18 @@
-"""Code with tests, from DeepSeek-R1-Distill-Qwen-14B: programs are run in a sandbox, and earn 1 if every test passes.
+"""Code with tests, from DeepSeek-R1-Distill-Qwen-14B: programs run in a sandbox, with reward 1 if every test passes.
 
     python -m jaxrlhf.train --config deepcoder_14b.py --cluster.address auto
 
-GRPO as DeepCoder has it: a higher upper clip, no KL, nothing trained on responses that were cut. Problems have what a
-program reads and is to print; 16 of PrimeIntellect's come with one of LiveCodeBench, whose newer ones are held out.
-Four machines of eight H100, where programs need cores: 64 processes run them. After this stage, 32k tokens:
-`--rollout.max-response-tokens 32768` from its export.
+GRPO as in DeepCoder: a higher upper clip, no KL, and no training on truncated responses. A problem has the inputs of a
+program and the expected outputs. A step has 16 problems of PrimeIntellect for each problem of LiveCodeBench; the newer
+problems of LiveCodeBench are held out. The run is for four machines of eight H100, with enough CPU cores for 64
+processes that run programs. The next stage has responses of 32k tokens: `--rollout.max-response-tokens 32768` from the
+export of this stage.
 
 Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 52 of 75 GiB of a device, 653 s a step, 32.6 h.
 
 Source: Luo et al. 2025 (DeepCoder, https://huggingface.co/agentica-org/DeepCoder-14B-Preview) for model, data, clip,
-lengths and the number of GPUs; batch and learning rate are those of `deepscaler_1_5b.py`; the filter of responses that
-were cut and the clip are Yu et al. 2025 (DAPO, arXiv:2503.14476).
+lengths and the number of GPUs; batch and learning rate are those of `deepscaler_1_5b.py`; the filter of truncated
+responses and the clip are Yu et al. 2025 (DAPO, arXiv:2503.14476).
 """
 
 from jaxrlhf.config import (
@@ -36,7 +37,7 @@ RESPONSES_PER_PROMPT = 8
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="deepcoder_14b",
         model=Pretrained("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"),
@@ -68,5 +69,5 @@ def get_config() -> Config:
 
 
 def problems(part: str, held_out: str | None = None) -> HubData:
-    """A part of the data set; where it has tests that call a function, their responses are left out as unscorable."""
+    """Return a part of the data set; responses to problems whose tests call a function are left out as unscorable."""
     return HubData(DATA, subset=part, prompt_key="problem", answer_key=None, evaluation=held_out)

@@ -1,18 +1,18 @@
-"""Long reasoning in DeepScaleR's manner, from DeepSeek-R1-Distill-Qwen-1.5B.
+"""Long reasoning as in DeepScaleR, from DeepSeek-R1-Distill-Qwen-1.5B, on a machine of eight H100.
 
     python -m jaxrlhf.train --config deepscaler_1_5b.py --rollout.max-response-tokens 8192 --steps 240
 
-GRPO with responses of up to 24k tokens. DeepScaleR gets there in three stages, each from the export of the one before:
-8k (240 steps, `--rollout.responses-per-prompt 8`), 16k (290 steps) and 24k (50 steps, as here), of which `--model.path`
-and `--rollout.max-response-tokens` are the settings. Few responses are that long, so groups are put off until they are
-complete while others go on (`staleness`, `over_provision`), which the plan has at a good part of the step. A machine of
-eight H100.
+GRPO with responses of up to 24k tokens. DeepScaleR has three stages, each from the export of the stage before: 8k
+(240 steps, `--rollout.responses-per-prompt 8`), 16k (290 steps) and 24k tokens (50 steps, as here). Set `--model.path`
+and `--rollout.max-response-tokens` for each stage. Few responses are that long: a step trains on the groups that are
+complete first, and unfinished groups continue under the next weights (`staleness`, `over_provision`). docs/recipes.md
+has the gain by the plan.
 
 Planned: DeepSeek-R1-Distill-Qwen-1.5B on h100x1x8 46 of 75 GiB of a device, 309 s a step, 4.3 h.
 
 Source: Luo et al. 2025 (DeepScaleR, https://github.com/agentica-project/rllm); steps of its stages as in NeMo RL's
 guide (https://github.com/NVIDIA-NeMo/RL, docs/guides/grpo-deepscaler.md); GRPO is Shao et al. 2024 (arXiv:2402.03300),
-groups that are put off Zhou et al. 2025 (APRIL, arXiv:2509.18521).
+groups that continue in a later step are Zhou et al. 2025 (APRIL, arXiv:2509.18521).
 """
 
 from jaxrlhf.config import (
@@ -35,7 +35,7 @@ RESPONSES_PER_PROMPT = 16
 
 
 def get_config() -> Config:
-    """The run; the hub's own parquet of a data set that is published as one JSON list."""
+    """Return the configuration of the run; the data set is one JSON list, so the hub's parquet form of it is read."""
     return Config(
         name="deepscaler_1_5b",
         model=Pretrained("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),

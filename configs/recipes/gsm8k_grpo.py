@@ -1,9 +1,9 @@
-"""GRPO on GSM8K from Qwen2.5-Instruct of any size, on whatever devices there are.
+"""GRPO on GSM8K from Qwen2.5-Instruct of any size, on any devices.
 
     python -m jaxrlhf.train --config gsm8k_grpo.py --model.path Qwen/Qwen2.5-7B-Instruct
 
-1.5B by default. A step has 1024 of the 7473 training problems with 5 responses each and four updates, 15 epochs in all.
-One H100 holds 0.5B and 1.5B, a machine of eight 7B.
+The default size is 1.5B. A step has 1024 of the 7473 training problems with 5 responses each, and four updates; the run
+has 15 epochs. One H100 is enough for 0.5B and 1.5B, a machine of eight H100 for 7B.
 
 Planned: Qwen2.5-0.5B-Instruct on h100x1x1 46 of 75 GiB of a device, 47 s a step, 1.4 h; Qwen2.5-1.5B-Instruct on
 h100x1x1 51 of 75 GiB of a device, 147 s a step, 4.3 h; Qwen2.5-7B-Instruct on h100x1x8 48 of 75 GiB of a device, 90 s a
@@ -21,7 +21,7 @@ PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 1024, 5
 
 
 def get_config() -> Config:
-    """The run: data, reward and evaluation are those of `grpo_gsm8k.py`."""
+    """Return the configuration of the run; data, reward and evaluation are those of `grpo_gsm8k.py`."""
     small = load("grpo_gsm8k")
     return replace(
         small,

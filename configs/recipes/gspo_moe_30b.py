@@ -1,10 +1,10 @@
-"""GSPO with experts, Qwen3-30B-A3B on DAPO-Math-17k, on 16 machines of eight H100; needs `jaxrlhf[math,ray]`.
+"""GSPO of the MoE model Qwen3-30B-A3B on DAPO-Math-17k, on 16 machines of eight H100; needs `jaxrlhf[math,ray]`.
 
     python -m jaxrlhf.train --config gspo_moe_30b.py --cluster.address auto
 
-One ratio for each response, which a change of experts between sampler and trainer moves less than a token's; no KL.
-`--algorithm GRPO --rollout.replay-routing` trains tokens through the experts that they were sampled with, in place of
-that.
+GSPO has one ratio for each response. If sampler and trainer choose different experts for a token, this ratio changes
+less than the ratio of that token. There is no KL. `--algorithm GRPO --rollout.replay-routing` is an alternative: it
+trains each token through the experts with which the token was sampled.
 
 Planned: Qwen3-30B-A3B on h100x16x8 51 of 75 GiB of a device, 122 s a step, 10.2 h.
 
@@ -20,7 +20,7 @@ RESPONSES_PER_PROMPT = 16
 
 
 def get_config() -> Config:
-    """The run: data, reward and evaluation are those of `dapo_math_7b.py`."""
+    """Return the configuration of the run; data, reward and evaluation are those of `dapo_math_7b.py`."""
     dense = load("dapo_math_7b")
     return replace(
         dense,

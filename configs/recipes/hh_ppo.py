@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config hh_ppo.py
 
-The reward model comes from `hh_reward_model.py`, and the critic begins as it. Prompts are the conversations of hh-rlhf,
-without the last answer.
+The reward model comes from `hh_reward_model.py`, and the critic starts from its weights. Prompts are the conversations
+of hh-rlhf, without the last answer.
 
 Planned: Qwen2.5-7B-Instruct on h100x1x8 52 of 75 GiB of a device, 109 s a step, 2.5 h.
 
@@ -29,7 +29,7 @@ PROMPTS, PROMPTS_PER_STEP = 43_835, 1024
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="hh_ppo",
         model=Pretrained("Qwen/Qwen2.5-7B-Instruct"),
@@ -52,7 +52,7 @@ def get_config() -> Config:
 
 
 def training(*, learning_rate: float) -> Training:
-    """Training settings of a model."""
+    """Return training settings of a model."""
     return Training(
         optimizer=Optimizer(learning_rate=learning_rate, warmup_updates=10, weight_decay=0.0),
         tokens_per_microbatch=65_536,

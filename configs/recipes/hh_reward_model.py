@@ -2,7 +2,7 @@
 
     python -m jaxrlhf.train --config hh_reward_model.py --export models/hh_reward_model
 
-One epoch of the 43835 pairs of the part `helpful-base`; `hh_ppo.py` is next.
+The run has one epoch of the 43835 pairs of the part `helpful-base`. The next stage is `hh_ppo.py`.
 
 Planned: Qwen2.5-7B-Instruct on h100x1x8 40 of 75 GiB of a device, 8.1 s a step, 0.4 h.
 
@@ -16,7 +16,7 @@ PAIRS, PAIRS_PER_UPDATE = 43_835, 256
 
 
 def get_config() -> Config:
-    """The run; `rollout` limits the lengths of prompts and answers."""
+    """Return the configuration of the run; `rollout` limits the lengths of prompts and answers."""
     return Config(
         name="hh_reward_model",
         model=Pretrained("Qwen/Qwen2.5-7B-Instruct"),

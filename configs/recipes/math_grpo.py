@@ -1,10 +1,10 @@
-"""GRPO on MATH from Qwen2.5-Instruct of any size, on whatever devices there are.
+"""GRPO on MATH from Qwen2.5-Instruct of any size, on any devices.
 
     python -m jaxrlhf.train --config math_grpo.py --model.path Qwen/Qwen2.5-0.5B-Instruct
 
-1.5B by default. A step has 1024 of the 7500 training problems with 5 responses each and four updates, 15 epochs in all;
-the 500 problems of MATH-500 are answered between. The reference answer is in the box of the worked solution. A v5e-8
-slice holds 0.5B and 1.5B, a machine of eight H100 7B.
+The default size is 1.5B. A step has 1024 of the 7500 training problems with 5 responses each, and four updates; the run
+has 15 epochs. The evaluation has the 500 problems of MATH-500. The reference answer is in the box of the worked
+solution. A v5e-8 slice is enough for 0.5B and 1.5B, a machine of eight H100 for 7B.
 
 Planned: Qwen2.5-0.5B-Instruct on v5e-8 13 of 15 GiB of a device, 88 s a step, 2.6 h; Qwen2.5-1.5B-Instruct on v5e-8 12
 of 15 GiB of a device, 260 s a step, 7.6 h; Qwen2.5-7B-Instruct on h100x1x8 51 of 75 GiB of a device, 225 s a step, 6.6
@@ -34,7 +34,7 @@ PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 1024, 5
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="math_grpo",
         model=Pretrained("Qwen/Qwen2.5-1.5B-Instruct"),

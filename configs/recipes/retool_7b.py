@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config retool_7b.py
 
-The policy may call `python` up to 15 times, whose programs run in a sandbox, and is trained on its own tokens alone.
-ReTool begins from a supervised stage on worked calls; a policy that has been through one is `--model.path`.
+The policy may call the tool `python` up to 15 times; programs run in a sandbox. The policy is trained only on its own
+tokens. ReTool starts with supervised training on solutions with calls; set `--model.path` to such a policy.
 
 Planned: Qwen2.5-7B-Instruct on h100x1x8 50 of 75 GiB of a device, 283 s a step, 15.7 h.
 
@@ -32,7 +32,7 @@ RESPONSES_PER_PROMPT = 16
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="retool_7b",
         model=Pretrained("Qwen/Qwen2.5-7B-Instruct"),

@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config tldr_ppo.py
 
-The policy comes from `tldr_sft.py`, reward model and critic from `tldr_reward_model.py`. A million summaries of up to
-53 tokens, 512 a step in four passes.
+The policy comes from `tldr_sft.py`, reward model and critic come from `tldr_reward_model.py`. The run samples a million
+summaries of up to 53 tokens, 512 a step, and trains on them in four passes.
 
 Planned: Qwen2.5-1.5B on h100x1x8 47 of 75 GiB of a device, 10 s a step, 5.7 h.
 
@@ -30,7 +30,7 @@ SUMMARIES, SUMMARIES_PER_STEP = 1_000_000, 512
 
 
 def get_config() -> Config:
-    """The run."""
+    """Return the configuration of the run."""
     return Config(
         name="tldr_ppo",
         model=Pretrained("models/tldr_sft"),
@@ -59,7 +59,7 @@ def get_config() -> Config:
 
 
 def training() -> Training:
-    """Training settings of policy and critic."""
+    """Return training settings of policy and critic."""
     return Training(
         optimizer=Optimizer(learning_rate=3e-6, decay="linear", eps=1e-5, weight_decay=0.0),
         tokens_per_microbatch=131_072,

@@ -2,7 +2,7 @@
 
     python -m jaxrlhf.train --config tldr_reward_model.py --export models/tldr_reward_model
 
-One epoch of 92858 comparisons, from the policy of `tldr_sft.py`; `tldr_ppo.py` is next.
+The run has one epoch of 92858 comparisons, from the policy of `tldr_sft.py`. The next stage is `tldr_ppo.py`.
 
 Planned: Qwen2.5-1.5B on h100x1x1 38 of 75 GiB of a device, 1.8 s a step, 0.7 h.
 
@@ -16,7 +16,7 @@ PAIRS, PAIRS_PER_UPDATE = 92_858, 64
 
 
 def get_config() -> Config:
-    """The run; `rollout` limits the lengths of posts and summaries."""
+    """Return the configuration of the run; `rollout` limits the lengths of posts and summaries."""
     return Config(
         name="tldr_reward_model",
         model=Pretrained("models/tldr_sft"),

@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config tldr_sft.py --export models/tldr_sft
 
-One epoch of 116722 posts, from Qwen2.5-1.5B; `tldr_reward_model.py` is next, then `tldr_ppo.py`. Its evaluation
-measures how many summaries are one paragraph of at most 300 characters.
+The run has one epoch of 116722 posts, from Qwen2.5-1.5B. Its evaluation measures the share of summaries that are one
+paragraph of at most 300 characters. The next stages are `tldr_reward_model.py` and `tldr_ppo.py`.
 
 Planned: Qwen2.5-1.5B on h100x1x1 34 of 75 GiB of a device, 2.2 s a step, 0.6 h.
 
@@ -28,7 +28,7 @@ POSTS, EXAMPLES_PER_UPDATE = 116_722, 128
 
 
 def get_config() -> Config:
-    """The run; `rewards` and `rollout` serve its evaluation."""
+    """Return the configuration of the run; `rewards` and `rollout` are for its evaluation."""
     return Config(
         name="tldr_sft",
         model=Pretrained("Qwen/Qwen2.5-1.5B"),

@@ -1,3 +1,3 @@
-"""Episodes of several turns: the policy replies, its environment answers, until one of them ends it."""
+"""Multi-turn episodes: the policy replies and its environment answers, until one of them ends the episode."""
 
 from jaxrlhf.agent_loop.loop import AgentLoop

@@ -1,4 +1,4 @@
-"""One episode, from its opening to its end."""
+"""Run of one episode, from its opening to its end."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from jaxrlhf.serving.sessions import SessionBook
 
 
 class EpisodeLimits(NamedTuple):
-    """Limits of all episodes: tokens of a first prompt, tokens after it, and ids that end a reply."""
+    """Limits of all episodes: tokens of the first prompt, tokens after the first prompt, ids that end a reply."""
 
     max_prompt_tokens: int
     max_response_tokens: int
@@ -41,7 +41,7 @@ class EpisodeLimits(NamedTuple):
 
 
 class EpisodeEnd(Exception):
-    """End of an episode, by anything but its environment's word."""
+    """End of an episode for any reason other than the environment's `done`."""
 
     def __init__(self, stop: StopCause, detail: str = "") -> None:
         super().__init__(detail)
@@ -50,13 +50,13 @@ class EpisodeEnd(Exception):
 
 @dataclass
 class EpisodeRun:
-    """An episode under way.
+    """Episode in progress.
 
     Attributes:
-      episode: Id of the episode, part of what its draws depend on.
-      environment: Number of its environment among those of the run.
-      place: Number by which the pool of environments knows it, unlike that of any other episode that is open.
-      drawing: Entered before each reply, which waits for that, and left once it is there.
+      episode: Id of the episode; sampling depends on it.
+      environment: Index of the episode's environment among the environments of the run.
+      place: Key of the episode in the environment pool, unique among open episodes.
+      drawing: Async context manager around each reply: entered before the reply is requested, left once it is there.
     """
 
     problem: Problem
@@ -83,7 +83,7 @@ class EpisodeRun:
 
     @property
     def replies(self) -> int:
-        """Replies that the policy has made."""
+        """Number of replies that the policy has made."""
         return len(self._turns)
 
     @property
@@ -94,15 +94,15 @@ class EpisodeRun:
 
     @property
     def group_seed(self) -> int:
-        """Seed of the environment, which all episodes of the problem share: they begin in one state."""
+        """Seed of the environment; all episodes of a problem share it, so that they start in one state."""
         return _seed(self.seed, self.problem.prompt_id, 0)
 
     async def finished(self) -> Finished:
-        """Go through the episode, by its kind."""
+        """Run the episode to its end: as an agent program, or turn by turn."""
         return await (self.agent() if isinstance(self.settings, Agent) else self.turns())
 
     async def turns(self) -> Finished:
-        """Go through the episode turn by turn."""
+        """Run the episode turn by turn."""
         try:
             async with asyncio.timeout(self.settings.episode_s) as self._clock:
                 stop, detail = await self._until_done(), ""
@@ -113,28 +113,28 @@ class EpisodeRun:
             stop, detail = _failed(failure)
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
-            if len(self._states) > len(self._turns):  # the policy was replying, so the environment can be asked
+            if len(self._states) > len(self._turns):  # the policy was replying, so the environment is free to answer
                 stop, detail = await self._settled(stop, detail)
         finally:
             self._clock = None
-            self.pool.drop(self.place)  # whatever is left of it
+            self.pool.drop(self.place)  # if the episode is still open there
             self.service.release(self.episode)
         return self._finished(stop, detail)
 
     def stop_clock(self) -> None:
-        """Count no seconds of the episode's limit, since the policy replies to nobody; called in the loop's thread."""
+        """Pause the episode's time limit while the policy answers no requests; call it in the event loop's thread."""
         if self._clock is not None and (end := self._clock.when()) is not None and not self._clock.expired():
             self._left_s = end - asyncio.get_running_loop().time()
             self._clock.reschedule(None)
 
     def start_clock(self) -> None:
-        """Count the seconds of the episode's limit again."""
+        """Resume the episode's time limit."""
         if self._clock is not None and self._left_s is not None:
             self._clock.reschedule(asyncio.get_running_loop().time() + self._left_s)
         self._left_s = None
 
     async def agent(self) -> Finished:
-        """Have the agent program go through the episode; its calls are recorded where they are answered."""
+        """Run the episode as an agent program; the server that answers its calls records them."""
         assert self.sessions is not None, "an agent program needs a server"
         limits = SessionLimits(
             calls=self.settings.max_turns,
@@ -159,15 +159,15 @@ class EpisodeRun:
             self._clock = None
             self.pool.drop(self.place)
             recorded = self.sessions.close(self.episode)
-        if stop == "environment_error" and recorded.calls and recorded.refused:  # the limit is what it failed by
+        if stop == "environment_error" and recorded.calls and recorded.refused:  # a limit made the program fail
             stop = "turns" if "calls" in recorded.refused else "tokens_of_episode"
         return recorded_episode(
             self.problem, self.episode, self.environment, self.format, recorded, score, stop, detail
         )
 
     async def _settled(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
-        """The end that a limit made, with the environment's final reward; or the environment's failure to say one."""
-        self._clock = None  # it has stopped
+        """Fetch the final reward after a limit ended the episode; return the limit, or the environment's failure."""
+        self._clock = None  # the timeout block has ended
         try:
             self._final = await asyncio.wrap_future(self.pool.finish(self.place))
         except EnvironmentFailure as failure:
@@ -175,10 +175,10 @@ class EpisodeRun:
         return stop, detail
 
     async def _until_done(self) -> StopCause:
-        """Reply and observe until the environment says that the episode is over.
+        """Alternate replies and observations until the environment reports that the episode is over.
 
         Raises:
-          EpisodeEnd: A limit ends it before.
+          EpisodeEnd: A limit ends the episode earlier.
         """
         begun = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
         opening = await asyncio.wrap_future(begun)
@@ -204,12 +204,12 @@ class EpisodeRun:
             most, state = observation.max_tokens, observation.state
 
     def _begin(self, opening: Opening) -> Conversation:
-        """The conversation; its prompt is the environment's, or the record's own where that says nothing."""
+        """Start the conversation, from the environment's messages or, if there are none, from the record's prompt."""
         try:
             self.format.check_tools(opening.tools)
         except Refusal as error:
             raise EnvironmentFailure("wrong-type", str(error)) from error
-        # The record's prompt was made with the tools of functions, and without those that a class brings along.
+        # The record's prompt tokens include the tools of a `Tools` setting, but not the tools of an environment class.
         made = isinstance(self.settings, Tools) or not opening.tools
         own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
         *before, last = opening.messages or with_sources(self.problem.messages, self.problem.images)
@@ -232,12 +232,12 @@ class EpisodeRun:
         return conversation
 
     def _room(self, conversation: Conversation) -> int:
-        """Tokens that the episode may still have."""
+        """Return the number of tokens that the episode may still add."""
         used = max(len(conversation.prompt) - self._first_tokens, 0)
         return self.limits.max_response_tokens - used
 
     async def _reply(self, conversation: Conversation, most: int | None) -> Reply:
-        """The policy's next reply."""
+        """Sample the policy's next reply."""
         wanted = [self._room(conversation), self.settings.turn_tokens, most]
         request = Request(
             self.episode,
@@ -254,7 +254,7 @@ class EpisodeRun:
         return conversation.sampled(completion.tokens, completion.logps, completion.version, ended=ended)
 
     def _check_reply(self, reply: Reply) -> None:
-        """End an episode whose reply the environment is not to see."""
+        """Raise `EpisodeEnd` if a limit or a malformed call keeps the reply from the environment."""
         assert self._conversation is not None
         if not reply.ended:
             if self._room(self._conversation) <= 0:
@@ -267,7 +267,7 @@ class EpisodeRun:
             raise EpisodeEnd("tool_calls")
 
     def _note(self, observation: Observation, environment_s: float) -> None:
-        """Keep what the environment answered to the last reply."""
+        """Record the environment's answer to the last reply."""
         self._turns[-1] = replace(
             self._turns[-1],
             observed=tuple(kept(observation.messages)),
@@ -284,7 +284,7 @@ class EpisodeRun:
             raise EpisodeEnd("turns")
 
     def _observe(self, conversation: Conversation, observation: Observation) -> None:
-        """Tell the policy what the environment said, as far as there is room."""
+        """Append the environment's messages to the conversation, within the remaining token limits."""
         if not observation.messages:
             raise EnvironmentFailure("wrong-type", "it said nothing, and did not say that the episode is done")
         left, most = self._room(conversation) - 1, self.turn_settings.observation_tokens
@@ -312,7 +312,7 @@ class EpisodeRun:
             metrics=dict(self._metrics),
         )
         sequences = self._conversation.sequences() if self._conversation is not None and self._turns else ()
-        # One that ends with a rewritten history, which may be too long, has nothing to train.
+        # A rewritten history starts a further sequence; if no reply follows, the sequence has no token to train on.
         sequences = tuple(sequence for sequence in sequences if any(sequence.mask))
         if len(sequences) > 1:
             record = replace(record, forks={"template": len(sequences) - 1})
@@ -320,17 +320,17 @@ class EpisodeRun:
 
 
 def _appended(content: Any, text: str) -> Any:
-    """A message's content with a text behind it."""
+    """Append a text to a message's content."""
     if not text:
         return content
     return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
 
 
 def _failed(failure: EnvironmentFailure) -> tuple[StopCause, str]:
-    """Reason and detail of the end that a failure makes."""
+    """Return the stop cause and detail of an environment failure."""
     return "environment_timeout" if failure.cause == "timeout" else "environment_error", str(failure)
 
 
 def _seed(*parts: int) -> int:
-    """A number in [0, 2**32) for some numbers."""
+    """Hash integers to a seed in [0, 2**32)."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0])

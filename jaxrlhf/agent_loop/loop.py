@@ -1,7 +1,7 @@
-"""Loop of episodes: each is a coroutine that waits for the engine and for its environment in turns.
+"""Agent loop: each episode is a coroutine that waits for the engine and for its environment in turn.
 
-The engine decodes whatever replies are asked for, so episodes whose tools are slow hold up nobody. What is drawn
-depends on seed, episode and turn alone, not on who was faster.
+The engine decodes all replies that are requested at the moment, so an episode with slow tools delays no other episode.
+Sampled tokens depend only on seed, episode and turn, not on timing.
 """
 
 import asyncio
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from jaxrlhf.serving.server import Server
 
 _NO_BOUND = 1 << 30
-"""Episodes that come one after another, without an end."""
+"""Limit for an unbounded number of episodes or requests."""
 
 _FOR_EPISODES = ServingLimits(requests=_NO_BOUND, request_s=7 * 24 * 3600.0)
-"""Limits of a run's own server: all of a step's episodes may ask at once, and wait for the engine and for updates.
+"""Limits of a run's own server: all episodes of a step may call at once, and wait for the engine and for updates.
 
-The episode's own limit, which stands still between two rounds, ends a call before.
+The episode's own time limit, which is paused between two rounds, ends a call earlier.
 """
 
 
 @dataclass
 class AgentLoop:
-    """Goes through episodes with one engine, and environments in processes of their own.
+    """Runner of multi-turn episodes, with one engine and with environments in separate processes.
 
     Attributes:
-      format: Form of the policy's chats.
-      max_prompt_tokens: Longest first prompt of an episode.
-      max_response_tokens: Most tokens after it, replies and observations together.
-      stop_tokens: Ids that end a reply, beside those of the chat's form.
+      format: Chat format of the policy.
+      max_prompt_tokens: Maximum number of tokens of an episode's first prompt.
+      max_response_tokens: Maximum number of tokens after the first prompt, replies and observations together.
+      stop_tokens: Token ids that end a reply, in addition to the stop tokens of the chat format.
     """
 
     environment: AnyEnvironment
@@ -62,7 +62,7 @@ class AgentLoop:
 
     def __post_init__(self) -> None:
         if self._has_agents:
-            _server_class()  # or it is refused now, and not in the first step
+            _server_class()  # raises now, instead of in the first step, if the library is missing
 
     def run(
         self,
@@ -75,13 +75,13 @@ class AgentLoop:
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> EpisodeBatch:
-        """Go through `copies` episodes of each problem.
+        """Run `copies` episodes of each problem to their end.
 
         Args:
-          engine: Engine with its weights loaded; nobody else may use it meanwhile.
-          seed: In [0, 2**32). With a problem's id, the number of the copy and the turn it determines a reply.
+          engine: Engine with its weights loaded; no other code may use it meanwhile.
+          seed: In [0, 2**32). Seed, problem id, copy number and turn determine a reply.
           width: T, columns of the arrays.
-          progress: Called after each episode with those that are over, and all.
+          progress: Called after each episode with the number of finished episodes and the total.
 
         Raises:
           Diverged: The policy's logits are not finite.
@@ -102,13 +102,13 @@ class AgentLoop:
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> EpisodeBatch:
-        """Go on with groups of episodes until enough are complete, and begin those that are new.
+        """Continue groups of episodes until enough groups are complete; start groups that are new.
 
-        Between two calls, which have one engine, its weights may change. Episodes that are not asked for any more are
-        given up.
+        All calls must pass the same engine; its weights may change between two calls. Open groups that are missing in
+        `problems` are dropped.
 
         Returns:
-          The groups that are complete now and were not before, in the order of `problems`.
+          Episodes of the groups that became complete in this call, in the order of `problems`.
         """
         if self._open is None:
             serve = partial(self._server, sampling=sampling)
@@ -122,14 +122,14 @@ class AgentLoop:
         return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
 
     def close(self) -> None:
-        """End the environments' processes."""
+        """Drop open episodes and end the environments' processes."""
         if self._open is not None:
             self._open.close()
         self.pool.close()
 
     @contextmanager
     def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
-        """Sessions of agent programs, whose calls a server answers; None where no environment is one."""
+        """Serve agent programs and yield their sessions; yield None if no environment is an agent program."""
         if not self._has_agents:
             yield None
             return
@@ -164,7 +164,7 @@ class AgentLoop:
         return await _all([play(problem, copy) for problem in problems for copy in range(copies)])
 
     def doors(self, episodes: int) -> list[asyncio.Semaphore]:
-        """Semaphore of each kind of environment, which lets its own episodes in; at most so many come."""
+        """Return a semaphore per environment that limits its open episodes; `episodes` is the limit if none is set."""
         return [asyncio.Semaphore(one.in_flight or episodes) for one in choices(self.environment)]
 
     def episode(
@@ -179,11 +179,11 @@ class AgentLoop:
         place: int | None = None,
         drawing: Callable[[EpisodeRun], AbstractAsyncContextManager[None]] = lambda run: nullcontext(),
     ) -> EpisodeRun:
-        """An episode that is to begin with a problem.
+        """Build the run of one episode of a problem.
 
         Args:
-          episode: Part of what its draws depend on.
-          place: Number by which the pool of environments is to know it; None is the episode's.
+          episode: Id of the episode; sampling depends on it.
+          place: Key of the episode in the environment pool; None uses the episode id.
         """
         number = choice(self.environment, problem.record)
         return EpisodeRun(
@@ -212,7 +212,7 @@ class AgentLoop:
 
 
 def _server_class() -> "type[Server]":
-    """The server, whose library is an extra."""
+    """Import the server class; its library is an optional dependency."""
     try:
         from jaxrlhf.serving.server import Server
     except ImportError as error:
@@ -224,7 +224,7 @@ def _server_class() -> "type[Server]":
 
 
 async def _all(coroutines: Sequence[Any]) -> list[Any]:
-    """Results of all; after the first error the others are cancelled and waited for."""
+    """Await all coroutines and return their results; after the first error, cancel the others and wait for them."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -1,7 +1,7 @@
-"""Episodes that go on from call to call, each turn drawn by the policy of its own time.
+"""Partial rollouts of episodes: episodes continue across calls, and each turn is sampled by the then current policy.
 
-Between two calls the policy may be updated. Episodes whose tools are slow, or that have many turns, hold up no update:
-they wait for its end with their next reply, and their tools run on meanwhile.
+Between two calls the policy may be updated. Episodes with slow tools or many turns delay no update: their next reply
+waits for the end of the update, and their tools keep running meanwhile.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from jaxrlhf.serving.sessions import SessionBook
 
 @dataclass(eq=False)
 class _EpisodeGroup:
-    """A group of episodes under way.
+    """Group of episodes in progress.
 
     Attributes:
-      versions: Versions of its replies that are to be repeated; none where it is not.
+      versions: Policy version of each reply of each episode in the earlier run to replay; empty without a replay.
     """
 
     runs: Sequence[EpisodeRun]
@@ -40,7 +40,7 @@ class _EpisodeGroup:
         return all(task.done() for task in self.tasks)
 
     def drawn(self, version: int) -> bool:
-        """True once all replies to be repeated are there that this version of the policy, or one before, drew."""
+        """Return True once all replies are there that policy versions up to `version` sampled in the replayed run."""
         return all(
             task.done() or isinstance(run.settings, Agent) or run.replies >= sum(own <= version for own in versions)
             for run, task, versions in zip(self.runs, self.tasks, self.versions, strict=False)
@@ -48,13 +48,14 @@ class _EpisodeGroup:
 
 
 class OpenEpisodes:
-    """Groups of episodes in a thread of their own.
+    """Open groups of episodes, run by an event loop in a background thread.
 
     Args:
-      make: `AgentLoop.episode`, which makes one that is to begin.
-      doors: Semaphore of each kind of environment.
-      engine: Draws their replies in `go_on`; between two calls its weights may be changed.
-      serve: Serves the calls of agent programs, which wait between two calls of `go_on`; gives their sessions.
+      make: `AgentLoop.episode`, builds the run of a new episode.
+      doors: Semaphore of each environment, limits its open episodes.
+      engine: Engine that samples the replies during `go_on`; its weights may change between two calls.
+      serve: Context manager that serves agent programs and yields their sessions; their requests wait between two
+        calls of `go_on`.
     """
 
     def __init__(
@@ -88,19 +89,20 @@ class OpenEpisodes:
         copies: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
-        """Go on with groups of episodes until enough of them are complete, and begin those that are new.
+        """Continue groups of episodes until enough groups are complete; start groups that are new.
 
         Args:
-          until: End of the round, for which groups count that had ended before. Where it repeats arrivals, others
-            that are over wait, and replies are drawn by the versions that drew them before; those of agent programs,
-            and of a group that arrives now, by this one.
-          progress: Called with complete groups and all as episodes end.
+          until: End of the round; groups that ended in earlier rounds count as complete. In a round that replays the
+            arrivals of an earlier run, other complete groups wait for their round, and replies are sampled by the
+            policy versions of the earlier run. Replies of agent programs and of groups that arrive in this round are
+            sampled by the current version.
+          progress: Called as episodes end, with the number of complete groups and of all groups.
 
         Returns:
-          Episodes of the groups that are complete now and were not before, in the order of `problems`.
+          Episodes of the groups that became complete in this call, in the order of `problems`.
 
         Raises:
-          Diverged: The policy's logits are not finite. No episode is under way any more.
+          Diverged: The policy's logits are not finite. All open episodes are dropped.
         """
         asked = self._round(problems, groups, sampling, until, copies, progress)
         future = asyncio.run_coroutine_threadsafe(asked, self._events)
@@ -112,7 +114,7 @@ class OpenEpisodes:
             raise
 
     def close(self) -> None:
-        """Give all episodes up, and end the threads."""
+        """Drop all episodes and end the threads."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._drop([*self._groups]), self._events).result()
             self._serving.close()
@@ -155,7 +157,7 @@ class OpenEpisodes:
         self._each(EpisodeRun.start_clock)
         self._service.go_on()
         self._between = False
-        self._round_begins.set()  # wakes the replies that wait for it
+        self._round_begins.set()  # wakes the replies that wait for the round
         self._round_begins.clear()
         try:
             while not enough():
@@ -183,7 +185,7 @@ class OpenEpisodes:
                 seed=seed,
                 service=self._service,
                 sessions=self._sessions,
-                # Evaluation, with numbers from 0 on, may go through episodes of its own between two rounds.
+                # Negative, because evaluation may run episodes with keys from 0 on between two rounds.
                 place=-self._begun,
                 drawing=partial(self._drawing, key, versions[copy] if versions else ()),
             )
@@ -195,7 +197,7 @@ class OpenEpisodes:
 
     @asynccontextmanager
     async def _drawing(self, key: GroupKey, versions: Sequence[int], run: EpisodeRun) -> AsyncIterator[None]:
-        """Have a reply wait for the version that drew it before, its episode's time standing still."""
+        """Delay a reply until the policy has the version that sampled it in the replayed run; pause the clock."""
         while key not in self._arriving and any(version > self._version for version in versions[run.replies :][:1]):
             run.stop_clock()
             await self._round_begins.wait()
@@ -204,7 +206,7 @@ class OpenEpisodes:
 
     async def _play(self, run: EpisodeRun) -> Finished:
         async with self._doors[run.environment]:
-            while self._between:  # when its seconds would count
+            while self._between:  # else the episode's time limit would run while the engine is held
                 await self._round_begins.wait()
             return await run.finished()
 
@@ -219,7 +221,7 @@ class OpenEpisodes:
                 act(run)
 
     async def _drop(self, keys: Sequence[GroupKey]) -> None:
-        """Give groups up, and wait until nothing of them is under way."""
+        """Cancel groups and wait until their tasks have ended."""
         tasks = [task for key in keys for task in self._groups.pop(key).tasks]
         for task in tasks:
             task.cancel()

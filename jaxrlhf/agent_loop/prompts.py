@@ -1,4 +1,4 @@
-"""Records that episodes begin with: the tools that their prompts show, and solutions of several turns."""
+"""Prompts and demonstrations of episodes: the tools that prompts show, and the tokens of multi-turn solutions."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -17,10 +17,10 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 
 class EpisodePrompts:
-    """Reading of records for an environment.
+    """Reader of data records for the episodes of an environment.
 
     Raises:
-      Refusal: An environment that does not load, or a chat template that episodes cannot go by.
+      Refusal: The environment does not load, or the chat template does not support episodes.
     """
 
     def __init__(self, environment: AnyEnvironment, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -30,16 +30,16 @@ class EpisodePrompts:
             check_template(self._format, tools)
 
     def tools(self, record: Mapping[str, Any]) -> Sequence[ToolSchema]:
-        """Schemas of the tools beside a record's own prompt; those of a class come with its first observation."""
+        """Return the tool schemas shown with a record's prompt; an environment class sends its tools in `Opening`."""
         return self._tools[choice(self._environment, record)]
 
     def demonstrated(
         self, prompt: Sequence[Message], solution: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a solution of several turns as they follow the prompt, and which of them the policy chooses.
+        """Return the token ids of a multi-turn solution after the prompt, and the mask of the policy's tokens.
 
         Raises:
-          Refusal: A solution that does not begin and end with the assistant's words.
+          Refusal: The solution does not begin and end with an assistant message, or the chat template cannot write it.
         """
         if not solution or solution[0].get("role") != "assistant" or solution[-1].get("role") != "assistant":
             raise Refusal(
@@ -61,14 +61,14 @@ class EpisodePrompts:
         return ids, mask
 
     def _between(self, told: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
-        """Tokens between two replies of a demonstration."""
+        """Return the tokens between two replies of a demonstration."""
         try:
             return self._format.delta(told, tools, ended_by=ended_by)
         except EnvironmentFailure as error:
             raise Refusal(f"a demonstration cannot be written: {error.detail}") from error
 
     def _written(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
-        """Tokens that the policy would draw to say a message, the end of its turn included."""
+        """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
         template = self._format.template
         try:
             [said] = self._format.told([message])
@@ -89,7 +89,7 @@ class EpisodePrompts:
 
 
 def tools_shown(environment: AnyEnvironment) -> list[Sequence[ToolSchema]]:
-    """Schemas of each environment's functions, read in a process of its own, as user code is."""
+    """Return the schemas of each environment's tool functions, read in a separate process because it is user code."""
     functions = [one for one in choices(environment) if isinstance(one, Tools)]
     if not functions:
         return [()] * len(choices(environment))

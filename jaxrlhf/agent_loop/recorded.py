@@ -1,4 +1,4 @@
-"""Episodes that are over: those of this room's loop, and those of agent programs as the server recorded them."""
+"""Finished episodes: of the turn-by-turn loop, and of agent programs as the server recorded them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from jaxrlhf.serving.sessions import RecordedEpisode
 
 @dataclass(frozen=True)
 class Finished:
-    """An episode that is over.
+    """Finished episode.
 
     Attributes:
-      sequences: Its tokens; none if it never began.
-      rewards: Paid for each turn.
-      states: State that each turn was made in; None where the environment names none.
+      sequences: Token sequences to train on; empty if the policy never replied.
+      rewards: Reward of each turn.
+      states: State in which each turn was made, for comparison within a group; None if the environment gives no state.
     """
 
     problem: Problem
@@ -41,13 +41,13 @@ def recorded_episode(
     stop: StopCause,
     detail: str,
 ) -> Finished:
-    """The episode of an agent program.
+    """Build the finished episode of an agent program.
 
-    Its turns are numbered through all its sequences. What it is paid is what the program returned or posted, and what
-    was posted for single answers.
+    Turns are numbered consecutively across all sequences. The episode's reward is the program's score plus the rewards
+    posted for single answers.
 
     Args:
-      score: Returned by the program.
+      score: Score that the program returned; None uses the score posted for the episode.
     """
     sequences: list[TokenSequence] = []
     rewards: list[float] = []
@@ -84,7 +84,7 @@ def recorded_episode(
 def _spoken(
     sequence: TokenSequence, replies: Sequence[Reply | None], format: ChatFormat
 ) -> tuple[str, list[TurnRecord]]:
-    """Text before the first reply of a sequence, and each reply with what was said after it."""
+    """Return the text before the first reply of a sequence, and each reply with the text that follows it."""
     turn_T = np.array(sequence.turn)
     changes = [0, *(np.flatnonzero(np.diff(turn_T)) + 1).tolist(), len(turn_T)]
     opening, turns = "", list[TurnRecord]()

@@ -1,4 +1,4 @@
-"""Episodes that are over as the rows of a batch."""
+"""Conversion of finished episodes to the rows of a batch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from jaxrlhf.episode import TRUNCATIONS
 
 
 def to_episode_batch(finished: Sequence[Finished], *, width: int, sees: bool = False) -> EpisodeBatch:
-    """Sequences of episodes as left-aligned arrays of `width` columns, those of an episode one after another.
+    """Convert the sequences of episodes to left-aligned arrays of `width` columns, grouped by episode.
 
     Args:
-      sees: The policy sees images, though these episodes may have none.
+      sees: True if the policy accepts images, even if these episodes have none.
     """
     rows = [(episode, sequence) for episode in finished for sequence in _sequences(episode, width)]
     count = len(rows)
@@ -60,12 +60,12 @@ def to_episode_batch(finished: Sequence[Finished], *, width: int, sees: bool = F
 
 
 def _sequences(episode: Finished, width: int) -> Sequence[TokenSequence]:
-    """Sequences of an episode; of one that never began the problem's own prompt, without a token to train on."""
+    """Return the sequences of an episode, or if there are none, the problem's prompt without a token to train on."""
     if episode.sequences:
         return episode.sequences
     return [TokenSequence.of(episode.problem.prompt_tokens[:width], (), episode.problem.images)]
 
 
 def _number(state: object) -> int:
-    """Number of a state, equal for equal states in every process."""
+    """Hash a state to a number that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(state).encode(), digest_size=7).digest(), "big")

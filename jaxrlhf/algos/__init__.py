@@ -1,7 +1,7 @@
-"""Algorithms as pure array maths: no model, no device, no I/O.
+"""RL algorithms as pure array functions: no model, no device, no I/O.
 
-Controllers turn scores into advantages and per-token weights here; trainers call the objectives. Functions take numpy
-or JAX arrays, also inside `jit`.
+Controllers compute advantages and per-token weights from scores; trainers call the objectives. Functions take numpy or
+JAX arrays, also inside `jit`.
 """
 
 from jaxrlhf.algos.advantages import (

@@ -1,9 +1,10 @@
 """Advantages from a critic's values or from the other responses to a prompt.
 
-Critic-based estimates are per token and step over masked tokens: a tool's output between two turns neither discounts
-nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to tokens. Rows with one id in
-`group_B` are one group, in any order; ids beyond 32 bits must be a numpy array, hence outside `jit`. Unscorable rows
-take no part and get exactly 0, as do, but for `decoupled`, a group of one and a group of equal scores.
+Critic-based estimates are per token and skip tokens outside the mask: a tool's output between two turns neither
+discounts nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to the tokens. Rows with the
+same id in `group_B` are one group, in any order; ids beyond 32 bits must be a numpy array, hence outside `jit`.
+Unscorable rows are ignored and get exactly 0. Except in `decoupled`, a group of one row and a group of equal scores get
+exactly 0 too.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ from jaxrlhf.batch import Array
 
 
 class Targets(NamedTuple):
-    """Advantages, not whitened, for the policy and returns for the critic; 0 outside the mask."""
+    """Advantages (not whitened) for the policy, and returns for the critic; 0 outside the mask."""
 
     advantage_BT: Float[Array, "B T"]
     return_BT: Float[Array, "B T"]
@@ -36,19 +37,19 @@ def gae(
     gamma: float,
     lam: float | Float[Array, ""] | Float[Array, "B"],
 ) -> Targets:
-    """Generalised advantage estimation over action tokens, those that the policy chose.
+    """Compute generalized advantage estimation (GAE) over action tokens, the tokens that the policy chose.
 
         delta_t  = r_t + gamma * v_t' - v_t
         A_t      = delta_t + gamma * lam * A_t'
         return_t = A_t + v_t
 
-    where t' is the next action token after t, and v and A are 0 after the last one.
+    where t' is the next action token after t, and v and A are 0 after the last action token.
 
     Args:
-      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
+      reward_BT: Reward for emitting token t, KL penalty already subtracted.
       value_BT: Critic's estimate for the prefix before token t, in reward units.
       gamma: Discount per action token, in [0, 1].
-      lam: 0 is one-step TD, 1 is Monte Carlo; one for all responses, or each its own.
+      lam: Lambda, one for all responses or one per response; 0 is one-step TD, 1 is Monte Carlo.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
     """
@@ -62,11 +63,11 @@ def gae(
 
 
 def length_adaptive_lambda(length_B: Int[Array, "B"], *, scale: float) -> Float[Array, "B"]:
-    """GAE's lambda for responses of different lengths, in actions: the longer one is, the closer to Monte Carlo.
+    """Compute GAE's lambda of each response from its length in action tokens: longer is closer to Monte Carlo.
 
-        lambda = 1 - 1 / (scale * length), and 0 where that is negative
+        lambda = max(0, 1 - 1 / (scale * length))
 
-    A TD error then decays over a share of the response that does not depend on its length.
+    A TD error then decays over a fraction of the response that does not depend on the response's length.
 
     Source: Yue et al. 2025 (VAPO, arXiv:2504.05118), section 3.3.
     """
@@ -77,10 +78,10 @@ def length_adaptive_lambda(length_B: Int[Array, "B"], *, scale: float) -> Float[
 def discounted_returns(
     reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, gamma: float
 ) -> Float[Array, "B T"]:
-    """Reward to go, `R_t = r_t + gamma * R_t'` with t' the next action token; 0 outside the mask.
+    """Compute the reward to go, `R_t = r_t + gamma * R_t'` with t' the next action token; 0 outside the mask.
 
     Args:
-      reward_BT: Paid when token t is emitted; ignored outside the mask.
+      reward_BT: Reward for emitting token t; ignored outside the mask.
       gamma: Discount per action token, in [0, 1].
 
     Source: Sutton & Barto 2018, eq. 3.9.
@@ -105,14 +106,14 @@ def group_relative(
     *,
     normalize_std: bool,
 ) -> Float[Array, "B"]:
-    """Score minus the mean of its group and, for GRPO, over the group's standard deviation.
+    """Compute GRPO's advantage: the score minus the group's mean, divided by the group's standard deviation.
 
         A_i = (s_i - mean_g) / (std_g + 1e-6)
 
-    The deviation is the unbiased one (n - 1).
+    The standard deviation is unbiased (n - 1).
 
     Args:
-      normalize_std: False is Dr. GRPO, which leaves out the division and its bias.
+      normalize_std: True divides by the standard deviation; False is Dr. GRPO, which avoids the bias of the division.
 
     Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; Liu et al. 2025 (arXiv:2503.20783), section 3, for
     `normalize_std=False`.
@@ -123,7 +124,7 @@ def group_relative(
 
 
 def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Float[Array, "B"]:
-    """REINFORCE leave-one-out: score minus the mean of the *other* scores of its group.
+    """Compute REINFORCE leave-one-out (RLOO): the score minus the mean of the *other* scores of the group.
 
         A_i = s_i - sum_{j != i} s_j / (n - 1) = (s_i - mean_g) * n / (n - 1)
 
@@ -140,14 +141,14 @@ def length_weighted(
     group_B: Int[Array, "B"],
     length_B: Int[Array, "B"],
 ) -> Float[Array, "B"]:
-    """Score minus the mean of its group, in which each response weighs as much as it is long.
+    """Compute OPO's advantage: the score minus the group's mean score, weighted by response length.
 
         A_i = s_i - sum_g l_j * s_j / sum_g l_j
 
-    This baseline has the least variance if the squared gradient of a response grows with its length.
+    This baseline has the least variance if the squared gradient of a response is proportional to its length.
 
     Args:
-      length_B: Action tokens of each response.
+      length_B: Number of action tokens of each response.
 
     Source: Hao et al. 2025 (OPO, arXiv:2505.23585), eq. 8.
     """
@@ -161,11 +162,11 @@ def length_weighted(
 def group_policy_gradient(
     score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Score minus the mean of its group, scaled up for the groups whose scores are all equal.
+    """Compute GPG's advantage: the score minus the group's mean, scaled up to make up for groups of equal scores.
 
         A_i = alpha * (s_i - mean_g),  alpha = responses / responses in groups whose scores differ
 
-    A loss that is a mean over the batch then has the gradient of the groups that have one.
+    A mean over the batch then has the gradient of a mean over the groups whose scores differ.
 
     Source: Chu et al. 2025 (GPG, arXiv:2504.02546), section 3.3.
     """
@@ -179,12 +180,12 @@ def group_policy_gradient(
 def greedy_relative(
     reward_BT: Float[Array, "B T"], baseline_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Reward to go minus the score of the greedy response to the same prompt; 0 outside the mask.
+    """Compute ReMax's advantage: the reward to go minus the score of the greedy response; 0 outside the mask.
 
         A_t = sum_{s >= t} r_s - baseline
 
     Args:
-      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
+      reward_BT: Reward for emitting token t, KL penalty already subtracted.
       baseline_B: Score of the greedy response to each row's prompt.
 
     Source: Li et al. 2024 (ReMax, arXiv:2310.10505), section 4.
@@ -195,12 +196,15 @@ def greedy_relative(
 def best_of_group(
     score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"], *, normalize_std: bool
 ) -> Float[Array, "B"]:
-    """Advantage of the best response alone: by how much it is ahead of the second, for GRPO over the group's deviation.
+    """Compute best-of-group advantages: only the best response gets one, its margin over the second-best score.
 
         A_i = (s_i - max_{j != i} s_j) / (std_g + 1e-6)    for the best of the group, 0 for the others
 
-    Its expectation is the gradient of the best score among as many responses, pass@k where scores are 0 and 1. Two
-    equally good ones are not ahead, so a group of more than one best gives 0, as does a group of one.
+    The expectation is the gradient of the best score among k responses, with k the group size (pass@k if scores are 0
+    and 1). A group with several best responses gives 0, as does a group of one.
+
+    Args:
+      normalize_std: True divides by the group's standard deviation, as in the formula.
 
     Source: Tang et al. 2025 (Optimizing language models for inference time objectives, arXiv:2503.19595), section 4.
     """
@@ -221,15 +225,15 @@ def best_of_group(
 def mean_relative(
     score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Score minus the mean of its group, over that mean: the rarer success is, the more it counts.
+    """Compute the score minus the group's mean, divided by the mean: the rarer success is, the more it counts.
 
         A_i = (s_i - mean_g) / (mean_g + 1e-6)
 
-    With scores of 0 and 1 the gradient is that of the log-likelihood of success, to the order that the group's size
+    With scores of 0 and 1 the gradient is that of the log-likelihood of success, to the order that the group size
     allows.
 
     Args:
-      score_B: 0 or more.
+      score_B: Scores, 0 or more.
 
     Source: Tajwar et al. 2026 (Maximum likelihood reinforcement learning, arXiv:2602.02710), the estimator over
     successes with the mean as a control variate.
@@ -246,14 +250,15 @@ def decoupled(
     scorable_B: Bool[Array, "B"],
     group_B: Int[Array, "B"],
 ) -> Float[Array, "B"]:
-    """GDPO: every reward is normalised in its group by itself, and their weighted sum over the batch.
+    """Compute GDPO's advantage: each reward is normalized in its group, and the weighted sum over the batch.
 
         A_k,i = (s_k,i - mean_g(s_k)) / (std_g(s_k) + 1e-6),  S_i = sum_k w_k A_k,i,  A_i = (S_i - mean(S)) / std(S)
 
-    Responses of one total are told apart where their rewards differ.
+    Responses with the same total score get different advantages if their individual rewards differ.
 
     Args:
-      part_KB: Unweighted scores of each reward.
+      part_KB: Unweighted scores of each of K rewards.
+      weight_K: Weights of the rewards.
 
     Source: Liu et al. 2026 (GDPO, arXiv:2601.05242), eq. 4 to 6.
     """
@@ -268,16 +273,17 @@ def optimal_token_baseline(
     mask_BT: Bool[Array, "B T"],
     group_B: Int[Array, "B"],
 ) -> Float[Array, "B T"]:
-    """Reward to go minus the baseline of least variance for each place of a response; 0 outside the mask.
+    """Compute the reward to go minus the minimum-variance baseline of each position in the group; 0 outside the mask.
 
         R_t = sum_{u >= t} r_u,  W_t = sum_{u <= t} e_u,  b_t = sum_g W_t R_t / sum_g W_t,  A_t = R_t - b_t
 
-    where e_u is the squared norm of the gradient of token u's log-probability, and t counts action tokens: what tools
-    or an environment say between turns moves no response against another. A place that one response alone has gives 0.
+    where e_u is the squared norm of the gradient of token u's log-probability. Positions t count action tokens only, so
+    outputs of tools or an environment between turns do not shift responses against each other. A position that only one
+    response of the group reaches gives 0.
 
     Args:
-      reward_BT: Paid when token t is emitted.
-      energy_BT: e of each token, or a proxy of it.
+      reward_BT: Reward for emitting token t.
+      energy_BT: e of each token, or a proxy.
       mask_BT: Action tokens of scorable responses.
 
     Source: Li et al. 2026 (The optimal token baseline, arXiv:2602.07078); the proxy of its logit gradients is
@@ -302,7 +308,7 @@ def optimal_token_baseline(
 
 
 def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """True for the rows of groups whose scorable scores differ, so that there is something to learn.
+    """Return True for the rows of groups whose scorable scores differ, so that there is something to learn.
 
     Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 11.
     """
@@ -312,10 +318,10 @@ def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B
 
 @jax.jit
 def _above_lowest(score_B: Array, scorable_B: Array, group_B: Array) -> Array:
-    """Scorable scores minus the lowest of their group, and 0 elsewhere.
+    """Subtract from scorable scores the lowest of their group; 0 for unscorable rows.
 
-    Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off by rounding, and a
-    rounding error over a rounding error is a full-size advantage.
+    Relative to the lowest score, equal scores are exactly 0, and so is their mean. The mean of raw scores has a
+    rounding error, and a rounding error divided by a rounding error is a full-size advantage.
     """
     lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)
     return selected(score_B - lowest_B, scorable_B)
@@ -323,18 +329,18 @@ def _above_lowest(score_B: Array, scorable_B: Array, group_B: Array) -> Array:
 
 @jax.jit
 def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, Array]:
-    """Scorable scores minus their group's mean (0 elsewhere), and each row's count of them."""
+    """Return scorable scores minus their group's mean (0 elsewhere), and the number of scorable rows in each group."""
     above_B = _above_lowest(score_B, scorable_B, group_B)
     count_B = group_sum(jnp.asarray(scorable_B, int), group_B)
     return selected(above_B - group_sum(above_B, group_B) / jnp.maximum(count_B, 1), scorable_B), count_B
 
 
 _SQUARABLE = 1e15
-"""Largest difference of scores whose squares are summed as they are."""
+"""Largest absolute centered score that is squared without scaling."""
 
 
 def _deviation(centred_B: Array, count_B: Array, group_B: Array) -> Array:
-    """Standard deviation of each row's group, and 1e-6; groups whose squares float32 cannot hold are scaled first."""
+    """Return the standard deviation of each row's group, plus 1e-6; scores too large to square are scaled first."""
     wide_B = group_sum(jnp.asarray(jnp.abs(centred_B) > _SQUARABLE, jnp.float32), group_B) > 0
     scale_B = jnp.where(wide_B, jnp.float32(2.0**-70), 1.0)
     variance_B = group_sum(jnp.square(centred_B * scale_B), group_B) / jnp.maximum(count_B - 1, 1)

@@ -1,7 +1,8 @@
-"""Entropy kept up by treating the few tokens that lower it most: those of large advantage and large log-probability.
+"""Clip-Cov and KL-Cov: losses that keep up a policy's entropy by special treatment of high-covariance tokens.
 
-The entropy of a policy falls by the covariance of its log-probabilities and what they are pushed by. Tokens are chosen
-before the update, by the old policy, among all of a step: a choice that packing and microbatches do not change.
+The entropy of a policy falls with the covariance of its log-probabilities and advantages. The few tokens with the
+largest covariance lower the entropy most. Tokens are selected before the update, with the old policy, among all tokens
+of a step: packing and microbatches do not change the selection.
 
 Source: Cui et al. 2025 (The entropy mechanism of reinforcement learning for reasoning language models,
 arXiv:2505.22617), section 4.
@@ -21,7 +22,7 @@ from jaxrlhf.config import ClipCovLoss, KLCovLoss
 def token_covariance(
     advantage_BT: Float[Array, "B T"], logp_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> Float[np.ndarray, "B T"]:
-    """Share of each token in the covariance of advantages and log-probabilities; -inf outside the mask.
+    """Compute each token's term of the covariance of advantages and log-probabilities; -inf outside the mask.
 
     cov_t = (A_t - mean(A)) * (logp_t - mean(logp)),  means over the mask
     """
@@ -36,7 +37,10 @@ def token_covariance(
 def drawn_in_range(
     advantage_BT: Array, logp_BT: Array, mask_BT: Array, rng: np.random.Generator, settings: ClipCovLoss
 ) -> Bool[np.ndarray, "B T"]:
-    """Tokens that Clip-Cov leaves out: drawn from those of a covariance in the range, one at least if there is any."""
+    """Select the tokens that Clip-Cov leaves out: a random sample of the tokens with a covariance in the range.
+
+    At least one token is selected, if the range has any.
+    """
     cov_BT = token_covariance(advantage_BT, logp_BT, mask_BT)
     inside = np.flatnonzero((settings.covariance_low < cov_BT) & (cov_BT < settings.covariance_high))
     return _at(rng.permutation(inside)[: _count(mask_BT, settings.share)], cov_BT)
@@ -45,14 +49,14 @@ def drawn_in_range(
 def largest(
     advantage_BT: Array, logp_BT: Array, mask_BT: Array, rng: np.random.Generator, settings: KLCovLoss
 ) -> Bool[np.ndarray, "B T"]:
-    """Tokens that KL-Cov holds: those of the largest covariance, one at least."""
+    """Select the tokens that KL-Cov penalizes: the tokens with the largest covariance, at least one."""
     cov_BT = token_covariance(advantage_BT, logp_BT, mask_BT)
     likeliest = np.argsort(-cov_BT, axis=None, kind="stable")[: _count(mask_BT, settings.share)]
     return _at(likeliest, cov_BT) & np.asarray(mask_BT, bool)
 
 
 def clip_cov_loss(tokens: PolicyTokens, settings: ClipCovLoss) -> PolicyTerms:
-    """`clipped_policy_loss`, and 0 for the tokens that were chosen.
+    """Compute `clipped_policy_loss`, with 0 at the selected tokens (`tokens.chosen`).
 
     Source: Cui et al. 2025 (arXiv:2505.22617), section 4.2, Clip-Cov.
     """
@@ -61,9 +65,9 @@ def clip_cov_loss(tokens: PolicyTokens, settings: ClipCovLoss) -> PolicyTerms:
 
 
 def kl_cov_loss(tokens: PolicyTokens, settings: KLCovLoss) -> PolicyTerms:
-    """The loss of the ratio, and for the tokens that were chosen their distance to the old policy.
+    """Compute the unclipped policy loss, plus a penalty on the distance to the old policy at the selected tokens.
 
-        loss = -A * ratio + coefficient * |log ratio|    the second where chosen
+        loss = -A * ratio + [token is in tokens.chosen] * coefficient * |log ratio|
 
     Source: Cui et al. 2025 (arXiv:2505.22617), section 4.2, KL-Cov; the distance is that of the authors' code.
     """
@@ -74,7 +78,7 @@ def kl_cov_loss(tokens: PolicyTokens, settings: KLCovLoss) -> PolicyTerms:
 
 def _chosen(tokens: PolicyTokens) -> Any:
     if tokens.chosen is None:
-        raise ValueError("a loss that treats some tokens otherwise needs the field 'chosen': which tokens those are")
+        raise ValueError("a loss with a selection of tokens needs the field 'chosen', true at the selected tokens")
     return tokens.chosen
 
 
@@ -83,7 +87,7 @@ def _count(mask_BT: Array, share: float) -> int:
 
 
 def _at(places: np.ndarray, like_BT: np.ndarray) -> np.ndarray:
-    """True at these places of the flattened array."""
+    """Return an array like `like_BT` with True at these indices of the flattened array."""
     found = np.zeros(like_BT.size, bool)
     found[places] = True
     return found.reshape(like_BT.shape)

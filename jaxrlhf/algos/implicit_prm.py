@@ -1,7 +1,7 @@
 """Implicit process reward model: rewards per token, learned from the outcomes of whole responses.
 
-A language model is trained so that its log-ratio to a reference, summed over a response, says whether the response is
-right. Token by token, the ratio then says which tokens made it so.
+A language model is trained so that its log-ratio to a reference, summed over a response, predicts whether the response
+is right. The log-ratio of each token is then the token's reward.
 
 Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:2412.01981); online, as a reward: Cui et
 al. 2025 (PRIME, arXiv:2502.01456).
@@ -23,17 +23,18 @@ from jaxrlhf.batch import Array
 def outcome_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: Any
 ) -> ObjectiveTerms:
-    """Cross-entropy of a response's outcome y, given its summed log-ratio.
+    """Compute the cross-entropy of a response's outcome y, given the response's summed log-ratio.
 
         q_t  = logp_t - ref_logp_t
         loss = -y log sigmoid(beta sum_t q_t) - (1 - y) log sigmoid(-beta sum_t q_t)
 
-    Each token of a response has its loss, so that weights whose sum over a response is 1 / responses make the mean.
+    Each token of a response has the response's loss. Weights that sum to 1 / responses over each response give the mean
+    over responses.
 
     Args:
-      output: Log-probabilities by the process reward model.
+      output: Log-probabilities of the process reward model.
       fields: `ref_logp`, `outcome` (1 at the tokens of right responses, else 0), and `segment`.
-      settings: `beta` is read.
+      settings: Settings with `beta`; nothing else is read.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 5.
     """
@@ -48,15 +49,15 @@ def outcome_objective(
 def leave_one_out_rewards(
     reward_BT: Float[Array, "B T"], paid_BT: Bool[Array, "B T"], group_B: Int[Array, "B"]
 ) -> Float[Array, "B T"]:
-    """Each token's reward minus the mean reward of the other responses to the prompt.
+    """Subtract from each token's reward the mean reward of the other responses to the prompt (leave-one-out).
 
         r'_t = (n r_t - sum_{j of the group} m_j) / (n - 1)
 
-    with m_j the mean over the paid tokens of response j, and n the responses of the group that have any. A group of one
-    gives 0.
+    m_j is the mean over the paid tokens of response j, and n the number of the group's responses with paid tokens. A
+    group of one response gives 0.
 
     Args:
-      paid_BT: Tokens at which a reward is paid: all, or the last one.
+      paid_BT: Tokens that get a reward: all action tokens, or the last one.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
     """
@@ -70,7 +71,7 @@ def leave_one_out_rewards(
 
 
 def normalized_rewards(reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Rewards over the largest reward to go of the batch, so that no reward to go is above 1 in size.
+    """Divide the rewards by the batch's largest absolute reward to go, so that no reward to go exceeds 1 in size.
 
     r_t / (max |sum_{s >= t} r_s| + 1e-6)
     """
@@ -85,13 +86,13 @@ def process_returns(
     *,
     gamma: float,
 ) -> Float[Array, "B T"]:
-    """Reward to go of the outcome, and of the process, each relative to the other responses to the prompt.
+    """Compute the reward to go of outcome plus process rewards, each relative to the other responses to the prompt.
 
         sum_{s >= t} outcome'_s + sum_{s >= t} gamma^(s - t) process'_s
 
     Args:
-      outcome_BT: Paid at the last action token.
-      process_BT: Paid at every action token.
+      outcome_BT: Outcome reward, at the last action token.
+      process_BT: Process reward, at every action token.
       gamma: Discount of the process rewards per action token.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.

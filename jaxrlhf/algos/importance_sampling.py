@@ -1,4 +1,4 @@
-"""Importance sampling between the sampler's and the trainer's log-probabilities of one policy."""
+"""Importance sampling correction for different log-probabilities of sampler and trainer."""
 
 from functools import partial
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class ImportanceWeights(NamedTuple):
     """Importance weights of sampled tokens.
 
     Attributes:
-      weight_BT: Factor for token weights; a constant, 0 for rejected tokens and outside the mask.
-      metrics: Scalars by name: mean and largest weight, effective share of the tokens, shares of tokens and of
-        responses that are rejected, and of tokens whose weight is capped.
+      weight_BT: Factor for token weights; constant for the gradient, 0 for rejected tokens and outside the mask.
+      metrics: Scalars by name: mean and largest weight, effective fraction of the tokens, and fractions of rejected
+        tokens, of rejected responses and of tokens with a capped weight.
     """
 
     weight_BT: Float[Array, "B T"]
@@ -36,20 +36,20 @@ def rollout_correction(
     importance: TruncatedImportance | IcePop | None,
     rejection: tuple[Rejection, ...] = (),
 ) -> ImportanceWeights:
-    """Weigh the sampler's tokens for the trainer's update; with r_t = clip(old_logp - sampler_logp, -20, 20):
+    """Compute importance weights of the sampler's tokens. With r_t = clip(old_logp - sampler_logp, -20, 20):
 
         truncated, token      w_t = min(exp(r_t), cap)
         truncated, sequence   w_t = min(exp(clip(sum_t r_t, -20, 20)), cap)
         IcePop                w_t = exp(r_t) where low <= exp(r_t) <= high, else 0
         None                  w_t = 1
 
-    and 0 where any rejection applies (see `Rejection`). The effective share is `mean(w)^2 / mean(w^2)`.
+    and w_t = 0 if any rejection applies (see `Rejection`). The effective fraction is `mean(w)^2 / mean(w^2)`.
 
     Args:
       old_logp_BT: Trainer's log-probabilities at the start of the update.
       sampler_logp_BT: Log-probabilities that the sampler reported.
       importance: Kind of weights.
-      rejection: Bands, all of which apply.
+      rejection: Rejection bands; a token outside any of them is rejected.
 
     Source: truncation: Ionides 2008 (Truncated importance sampling); per token for language models: Yao et al. 2025
     (Your efficient RL framework secretly brings you off-policy RL training); per sequence, and rejection: Liu et al.
@@ -85,7 +85,7 @@ def rollout_correction(
 
 
 def _kept(log_ratio_BT: Array, mask_BT: Array, rejection: Rejection) -> Array:
-    """True where the estimate lies in the rejection's band; `[B, T]`, or `[B, 1]` for whole responses."""
+    """Return True where the estimate is in the rejection's band; `[B, T]`, or `[B, 1]` for whole responses."""
     low, high = -rejection.high if rejection.low is None else rejection.low, rejection.high
     match rejection.estimator:
         case "k1":
@@ -109,12 +109,14 @@ def _kept(log_ratio_BT: Array, mask_BT: Array, rejection: Rejection) -> Array:
 def sampler_gap(
     old_logp_BT: Float[Array, "B T"], sampler_logp_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
-    """Disagreement of sampler and trainer on the sampled tokens, before any truncation; all 0 for an empty mask.
+    """Measure the disagreement of sampler and trainer on the sampled tokens, before any truncation.
 
-        logp_gap             |difference| of log-probabilities, in nats: its mean, 1e-5 in float32, and largest
-        probability_error    mean of exp|difference|, the factor by which probabilities are off; healthy below 1.05
+        logp_gap             |difference| of log-probabilities in nats: mean (about 1e-5 in float32) and maximum
+        probability_error    mean of exp|difference|, the factor between the probabilities; healthy below 1.05
         kl, kl_reverse       k3 of KL(sampler || trainer), healthy below 1e-3, and of KL(trainer || sampler)
         effective_fraction   mean(w)^2 / mean(w^2) of the weights w = pi_old / pi_sampler, in (0, 1]
+
+    All are 0 for an empty mask.
 
     Source: k3: Schulman 2020 (joschu.net/blog/kl-approx.html); effective sample size: Kong 1992 (A note on importance
     sampling using standardized weights).
@@ -133,7 +135,7 @@ def sampler_gap(
 
 
 def _effective_fraction(weight_BT: Array, mask_BT: Array) -> Array:
-    """mean(w)^2 / mean(w^2), by the variance: so that rounding does not take it above 1."""
+    """Compute mean(w)^2 / mean(w^2), with the variance in the denominator so that rounding cannot exceed 1."""
     mean = masked_mean(weight_BT, mask_BT)
     square = jnp.square(mean) + masked_mean(jnp.square(weight_BT - mean), mask_BT)
     return jnp.square(mean) / jnp.where(square > 0, square, 1.0)

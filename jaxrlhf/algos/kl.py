@@ -23,16 +23,16 @@ def kl_estimate(
 
         k1   d                     unbiased; as a loss its expected gradient is 0
         abs  |d|
-        k2   d^2 / 2               biased, low variance; its gradient is that of the KL
+        k2   d^2 / 2               biased, low variance; its gradient is the KL's
         k3   exp(-d) - 1 + d       unbiased and never negative; its gradient is not the KL's
         k1+  value of k1, gradient of k2
         k3+  value of k3, gradient of k2
 
-    In k3, d is clamped to +-20 and the value to 10, so that one improbable token cannot rule the batch.
+    In k3, d is clamped to +-20 and the value to 10, so that one improbable token cannot dominate the batch.
 
     Args:
-      logp: Log-probabilities of the sampled tokens, under the policy. The estimate is elementwise: where they may be
-        infinite, select with the mask first (`selected`).
+      logp: Log-probabilities of the sampled tokens under the policy. The estimate is elementwise: if values outside the
+        mask may be infinite, apply `selected` first.
 
     Source: Schulman 2020 (joschu.net/blog/kl-approx.html) for k1, k2, k3; k3 as a loss is eq. 4 of Shao et al. 2024
     (arXiv:2402.03300); gradients as in Tang & Munos 2025 (arXiv:2506.09477).
@@ -55,7 +55,7 @@ def _estimate(logp: Array, ref_logp: Array, estimator: str) -> Array:
             return jnp.square(difference) / 2
         case "k3":
             log_ratio = jnp.clip(-difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            # exp(x) - 1 - x cancels catastrophically near 0, where the policy spends its time.
+            # exp(x) - 1 - x cancels catastrophically near 0, where most tokens are.
             return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, _K3_LIMIT)
     raise ValueError(f"unknown KL estimator {estimator!r}; use k1, abs, k2, k3, k1+ or k3+")
 
@@ -63,17 +63,18 @@ def _estimate(logp: Array, ref_logp: Array, estimator: str) -> Array:
 def event_divergence(
     logp_E: Float[Array, "*shape E"], teacher_logp_E: Float[Array, "*shape E"], *, beta: float
 ) -> Float[Array, "*shape"]:
-    """Generalised Jensen-Shannon divergence between two distributions of which some events are named.
+    """Compute the generalized Jensen-Shannon divergence between two distributions over some events and their rest.
 
         D = beta KL(teacher || m) + (1 - beta) KL(policy || m),   m = beta teacher + (1 - beta) policy
 
-    It is over the named events and one more, that none of them happens. beta 0 is KL(teacher || policy), 1 is
-    KL(policy || teacher).
+    The sums are over the given events and one more event, that none of them happens. beta = 0 is
+    KL(teacher || policy), beta = 1 is KL(policy || teacher).
 
     Args:
-      logp_E: Log-probabilities of disjoint events; where there is no event, any finite number that underflows in both.
+      logp_E: Log-probabilities of disjoint events. Padding is any finite number whose exponential underflows, in both
+        arguments.
 
-    Source: Agarwal et al. 2024 (arXiv:2306.13649), eq. 1, with its limits replaced by the two KL, as TRL has it.
+    Source: Agarwal et al. 2024 (arXiv:2306.13649), eq. 1, with its limits replaced by the two KLs, as in TRL.
     """
     own, other = _with_rest(logp_E), _with_rest(teacher_logp_E)
     if beta == 0.0:
@@ -85,7 +86,7 @@ def event_divergence(
 
 
 def _with_rest(logp_E: Array) -> Array:
-    """Log-probabilities of the events, and of none of them; chances below float32's rounding of 1 are that."""
+    """Append the log-probability that no event happens; that probability is at least 1e-7 (the rounding of float32)."""
     rest = jnp.log(jnp.maximum(1 - jnp.exp(logp_E).sum(axis=-1, keepdims=True), _LEAST_REST))
     return jnp.concatenate([logp_E, rest], axis=-1)
 
@@ -95,15 +96,15 @@ def _kl(logp_E: Array, other_logp_E: Array) -> Array:
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, sequences: int) -> float:
-    """The next coefficient of a proportional controller that steers the KL towards a target.
+    """Return the next KL coefficient of a proportional controller that steers the KL towards a target.
 
         e = clip(kl / target - 1, -0.2, 0.2)
         coefficient * (1 + e * sequences / horizon)
 
     Args:
-      kl: KL of the step: mean over responses of their mean per token.
-      horizon: Sequences over which a full-size error multiplies the coefficient by about e^0.2.
-      sequences: Responses in the step.
+      kl: KL of the step: the mean over responses of each response's mean per token.
+      horizon: Number of sequences over which the largest error multiplies the coefficient by about e^0.2.
+      sequences: Number of responses of the step.
 
     Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2.2.
     """

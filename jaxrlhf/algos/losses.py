@@ -1,7 +1,8 @@
 """Policy and value losses per token, before weighting and summing.
 
-All but GSPO's and GMPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must hold finite
-numbers; `jaxrlhf.algos.objectives` sees to that. Where `logp == old_logp`, all have the gradient of `-A * logp`.
+All losses except GSPO's and GMPO's are elementwise, so shape and packing do not matter. Tokens outside the mask must
+have finite numbers; `jaxrlhf.algos.objectives` ensures that. If `logp == old_logp`, every policy loss has the gradient
+of `-A * logp`.
 """
 
 from typing import NamedTuple
@@ -18,14 +19,14 @@ from jaxrlhf.config import CISPOLoss, DPPOLoss, DROLoss, GMPOLoss, GSPOLoss, Pol
 
 
 class PolicyTokens(NamedTuple):
-    """Inputs of a policy loss for each token; finite everywhere, 0 where untrained.
+    """Inputs of a policy loss for each token; finite everywhere, 0 for tokens that are not trained.
 
     Attributes:
-      logp: Log-probability by the current policy, temperature applied; the argument to differentiate by.
-      old_logp: Log-probability by the policy at the start of the update.
+      logp: Log-probability under the current policy, temperature applied; gradients are with respect to it.
+      old_logp: Log-probability under the policy at the start of the update.
       advantage: Advantage of the token.
-      segment: Sequence of its row that a token belongs to, from 1; only losses of whole sequences need it.
-      chosen: bool, tokens that the loss's `selection` chose; None if it has none.
+      segment: Number of the token's sequence in its row, from 1; only losses of whole sequences need segments.
+      chosen: bool, True for tokens that the loss's `selection` chose; None for losses without a selection.
     """
 
     logp: Float[Array, "*shape"]
@@ -41,7 +42,7 @@ class PolicyTokens(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-    """Per-token results of a policy's loss.
+    """Per-token results of a policy loss.
 
     Attributes:
       loss: Loss of a token, to be weighted and summed.
@@ -55,13 +56,13 @@ class PolicyTerms(NamedTuple):
 
 
 def clipped_policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> PolicyTerms:
-    """PPO's clipped surrogate, as a loss.
+    """Compute PPO's clipped surrogate loss.
 
         ratio = exp(clip(logp - old_logp, -20, 20))
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
         loss  = min(loss, -dual_clip * A)  where A < 0
 
-    The dual clip bounds the loss of unwanted tokens that became far likelier.
+    The dual clip bounds the loss of tokens with a negative advantage that became much likelier.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two-sided bounds: Yu et al. 2025 (DAPO, arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
@@ -77,14 +78,14 @@ def clipped_policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> PolicyTer
 
 
 def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
-    """Group sequence policy optimisation: the clipped surrogate of a whole response's ratio.
+    """Compute the GSPO loss (group sequence policy optimization): the clipped surrogate of a response's ratio.
 
         s_i   = exp(mean over the trained tokens of response i of log(pi / pi_old))
         s_i,t = sg(s_i) * pi / sg(pi)
         loss  = max(-A * s_i,t, -A * clip(s_i,t, 1 - clip_low, 1 + clip_high))
 
-    where sg stops the gradient. Every token of a response has the value s_i, and the mean over them has the gradient of
-    s_i. Advantages may differ from token to token (GSPO-token).
+    where sg stops the gradient. Every token of a response has the value s_i, and the mean over the tokens has the
+    gradient of s_i. Advantages may differ from token to token (GSPO-token).
 
     Raises:
       ValueError: `tokens` has no segments.
@@ -97,14 +98,14 @@ def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
 
 
 def gmpo_loss(tokens: PolicyTokens, settings: GMPOLoss) -> PolicyTerms:
-    """Geometric-mean policy optimisation: a response's ratio is the geometric mean of its tokens' clipped ratios.
+    """Compute the GMPO loss (geometric-mean policy optimization), on the geometric mean of a response's clipped ratios.
 
         x_t   = log(pi / pi_old), at most clip_high where A > 0 and at least -clip_low where A < 0
         s_i   = exp(mean over the trained tokens of response i of x_t)
         s_i,t = sg(s_i) * exp(x_t - sg(x_t))
         loss  = -A * s_i,t
 
-    where sg stops the gradient, as in `gspo_loss`. A clipped token has no gradient, the others keep theirs.
+    where sg stops the gradient, as in `gspo_loss`. A clipped token has no gradient; the other tokens keep theirs.
 
     Raises:
       ValueError: `tokens` has no segments.
@@ -119,7 +120,7 @@ def gmpo_loss(tokens: PolicyTokens, settings: GMPOLoss) -> PolicyTerms:
 
 
 def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
-    """Clipped importance sampling of the policy gradient: every token keeps a gradient.
+    """Compute the CISPO loss (clipped importance-sampling-weight policy optimization): every token keeps a gradient.
 
         loss = -sg(clip(ratio, ratio_low, ratio_high)) * A * logp
 
@@ -134,12 +135,12 @@ def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
 
 
 def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
-    """Soft adaptive policy optimisation: a sigmoid of the ratio in place of the clip.
+    """Compute the SAPO loss (soft adaptive policy optimization): a sigmoid of the ratio instead of the clip.
 
         loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau
 
-    with tau the positive temperature where A > 0, the negative one elsewhere. Its gradient is that of
-    -A * ratio times the gate 4 * p * (1 - p), where p is the sigmoid: 1 at ratio 1, falling to both sides.
+    with tau the positive temperature if A > 0, else the negative temperature. The gradient is the gradient of
+    -A * ratio, times the gate 4 * p * (1 - p) with p the sigmoid. The gate is 1 at ratio 1 and falls to both sides.
 
     Source: Gao et al. 2025 (Soft adaptive policy optimization, arXiv:2511.20347).
     """
@@ -150,11 +151,11 @@ def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
 
 
 def dppo_loss(tokens: PolicyTokens, settings: DPPOLoss) -> PolicyTerms:
-    """Divergence proximal policy optimisation: the gradient of a token ends where its probability has moved too far.
+    """Compute the DPPO loss (divergence proximal policy optimization): a token that moved too far has no gradient.
 
         loss = -sg(min(ratio, ratio_high)) * A * logp    inside the trust region, 0 outside
 
-    With p = pi_old and q = pi of the token, a token is outside if it moved the way that A pushes it by more than the
+    With p = pi_old and q = pi of the token, a token is outside if it moved in the direction of A by more than the
     limit, measured by |q - p| or by KL(Bernoulli(p) || Bernoulli(q)).
 
     Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning, arXiv:2602.04879), binary TV and
@@ -171,13 +172,13 @@ def dppo_loss(tokens: PolicyTokens, settings: DPPOLoss) -> PolicyTerms:
 
 
 def _binary_kl(old: Array, new: Array, log_ratio: Array) -> Array:
-    """KL from drawing a token with the old chance, or not, to the same with the new one."""
+    """Compute KL(Bernoulli(old) || Bernoulli(new)) of the probabilities of a token."""
     rest_old, rest_new = (jnp.maximum(1 - chance, jnp.finfo(chance.dtype).tiny) for chance in (old, new))
     return lax.stop_gradient(-old * log_ratio + rest_old * (jnp.log(rest_old) - jnp.log(rest_new)))
 
 
 def dro_loss(tokens: PolicyTokens, settings: DROLoss) -> PolicyTerms:
-    """Direct reward optimisation: likelihood by advantage, with a quadratic penalty in place of the clip.
+    """Compute the DRO loss (direct reward optimization): policy gradient with a quadratic penalty instead of the clip.
 
         loss = -A * logp + beta / 2 * (logp - old_logp)^2
 
@@ -189,9 +190,9 @@ def dro_loss(tokens: PolicyTokens, settings: DROLoss) -> PolicyTerms:
 
 
 def _geometric_mean(log_ratio: Array, segment: Array | None, name: str) -> Array:
-    """Geometric mean of a response's ratios at each of its tokens, with the gradient of the token's own ratio.
+    """Return the geometric mean of a response's ratios at each token, with the gradient of the token's own log-ratio.
 
-    The mean over the tokens has then the gradient of the geometric mean.
+    The mean over the tokens then has the gradient of the geometric mean.
     """
     if segment is None:
         raise ValueError(f"{name} needs the field 'segment': which sequence of its row each token belongs to")
@@ -200,7 +201,7 @@ def _geometric_mean(log_ratio: Array, segment: Array | None, name: str) -> Array
 
 
 def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:
-    """The larger of the losses of a ratio and of the clipped ratio, and True where it is the latter."""
+    """Return the maximum of the losses with the ratio and with the clipped ratio, and True where clipping decides."""
     plain = -advantage * ratio
     clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     return jnp.maximum(plain, clipped), clipped > plain
@@ -209,14 +210,15 @@ def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) 
 def clipped_value_loss(
     value: Float[Array, "*shape"], old_value: Float[Array, "*shape"], returns: Float[Array, "*shape"], *, clip: float
 ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
-    """Half the squared error, pessimistic about moves beyond `clip` from the old value; and where that decides it.
+    """Compute the clipped value loss, half the squared error; also return True where clipping decides.
 
         v_clip = old_value + clip(value - old_value, -clip, clip)
         loss   = max((value - returns)^2, (v_clip - returns)^2) / 2
 
     Args:
-      value: Value by the current critic, in reward units like all here; the argument to differentiate by.
-      old_value: Value by the critic at the start of the update.
+      value: Value of the current critic; gradients are with respect to it. All arguments are in reward units.
+      old_value: Value of the critic at the start of the update.
+      clip: Distance from the old value beyond which the value is clipped; the larger loss counts.
 
     Source: OpenAI Baselines; described in Engstrom et al. 2020 (arXiv:2005.12729), section 3.
     """

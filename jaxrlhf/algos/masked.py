@@ -1,7 +1,7 @@
-"""Statistics over the tokens a mask selects.
+"""Masked statistics: sums, means and variances over the tokens that a mask selects.
 
-Every function selects before it reduces: values outside the mask may be infinite or NaN and reach neither the result
-nor the gradient. Sharded arrays give the statistics of the whole.
+Every function selects before it reduces: values outside the mask may be infinite or NaN, and reach neither the result
+nor the gradient. Statistics of sharded arrays are over the whole array.
 """
 
 import jax
@@ -13,29 +13,29 @@ from jaxrlhf.batch import Array
 
 
 def selected(value: Num[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """The values inside the mask, 0 elsewhere; the gradient outside is 0 too."""
+    """Return the values inside the mask and 0 outside; the gradient outside is 0 too."""
     return jnp.where(mask, value, 0)
 
 
 def masked_sum(
     value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, axis: int | None = None
 ) -> Float[Array, "..."]:
-    """Sum over the mask, of everything or along one axis."""
+    """Sum over the mask, of the whole array or along one axis."""
     return selected(value, mask).sum(axis)
 
 
 def masked_mean(
     value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, axis: int | None = None
 ) -> Float[Array, "..."]:
-    """Mean over the mask, of everything or along one axis; 0 where the mask is empty."""
+    """Compute the mean over the mask, of the whole array or along one axis; 0 for an empty mask."""
     return masked_sum(value, mask, axis=axis) / jnp.maximum(mask.sum(axis), 1)
 
 
 def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
-    """Sum over each token's sequence in packed rows: the tokens of its row with the same id; 0 where the id is 0.
+    """Sum over each token's sequence in packed rows, that is over the tokens of the row with the same id.
 
     Args:
-      segment_RW: Ids from 1 to W, in any order; 0 is what lies outside the mask.
+      segment_RW: Sequence ids from 1 to W, in any order; 0 outside the mask, where the result is 0.
     """
     size = segment_RW.shape[1] + 1
 
@@ -49,10 +49,12 @@ def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) ->
 def span_sums(
     value_BT: Float[np.ndarray, "B T"], span_BT: Int[np.ndarray, "B T"], mask_BT: Bool[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "B T"]:
-    """Sum over the tokens of each token's row with the same span, at each of them; 0 outside the mask. On the host.
+    """Sum over each token's span, that is over the tokens of the row with the same number; 0 outside the mask.
+
+    Runs on the host.
 
     Args:
-      span_BT: From 0 to T - 1 inside the mask.
+      span_BT: Span numbers, from 0 to T - 1 inside the mask.
     """
     rows, width = mask_BT.shape
     place_BT = np.where(mask_BT, span_BT, 0) + width * np.arange(rows)[:, None]
@@ -62,12 +64,12 @@ def span_sums(
 
 
 def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
-    """Mean over each token's sequence in packed rows; see `segment_sum`."""
+    """Compute the mean over each token's sequence in packed rows; see `segment_sum`."""
     return segment_sum(value_RW, segment_RW) / jnp.maximum(segment_sum(jnp.ones_like(value_RW), segment_RW), 1)
 
 
 def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
-    """Unbiased (n - 1) variance over the mask; 0 for fewer than two tokens."""
+    """Compute the unbiased (n - 1) variance over the mask; 0 for fewer than two tokens."""
     value = selected(value, mask)
     deviation = selected(value - masked_mean(value, mask), mask)
     return jnp.square(deviation).sum() / jnp.maximum(mask.sum() - 1, 1)
@@ -80,7 +82,7 @@ def whiten(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[
         (x - mean) / sqrt(var + 1e-8)
 
     Args:
-      value: All tokens of the batch: statistics of a part would scale its parts differently.
+      value: Values of all tokens of the batch: statistics of parts would scale the parts differently.
 
     Source: Huang et al. 2024 (arXiv:2403.17031), details on reward and advantage whitening.
     """

@@ -1,11 +1,11 @@
-"""Objectives of trainers: one function per kind of model, each a weighted loss per token.
+"""Training objectives: one function per kind of model, each a weighted loss per token.
 
 An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside `jit`
-on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask, which is of
-trained tokens. Weights are those of the aggregation times those of importance: all denominators are in them, so an
-objective never reduces. The trainer adds the field `segment`, int32: the sequence of its row that a token belongs to.
+on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask of trained
+tokens. A token's weight is its aggregation weight times its importance weight. Weights contain all denominators, so an
+objective never reduces. The trainer adds the field `segment`: int32, number of the token's sequence in its row.
 
-Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any formula sees them:
+Outside the mask every input may be infinite or NaN. Inputs are therefore selected with the mask *before* any formula:
 selecting only the result would leave 0 * inf in the gradient.
 """
 
@@ -22,7 +22,7 @@ from jaxrlhf.algos.masked import segment_sum, selected
 from jaxrlhf.batch import Array
 from jaxrlhf.config import LUFFY, KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
 
-_NO_EVENT = -1e9  # finite, so that a chance of 0 times a difference of two is 0
+_NO_EVENT = -1e9  # finite, so that probability 0 times a difference of two such values is 0
 
 Mask = Bool[Array, "R W"]
 TokenValues = Float[Array, "R W"]
@@ -30,11 +30,11 @@ Fields = Mapping[str, Num[Array, "R W ..."]]
 
 
 class TokenOutput(NamedTuple):
-    """Log-probability of each token, and more of its distribution where that is asked for.
+    """Log-probability of each token, and optional further values of its distribution.
 
     Attributes:
-      named: Log-probabilities of other tokens in its place.
-      names: Ids of those, below 0 where there is none; None where they were given.
+      named: Log-probabilities of alternative tokens at the same position.
+      names: Ids of the alternative tokens, below 0 for none; None if the caller gave the ids.
     """
 
     logp: Float[Array, "R W"]
@@ -44,10 +44,10 @@ class TokenOutput(NamedTuple):
 
 
 class ObjectiveTerms(NamedTuple):
-    """Per-token results, 0 outside the mask.
+    """Per-token results of an objective, 0 outside the mask.
 
     Attributes:
-      loss: Weighted loss; its sum over all rows of the update is minimised.
+      loss: Weighted loss; the trainer minimizes its sum over all rows of the update.
       metrics: Unweighted values by name, to be averaged over the mask.
     """
 
@@ -58,19 +58,19 @@ class ObjectiveTerms(NamedTuple):
 def policy_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
-    """The policy's loss, with KL to the reference and an entropy bonus where configured.
+    """Compute the policy's loss, with KL to the reference and an entropy bonus if configured.
 
         weight * loss(logp, old_logp, advantage) + kl_weight * kl(logp, ref_logp) - entropy_weight * entropy
 
     Args:
-      output: Log-probabilities by the current policy, temperature applied.
-      fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one, which is then only
-        compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
-        `settings.policy.entropy_coefficient` is not 0; `segment` if the loss is of whole responses; `chosen` if it
-        has a `selection`. The coefficients are in those weights.
+      output: Log-probabilities of the current policy, temperature applied.
+      fields: `advantage`; `old_logp`, or instead `sampler_logp` if the current policy is the old policy (then only a
+        metric reads it); `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
+        `settings.policy.entropy_coefficient` is not 0; `segment` for losses of whole responses; `chosen` for losses
+        with a `selection`. `kl_weight` and `entropy_weight` contain the coefficients.
 
     Raises:
-      ValueError: If a field is missing, or is given where the settings do not use it.
+      ValueError: A field is missing, or a weight is present that the settings do not use.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 and 9; KL in the loss: Shao et al. 2024 (arXiv:2402.03300),
     eq. 3 and 4.
@@ -103,7 +103,7 @@ def policy_objective(
         loss += _field(fields, "kl_weight", mask) * kl
         metrics["kl/ref_loss"] = kl
     if "entropy_weight" in fields:
-        assert output.entropy is not None, "the bonus needs an entropy"
+        assert output.entropy is not None, "the entropy bonus needs the output's entropy"
         entropy = selected(output.entropy, mask)
         loss -= _field(fields, "entropy_weight", mask) * entropy
         metrics["policy/entropy_exact"] = entropy
@@ -113,7 +113,7 @@ def policy_objective(
 def imitating_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
-    """`policy_objective` plus `-imitation_weight * logp` on tokens of good responses.
+    """Compute `policy_objective` plus `-imitation_weight * logp` on tokens of good responses.
 
     Source: Yue et al. 2025 (VAPO, arXiv:2504.05118), section 3.4.
     """
@@ -127,11 +127,11 @@ def imitating_objective(
 def mixed_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: PolicyGradient
 ) -> ObjectiveTerms:
-    """`policy_objective` on sampled responses, and `-example_weight * logp` on examples among them.
+    """Compute `policy_objective` on sampled responses, and `-example_weight * logp` on examples in the same rows.
 
     Args:
-      fields: Further `example_weight`, above 0 at the tokens of examples and 0 elsewhere; and `metric_weight`, which
-        turns means over the mask into means over the responses, or over the examples.
+      fields: In addition `example_weight`, above 0 at the tokens of examples and 0 elsewhere; and `metric_weight`, the
+        factor that turns means over the mask into means over the responses, or over the examples.
 
     Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, with its pretraining term.
     """
@@ -147,18 +147,18 @@ def mixed_objective(
 def guided_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LUFFY
 ) -> ObjectiveTerms:
-    """`policy_objective` on sampled responses, and a shaped probability on solutions that another policy wrote.
+    """Compute `policy_objective` on sampled responses, and a shaped-probability loss on off-policy solutions.
 
         weight * -A * p / (p + gamma)    with p = exp(logp) of a solution's token
 
-    The other policy is taken to be sure of every token, so that the importance ratio is p itself, and nothing is
-    clipped. The derivative by logp, -A * gamma * p / (p + gamma)^2, is largest at p = gamma: unlikely tokens teach more
-    than by the ratio, whose derivative is -A * p.
+    The policy that wrote the solutions is assumed to have probability 1 for each token, so the importance ratio is p
+    itself, and nothing is clipped. The derivative with respect to logp, -A * gamma * p / (p + gamma)^2, is largest at
+    p = gamma. Without shaping it would be -A * p, so shaping makes unlikely tokens teach more.
 
     Args:
-      fields: Further `off_policy`, 1 at the tokens of solutions and 0 elsewhere; and `metric_weight`, which turns means
-        over the mask into means over the responses, or over the solutions.
-      settings: `shaping` is gamma; the others are those of `policy_objective`.
+      fields: In addition `off_policy`, 1 at the tokens of solutions and 0 elsewhere; and `metric_weight`, the factor
+        that turns means over the mask into means over the responses, or over the solutions.
+      settings: `shaping` is gamma; the other settings are those of `policy_objective`.
 
     Source: Yan et al. 2025 (LUFFY, arXiv:2504.14945), sections 3.1 (mixed-policy GRPO) and 3.2 (policy shaping).
     """
@@ -175,22 +175,22 @@ def guided_objective(
 def span_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LogitDistillation
 ) -> ObjectiveTerms:
-    """The divergence from a teacher's distribution over each span of text, at the span's last token.
+    """Compute the divergence from a teacher's distribution over each span of text, at the span's last token.
 
         weight * event_divergence(policy, teacher)
 
-    The events are the text of the span, whose log-probability is the sum over its tokens, and further tokens in the
-    place of a span of one.
+    The first event is the text of the span; its log-probability is the sum over the span's tokens. The other events, at
+    spans of one token, are alternative tokens.
 
     Args:
-      output: Further `named`, log-probabilities of the tokens of the field of that name.
+      output: In addition `named`, log-probabilities of the tokens in the field `named`.
       mask: Tokens in spans.
-      fields: Fields of `policy_objective`, with an advantage of 0; `to_last`, tokens from each to the last of its span;
-        `teacher_logp` of the span; and `[R, W, K]`, at last tokens, `named`, ids of further tokens, below 0 for none,
-        and `teacher_named`, the teacher's log-probabilities of those.
+      fields: Fields of `policy_objective`, with an advantage of 0; `to_last`, number of tokens from each token to the
+        last of its span; `teacher_logp` of the span; and at last tokens, `[R, W, K]`: `named`, ids of alternative
+        tokens, below 0 for none, and `teacher_named`, the teacher's log-probabilities of these tokens.
     """
     policy = policy_objective(output, mask, weight, fields, settings)
-    assert output.named is not None, "the field `named` has them read"
+    assert output.named is not None, "the output lacks log-probabilities of the field `named`"
     to_last = _field(fields, "to_last", mask).astype(jnp.int32)
     last = jnp.where(mask, jnp.arange(1, mask.shape[1] + 1)[None, :] + to_last, 0)
     own = segment_sum(selected(output.logp, mask), last)
@@ -208,14 +208,14 @@ def span_objective(
 def value_objective(
     output: TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: ValueLoss
 ) -> ObjectiveTerms:
-    """Clipped value regression, `weight * clipped_value_loss`.
+    """Compute the clipped value loss, `weight * clipped_value_loss`.
 
     Args:
-      output: The critic's value of the prefix before each token.
+      output: Critic's value of the prefix before each token.
       fields: `returns` and `old_value`.
 
     Raises:
-      ValueError: If a field is missing.
+      ValueError: A field is missing.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; see `clipped_value_loss`.
     """
@@ -228,7 +228,7 @@ def value_objective(
 def nll_objective(
     output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
-    """Supervised fine-tuning: weighted negative log-likelihood. Reads neither fields nor settings.
+    """Compute the SFT loss: the weighted negative log-likelihood. Fields and settings are not read.
 
     Source: Ouyang et al. 2022 (arXiv:2203.02155), section 3.5 (SFT).
     """
@@ -243,7 +243,7 @@ def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
 
 
 def _require(fields: Mapping[str, Array], name: str, wanted: bool, reason: str) -> None:
-    """Raise `ValueError` if a coefficient is configured and not applied, or the reverse."""
+    """Raise `ValueError` if a field is missing although the settings use it, or present although they do not."""
     if wanted != (name in fields):
         raise ValueError(
             f"the experience {'has' if name in fields else 'lacks'} the field {name!r}, "

@@ -1,11 +1,12 @@
-"""Losses of preference pairs, with their derivatives by the log-probabilities or scores of the two answers.
+"""Losses of preference pairs, with their derivatives with respect to the two answers' log-probabilities or scores.
 
-A trainer computes one sum of weighted tokens and never reduces over a sequence. It need not: with x_b the
-log-probability of a sequence, or its score, the gradient of L(x_1, x_2, ...) is that of
+A trainer computes one sum of weighted tokens and never reduces over a sequence. With x_b the log-probability or score
+of sequence b, the gradient of L(x_1, x_2, ...) equals the gradient of
 
     sum_b (dL / dx_b) * x_b
 
-with the derivatives held fixed. They are computed here from a forward pass and become weights.
+with constant derivatives. The functions here compute the derivatives from the results of a forward pass, and the
+derivatives become token weights.
 
 `chosen_P` and `rejected_P` are scores of the two answers, or sums over their tokens: of log pi - log pi_ref in DPO, IPO
 and KTO, of log pi in SimPO, CPO and ORPO.
@@ -24,12 +25,12 @@ from jaxrlhf.batch import Array
 
 
 class PairLoss(NamedTuple):
-    """A loss of each pair.
+    """Loss of each pair, and its derivatives.
 
     Attributes:
       loss_P: Loss of a pair, to be averaged.
-      chosen_P: Derivative by the chosen answer's log-probability or score.
-      rejected_P: Derivative by the rejected answer's.
+      chosen_P: Derivative with respect to the chosen answer's log-probability or score.
+      rejected_P: Derivative with respect to the rejected answer's log-probability or score.
     """
 
     loss_P: Float[Array, "P"]
@@ -40,7 +41,7 @@ class PairLoss(NamedTuple):
 def dpo(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float, label_smoothing: float = 0.0
 ) -> PairLoss:
-    """Direct preference optimisation.
+    """Compute the DPO loss (direct preference optimization).
 
         D = chosen - rejected
         L = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
@@ -48,7 +49,7 @@ def dpo(
 
     Args:
       beta: Reward units per nat.
-      label_smoothing: e, the chance that a label is wrong, below 0.5.
+      label_smoothing: e, the probability that a label is wrong, below 0.5.
 
     Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; smoothing: Mitchell 2023, "A note on DPO with noisy
     preferences", eq. 3.
@@ -60,7 +61,7 @@ def dpo(
 
 
 def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float) -> PairLoss:
-    """Identity preference optimisation: a difference of 1 / (2 beta) is enough.
+    """Compute the IPO loss (identity preference optimization), whose target difference is 1 / (2 beta).
 
         L = (chosen - rejected - 1 / (2 beta))^2
 
@@ -73,7 +74,7 @@ def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: flo
 def with_likelihood(
     loss: PairLoss, chosen_logp_P: Float[Array, "P"], tokens_P: Num[Array, "P"], *, coefficient: float
 ) -> PairLoss:
-    """A loss of pairs plus the chosen answer's negative log-likelihood per token.
+    """Add the chosen answer's negative log-likelihood per token to a loss of pairs.
 
         L - coefficient * log pi(chosen) / tokens
 
@@ -93,12 +94,12 @@ def simpo(
     beta: float,
     margin: float,
 ) -> PairLoss:
-    """Simple preference optimisation: rewards are mean log-probabilities, without a reference.
+    """Compute the SimPO loss (simple preference optimization): rewards are mean log-probabilities, without a reference.
 
         L = -log sigmoid(beta (chosen / tokens_c - rejected / tokens_r) - margin)
 
     Args:
-      tokens_PA: Tokens of the chosen and of the rejected answer.
+      tokens_PA: Number of tokens of the chosen and of the rejected answer.
 
     Source: Meng et al. 2024 (arXiv:2405.14734), eq. 6.
     """
@@ -110,17 +111,17 @@ def simpo(
 def odds_ratio(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], tokens_PA: Int[Array, "P 2"], *, coefficient: float
 ) -> PairLoss:
-    """Odds-ratio preference: how much better the odds of the chosen answer are, by mean log-probabilities.
+    """Compute the odds-ratio loss of ORPO, from the odds of both answers by mean log-probabilities.
 
         L = -coefficient * log sigmoid(o_c - o_r),  o = m - log(1 - exp(m)),  m = log pi / tokens
 
     Args:
-      tokens_PA: Tokens of the chosen and of the rejected answer.
+      tokens_PA: Number of tokens of the chosen and of the rejected answer.
 
-    Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; its likelihood is `with_likelihood`.
+    Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; ORPO's likelihood term is `with_likelihood`.
     """
     count_PA = jnp.maximum(jnp.asarray(tokens_PA), 1)
-    # An answer that is certain has no finite odds.
+    # An answer with probability 1 has infinite odds.
     mean_PA = jnp.minimum(jnp.stack([chosen_P, rejected_P], axis=1) / count_PA, -1e-6)
     odds_PA = mean_PA - jnp.log(-jnp.expm1(mean_PA))
     slope_PA = coefficient / -jnp.expm1(mean_PA) / count_PA
@@ -136,15 +137,15 @@ def kto(
     beta: float,
     weights: tuple[float, float],
 ) -> PairLoss:
-    """Kahneman-Tversky optimisation: a gain or a loss of value by each answer, against a point of reference.
+    """Compute the KTO loss (Kahneman-Tversky optimization): the value of each answer relative to a reference point.
 
         L = w_c (1 - sigmoid(beta (chosen - z))) / 2 + w_r (1 - sigmoid(beta (z - rejected))) / 2,  z = max(distance, 0)
 
-    The half makes the mean over pairs that over answers.
+    The division by 2 makes the mean over pairs equal to the mean over answers.
 
     Args:
-      distance: Estimate of KL(pi || pi_ref) in nats, without a gradient.
-      weights: Weight of a good and of a bad answer.
+      distance: Estimate of KL(pi || pi_ref) in nats, a constant for the gradient.
+      weights: Weight of a good answer and of a bad answer.
 
     Source: Ethayarajh et al. 2024 (arXiv:2402.01306), eq. 8.
     """
@@ -158,7 +159,7 @@ def kto(
 def bradley_terry(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], margin_P: Float[Array, "P"] | float = 0.0
 ) -> PairLoss:
-    """Bradley-Terry loss: -log of the chance that the chosen answer is preferred, given both scores.
+    """Compute the Bradley-Terry loss: -log of the probability that the chosen answer is preferred, given both scores.
 
         L = -log sigmoid(chosen - rejected - margin)
         dL/dchosen = sigmoid(chosen - rejected - margin) - 1
@@ -176,7 +177,7 @@ def pair_cost(
     chosen_safe_P: Bool[Array, "P"],
     rejected_safe_P: Bool[Array, "P"],
 ) -> PairLoss:
-    """Cost model's loss: the rejected answer, being more harmful, costs more; a harmless one costs less than 0.
+    """Compute the cost model's loss: the rejected, more harmful answer costs more; a harmless answer costs below 0.
 
         L = -log sigmoid(rejected - chosen) - log sigmoid(s_c chosen) - log sigmoid(s_r rejected)
 
@@ -202,13 +203,13 @@ def best_and_worst(
     *,
     beta: float,
 ) -> Float[Array, "B"]:
-    """Advantage by which a policy gradient is that of DPO on the best and the worst response to each prompt.
+    """Compute advantages that turn a policy gradient into online DPO on the best and worst response to each prompt.
 
         A = n * s for the best, -n * s for the worst, 0 for the others,  s = beta * sigmoid(-beta D)
 
-    D is the difference of their log-ratios, and n the mean size of the groups, unscorable rows not counted: with token
-    losses summed and responses averaged, the gradient is that of the mean over prompts. Of equally good or bad ones the
-    mean over all pairs is taken; a group of equal scores gives 0.
+    D is the difference of the two responses' log-ratios. n is the mean group size without unscorable rows: if token
+    losses are summed and responses averaged, the gradient is that of the mean over prompts. Ties for best or worst take
+    the mean over all pairs; a group of equal scores gives 0.
 
     Args:
       log_ratio_B: log pi - log pi_ref of each response, summed over its tokens.
@@ -233,7 +234,7 @@ def best_and_worst(
 def preferred(
     score_B: Float[Array, "B"], other_B: Float[Array, "B"], *, how: Literal["bradley-terry", "higher"]
 ) -> Float[np.ndarray, "B"]:
-    """Chance that a response is preferred to another, by their scores.
+    """Compute the probability that a response is preferred to another, from their scores.
 
     `bradley-terry` is sigmoid(score - other); `higher` is 1 for the higher score, and a half for equal ones.
     """
@@ -245,12 +246,12 @@ def preferred(
 def nash_advantage(
     preferred_B: Float[Array, "B"], log_ratio_B: Float[Array, "B"], *, beta: float
 ) -> Float[np.ndarray, "B"]:
-    """Advantage of a response in Nash-MD's policy gradient.
+    """Compute the advantage of a response in Nash-MD's policy gradient.
 
         A = P(y > y') - 1 / 2 - beta * log(pi(y) / pi_ref(y))
 
     Args:
-      preferred_B: Chance to be preferred to a response y' of the mixture.
+      preferred_B: Probability that the response is preferred to a response y' of the mixture.
       log_ratio_B: log pi - log pi_ref of each response, summed over its tokens.
       beta: The paper's tau.
 
@@ -262,9 +263,9 @@ def nash_advantage(
 def linear_objective(
     output: TokenOutput | TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
-    """Log-probability or value of each token times its weight, the derivative of a loss of whole sequences.
+    """Multiply the log-probability or value of each token by its weight, the derivative of a loss of whole sequences.
 
-    It reads neither fields nor settings.
+    Fields and settings are not read.
     """
     said = output.logp if isinstance(output, TokenOutput) else output
     return ObjectiveTerms(selected(weight, mask) * selected(said, mask), {})

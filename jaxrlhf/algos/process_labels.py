@@ -1,4 +1,4 @@
-"""Process reward models that are trained by labels of steps: their loss, and the score of a solution."""
+"""Process reward models trained on step labels: their loss, and the score of a solution."""
 
 from typing import Literal
 
@@ -13,13 +13,14 @@ from jaxrlhf.algos.objectives import Fields, Mask, ObjectiveTerms, TokenValues
 def step_objective(
     output: TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: object
 ) -> ObjectiveTerms:
-    """Cross-entropy of a step's label y, given the log-odds v after its last token. Reads no settings.
+    """Compute the cross-entropy of a step's label y, given the log-odds v after the step. Settings are not read.
 
         loss = -y log sigmoid(v) - (1 - y) log sigmoid(-v)
 
     Args:
-      output: The critic's value of the prefix before each token, so that the mask is at what follows a step.
-      fields: `label`, 1 where the step before is right, else 0.
+      output: Critic's value of the prefix before each token.
+      mask: Tokens that directly follow a step, whose prefix ends with the step.
+      fields: `label`, 1 if the step before the token is right, else 0.
 
     Source: Lightman et al. 2023 (arXiv:2305.20050), section 2.6; Wang et al. 2024 (Math-Shepherd, arXiv:2312.08935).
     """
@@ -30,7 +31,7 @@ def step_objective(
 
 
 def solution_score(logit_S: Float[np.ndarray, "S"], reduction: Literal["min", "last", "mean", "product"]) -> float:
-    """Score of a solution by the log-odds of its S steps: the least of their chances, or as `reduction` says.
+    """Combine the log-odds of a solution's S steps to a score: a reduction of the steps' probabilities to be right.
 
     Source: product and minimum as in Lightman et al. 2023 (arXiv:2305.20050), section 2.6 and appendix F.
     """

@@ -37,13 +37,14 @@ def token_rewards(
 def overlong_penalty(
     length_B: Int[Array, "B"], *, max_tokens: int, buffer_tokens: int, factor: float
 ) -> Float[Array, "B"]:
-    """Soft punishment of long responses, to be added to the score.
+    """Compute the soft overlong punishment of responses, to be added to the score.
 
-    0 up to `max_tokens - buffer_tokens`, falling linearly to `-factor` at `max_tokens`, and `-factor` beyond.
+    The penalty is 0 up to `max_tokens - buffer_tokens`, falls linearly to `-factor` at `max_tokens`, and is `-factor`
+    beyond.
 
     Args:
-      buffer_tokens: From 1 to `max_tokens`.
-      factor: In score units.
+      buffer_tokens: Number of tokens over which the penalty grows, from 1 to `max_tokens`.
+      factor: Largest penalty, in score units.
 
     Raises:
       ValueError: If the buffer is empty or longer than a response may be.

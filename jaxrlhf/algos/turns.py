@@ -1,4 +1,4 @@
-"""Credit over the turns of an episode: a turn is one action, and its tokens share what it earns."""
+"""Turn-level credit assignment in episodes: a turn is one action, and all its tokens get the turn's advantage."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +17,16 @@ def turn_gae(
     gamma: float,
     lam: float | Float[Array, ""] | Float[Array, "B"],
 ) -> Targets:
-    """Generalised advantage estimation over turns, of which every token has the advantage and the return.
+    """Compute generalized advantage estimation (GAE) over turns; every token gets its turn's advantage and return.
 
-    A turn's reward is the sum of its tokens', its value the critic's before its first token. Where every turn is one
-    token this is `gae`.
+    A turn's reward is the sum of its tokens' rewards, and its value is the critic's value before its first token. If
+    every turn is one token, the result is that of `gae`.
 
     Args:
+      reward_BT, value_BT: Rewards and values of tokens, as in `gae`.
       turn_BT: Turn of each action token, from 0.
       gamma: Discount per turn, in [0, 1].
-      lam: 0 is one-step TD, 1 is Monte Carlo; rewards and values are as of `gae`.
+      lam: GAE's lambda: 0 is one-step TD, 1 is Monte Carlo.
 
     Source: Zhou et al. 2024 (ArCHer, arXiv:2402.19446), section 3, for utterances as actions.
     """
@@ -43,16 +44,17 @@ def turn_relative(
     gamma: float,
     normalize_std: bool,
 ) -> Float[Array, "B T"]:
-    """Reward to go of each turn, compared with that of the group's episodes in the same turn.
+    """Compute each turn's reward to go, relative to the same turn in the group's other episodes.
 
         A_u = (R_u - mean_g(R_u)) / (std_g(R_u) + 1e-6)
 
-    A turn that a single episode of the group reached gives 0.
+    A turn that only one episode of the group reached gives 0.
 
     Args:
       mask_BT: Action tokens of scorable episodes.
-      group_B: Episodes with the same id began alike.
+      group_B: Group ids; episodes of a group started from the same prompt.
       gamma: Discount per turn, in [0, 1].
+      normalize_std: True to divide by the standard deviation.
 
     Source: Zeng et al. 2025 (arXiv:2505.11821), section 4, with the rewards of all later turns.
     """
@@ -71,13 +73,13 @@ def state_relative(
     gamma: float,
     normalize_std: bool,
 ) -> Float[Array, "B T"]:
-    """Reward to go of each turn, compared with that of the group's turns that were made in the same state.
+    """Compute each turn's reward to go, relative to the group's turns that were taken in the same state.
 
-    GiGPO's step advantage, which is added to the episode's. A state that no other turn of the group was made in gives
-    0.
+    This is GiGPO's step advantage, to be added to the episode's advantage. A state in which the group took only one
+    turn gives 0.
 
     Args:
-      anchor_BT: Number of the state that a token's turn was made in; -1 is compared with nothing.
+      anchor_BT: Number of the state in which a token's turn was taken; a turn with -1 gets 0.
 
     Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978), eq. 6 to 8.
     """
@@ -89,17 +91,17 @@ def state_relative(
 
 
 def turn_counts(mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]) -> Int[np.ndarray, "B"]:
-    """Turns of each episode in which the policy chose a token."""
+    """Count the turns of each episode in which the policy chose a token."""
     return np.count_nonzero(_Turns(mask_BT, turn_BT).taken_BU, axis=1)
 
 
 def player_gains(
     reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]
 ) -> Float[np.ndarray, "B 2"]:
-    """Return of each player of a zero-sum game: what its own turns were paid less what the other's were.
+    """Compute the return of each player of a zero-sum game: its own turns' rewards minus the other player's.
 
     Args:
-      turn_BT: Turn of each action token, from 0; even ones are the first player's.
+      turn_BT: Turn of each action token, from 0; even turns are the first player's.
     """
     odd_BT = np.where(mask_BT, turn_BT, 0) % 2 == 1
     paid_BP = np.stack([np.where(mask_BT & (odd_BT == odd), reward_BT, 0).sum(axis=1) for odd in (False, True)], axis=1)
@@ -107,10 +109,10 @@ def player_gains(
 
 
 class _Turns:
-    """Turns of some episodes, `U` of them at most.
+    """Turns of a batch of episodes, with at most U turns each.
 
     Attributes:
-      taken_BU: bool, turns with an action token.
+      taken_BU: bool, True for turns with an action token.
     """
 
     def __init__(self, mask_BT: Array, turn_BT: Array) -> None:
@@ -130,23 +132,28 @@ class _Turns:
         return sum_BU
 
     def first(self, value_BT: Array) -> np.ndarray:
-        """Entry of the first token of each turn; 0 for turns that were not taken."""
+        """Return the value at the first token of each turn; 0 for turns that were not taken."""
         value_BT = np.asarray(value_BT)
         first_BU = np.zeros(self._shape, value_BT.dtype)
-        # From the last to the first, so that the first is what stays.
+        # From the last token to the first, so that the first token's value is written last.
         rows, columns, numbers = (array[::-1] for array in (self._row_N, self._column_N, self._number_N))
         first_BU[rows, numbers] = value_BT[rows, columns]
         return first_BU
 
     def to_tokens(self, value_BU: Array) -> Array:
-        """Entry of each token's turn; 0 outside the mask."""
+        """Return the value of each token's turn; 0 outside the mask."""
         taken_BT = np.maximum(self._turn_BT, 0)
         return jnp.where(self._mask_BT, np.take_along_axis(np.asarray(value_BU), taken_BT, axis=1), 0)
 
     def compared(
         self, reward_BT: Array, group: tuple[Array, np.ndarray], *, gamma: float, normalize_std: bool
     ) -> np.ndarray:
-        """Reward to go of each turn, relative to the turns that have both its numbers, by episode and by turn."""
+        """Compute each turn's reward to go relative to comparable turns.
+
+        Args:
+          group: Number of each episode's group, and number of each turn's kind; turns with both numbers equal are
+            compared.
+        """
         return_BU = discounted_returns(self.summed(reward_BT), self.taken_BU, gamma=gamma)
         group_B, kind_BU = group
         group_BU = np.broadcast_to(np.asarray(group_B)[:, None], self._shape)

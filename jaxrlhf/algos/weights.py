@@ -1,7 +1,7 @@
 """Loss aggregation as per-token weights, so that a trainer only ever computes one sum.
 
-Denominators are counts over all rows given here, which are those of one optimizer update. Packing, microbatches and
-devices can then not change the loss.
+Denominators are counts over all rows of one optimizer update. Packing, microbatches and devices therefore cannot change
+the loss.
 """
 
 import jax
@@ -21,7 +21,7 @@ def token_weights(
     aggregation: Aggregation,
     horizon: int | float | None = None,
 ) -> Float[Array, "B T"]:
-    """Weights for which `sum(weight * token_loss)` is the aggregated loss; 0 outside the mask.
+    """Compute the weights for which `sum(weight * token_loss)` is the aggregated loss; 0 outside the mask.
 
         token-mean               1 / tokens
         token-sum                1
@@ -30,17 +30,17 @@ def token_weights(
         seq-mean-token-sum-norm  1 / (sequences * horizon)
         prompt-mean              1 / (prompts * tokens of the prompt's sequences)
 
-    Only trained tokens count, and only sequences and prompts that have any. A batch without trained tokens has weights
-    0.
+    Only trained tokens count, and only sequences and prompts with trained tokens. Without trained tokens all weights
+    are 0.
 
     Args:
       mask_BT: Trained tokens of all rows of one optimizer update.
-      prompt_id_B: Prompt that a row answers; needed by prompt-mean.
+      prompt_id_B: Id of each row's prompt; needed by prompt-mean.
       horizon: Longest response that the configuration allows, in tokens (not the padded width, which changes from batch
         to batch); needed by seq-mean-token-sum-norm.
 
     Raises:
-      ValueError: If the mode lacks what it needs.
+      ValueError: The aggregation is unknown, or lacks an argument that it needs.
 
     Source: token-mean is eq. 12 of Yu et al. 2025 (DAPO, arXiv:2503.14476), seq-mean-token-mean eq. 3 of Shao et al.
     2024 (arXiv:2402.03300), seq-mean-token-sum-norm section 3 of Liu et al. 2025 (arXiv:2503.20783), prompt-mean is in
@@ -75,9 +75,10 @@ def token_weights(
 
 
 def denominator(mask_BT: Array, prompt_id_B: Array, aggregation: Aggregation) -> int:
-    """The count of the whole update that `token_weights` divides by; at least 1.
+    """Return the count of the whole update that `token_weights` divides by; at least 1.
 
-    Weights of some of its sequences or prompts, by themselves, are those of the whole times its count over theirs.
+    Weights computed for a part of an update are the weights of the whole update, times the whole's count over the
+    part's count.
     """
     trained_B = np.asarray(mask_BT).any(axis=1)
     match aggregation:
@@ -98,5 +99,5 @@ def _prompt_mean(tokens_B: Array, prompt_B: Array) -> Array:
 
 
 def _inverse(count: Array) -> Array:
-    """1 / count, and 1 where there is nothing to count (whose tokens are masked anyway)."""
+    """Return 1 / count, or 1 for a count of 0 (then all tokens are masked anyway)."""
     return 1.0 / jnp.maximum(count, 1)

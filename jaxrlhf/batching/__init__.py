@@ -1,1 +1,1 @@
-"""Batches for SPMD programs: packing, shared prompts, microbatch shapes, and how calls are split over ranks."""
+"""Batches for SPMD programs: packing, shared prompts, microbatch shapes, and distribution of calls over ranks."""

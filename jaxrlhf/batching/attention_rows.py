@@ -1,4 +1,4 @@
-"""Attention rows: every sequence of a packed row whole, beside others of like length."""
+"""Attention rows: each sequence of a packed row whole, next to others of similar length."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from jaxrlhf.batching.microbatch import SMALLEST_ROW
 from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 
 _ROOM = 4
-"""Multiple of a packed row's tokens that each width has room for from the start; doubled where that is too few."""
+"""Initial capacity of the attention rows of a width, as a multiple of a packed row's tokens; doubled if too small."""
 
 
 class AttentionPlaces:
-    """Places of a batch's sequences in attention rows. Costs follow the rows in use, not the room there is.
+    """Positions of a batch's sequences in attention rows. The cost depends on used rows, not on the capacity.
 
     Args:
       row_B: Packed row of each sequence, below `rows`.
-      longest: Tokens of the widest attention row.
-      room: Attention rows of each width that there is room for; grows where a batch needs more.
+      longest: Width of the widest attention row, in tokens.
+      room: Capacity in attention rows, by width; increased in place if a batch needs more.
       agree: Elementwise maximum over processes.
     """
 
@@ -41,7 +41,7 @@ class AttentionPlaces:
         used = np.zeros((len(widths), rows), np.int32)
         for used_R, width in zip(used, widths, strict=True):
             np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
-        self._parts: list[tuple[int, int, np.ndarray]] = []  # width, attention rows, how many are used
+        self._parts: list[tuple[int, int, np.ndarray]] = []  # width, capacity in rows, number of used rows
         for width, needed, used_R in zip(widths, agree(used.max(axis=1)).tolist(), used, strict=True):
             room.setdefault(width, -(-_ROOM * row_tokens // width))
             while room[width] < needed:
@@ -56,12 +56,12 @@ class AttentionPlaces:
         segment_B: np.ndarray,
         tells: np.ndarray,
     ) -> SharedPrefix:
-        """Whole sequences of some packed rows.
+        """Return the whole sequences of some packed rows.
 
         Args:
-          token: Sequence and position of every token in these rows; shared ones once for each sequence.
-          source: Place of each token in its packed row.
-          tells: True if the token of the packed row takes its result from this one.
+          token: Sequence and position of every token in these rows; a shared token appears once per sequence.
+          source: Position of each token in its packed row.
+          tells: True for the copy of each token from which the packed row takes the result.
         """
         b, position = token
         row = self._row_B[b] - rows.start
@@ -82,14 +82,14 @@ class AttentionPlaces:
 
 
 def _table(entries: np.ndarray, at: tuple[np.ndarray, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Entries in their places, zeros between."""
+    """Scatter entries to their positions in an array of zeros."""
     table = np.zeros(shape, entries.dtype)
     table[at] = entries
     return table
 
 
 def attention_widths(longest: int) -> list[int]:
-    """Widths of attention rows, ascending: the longest sequence's, and that halved some times."""
+    """Return the widths of attention rows, ascending: the longest sequence's width, and its repeated halves."""
     widths = [longest]
     while widths[0] % 2 == 0 and widths[0] // 2 >= SMALLEST_ROW:
         widths.insert(0, widths[0] // 2)
@@ -97,12 +97,13 @@ def attention_widths(longest: int) -> list[int]:
 
 
 def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Width of each sequence's row, its number among those of that width, and the offset in it.
+    """Return the row width of each sequence, the row's index among rows of that width, and the offset in the row.
 
-    Sequences go by decreasing length into the first row with room, which is as narrow as its longest allows.
+    First fit by decreasing length: a sequence goes to the first row with room, or opens a row of the smallest width
+    that fits.
 
     Args:
-      widths: Ascending.
+      widths: Row widths, ascending.
 
     Raises:
       ValueError: A sequence is longer than the widest row.
@@ -111,7 +112,7 @@ def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarr
         raise ValueError(f"a sequence of {length_N.max()} tokens does not fit a row of {widths[-1]}")
     width_N, row_N, offset_N = np.zeros((3, len(length_N)), np.int64)
     opened = dict.fromkeys(widths, 0)
-    rows: list[list[int]] = []  # width, number, tokens taken
+    rows: list[list[int]] = []  # width, index, tokens used
     for n in np.argsort(-length_N, kind="stable"):
         length = int(length_N[n])
         row = next((row for row in rows if row[2] + length <= row[0]), None)

@@ -1,4 +1,4 @@
-"""Places of a batch's images: in the packed rows that hold their tokens, once for all sequences of a row."""
+"""Positions of a batch's images in the packed rows of their tokens; each image is stored once per row."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,10 +10,10 @@ from jaxrlhf.models.config import Vision
 from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, RowLayout, turns_of
 
 Pack = Callable[[np.ndarray], np.ndarray]
-"""Function of a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
+"""Function from a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
 
 _SIZES = 8
-"""Sizes of rooms between powers of two: a room only grows over a run."""
+"""Number of capacities between powers of two; a capacity only grows during a run."""
 
 
 class ImagePlaces:
@@ -22,11 +22,11 @@ class ImagePlaces:
     Args:
       images_B: Images of each sequence; None if this process has none.
       row_B: Packed row of each sequence, below `rows`.
-      room: What a row had room for in all batches before; grows where this one needs more.
+      room: Capacity of a row in all earlier batches; increased in place if this batch needs more.
       agree: Elementwise maximum over processes.
 
     Attributes:
-      any: True if a process has images.
+      any: True if any process has images.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ImagePlaces:
         self._layout = RowLayout(vision, images_R, room[0])
 
     def rows(self, length_B: np.ndarray, width: int, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
-        """Images of each microbatch.
+        """Yield the images of each microbatch.
 
         Args:
-          width: T, columns of the arrays that `pack` takes.
-          each: Packed rows of a microbatch.
+          width: T, number of columns of the arrays that `pack` takes.
+          each: Number of packed rows of a microbatch.
         """
         shape = len(length_B), width
         feature_BT, block_BT, turn_BT3 = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros((*shape, 3))

@@ -1,4 +1,4 @@
-"""Shapes of microbatches: tokens of a packed row, and rows of a program."""
+"""Shapes of microbatches: width of a packed row, and number of rows of a program."""
 
 import math
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from jaxrlhf.models.pipeline import pipeline_parts
 
 SMALLEST_ROW = 192
-"""Least tokens of a packed row, where the budget allows: narrower rows would leave much padding."""
+"""Minimum width of a packed row in tokens, if the budget allows; narrower rows would have much padding."""
 
 
 def packed_row_tokens(longest: int, *, budget: int, token_shards: int = 1) -> int:
-    """Tokens of a packed row: a multiple of the longest sequence, so that rows of longest sequences are full.
+    """Return the width of a packed row, a multiple of the longest sequence, so that rows of longest sequences are full.
 
     Args:
       budget: Tokens of a microbatch on one data-parallel device.
-      token_shards: Devices that split a row's tokens, evenly.
+      token_shards: Number of devices that split a row's tokens evenly.
     """
     longest = -(-longest // token_shards) * token_shards
     return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))
@@ -25,8 +25,8 @@ class MicrobatchShape:
     """Shape of a microbatch on one data-parallel device.
 
     Attributes:
-      fewer_pairs: True if rows with shared prompts have half the pairs of tokens that their sequences would have, were
-        all as long as they may be.
+      fewer_pairs: True if rows with shared prompts have at most half the attention pairs of their separate sequences,
+        at full lengths.
     """
 
     rows: int
@@ -35,14 +35,14 @@ class MicrobatchShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens on the device, padding included."""
+        """Number of tokens on the device, padding included."""
         return self.rows * self.row_tokens
 
 
 _SIZES = 8
 _ROUND_TOKENS = 64
 WORTH_SHARING = 0.1
-"""Least fraction of the tokens that sharing prompts has to save; attention rows cost about half of that."""
+"""Minimum share of tokens that sharing prompts has to save; attention rows cost about half of that."""
 
 
 def microbatch_shape_of(
@@ -57,21 +57,21 @@ def microbatch_shape_of(
     longest_response: int | None = None,
     token_shards: int = 1,
 ) -> MicrobatchShape:
-    """Shape of the microbatches of a batch.
+    """Return the shape of the microbatches of a batch.
 
-    It depends on the number of sequences, their greatest length and how many prompts they may be of, not on their
-    lengths, so that no step compiles a shape that an earlier one did not. There are eight sizes: few sequences are not
-    padded to the largest microbatch, and the last of several is not nearly empty. With shared prompts the rows become
-    one, or as many as keep a pipeline busy: a long row holds more responses to a prompt. It is no longer than the
-    longest of them would fill.
+    The shape depends on the number of sequences, their maximum length and the number of prompts, not on actual lengths,
+    so that no step compiles a shape that an earlier step did not compile. There are eight sizes: few sequences are not
+    padded to the largest microbatch, and the last of several microbatches is not nearly empty. With shared prompts the
+    rows are merged to one row (or to as many as keep a pipeline busy), because a long row holds more responses to a
+    prompt. The merged row is no longer than the longest sequences would fill.
 
     Args:
-      rows: Rows on one data-parallel device, at most.
-      sequences: Sequences on one data-parallel device.
-      longest: Tokens that a sequence may have; `row_tokens` is a multiple.
-      prompts: Distinct prompts that the sequences may be of; read where they are shared.
-      longest_response: Tokens that a response may have; None is not known.
-      token_shards: Devices that split a row's tokens, evenly.
+      rows: Maximum number of rows on one data-parallel device.
+      sequences: Number of sequences on one data-parallel device.
+      longest: Maximum length of a sequence in tokens; `row_tokens` is a multiple.
+      prompts: Maximum number of distinct prompts of the sequences; only read if prompts are shared.
+      longest_response: Maximum length of a response in tokens; None is unknown.
+      token_shards: Number of devices that split a row's tokens evenly.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
@@ -99,10 +99,10 @@ def microbatch_shape_of(
 
 
 def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:
-    """Packed rows for responses of one length to prompts of one length.
+    """Return the number of packed rows for responses of equal length to prompts of equal length.
 
     Args:
-      own: Tokens of a response, and its prompt's last, which is not shared.
+      own: Tokens of a response plus the last token of its prompt, which is not shared.
       shared: Tokens of a prompt without the last.
     """
     most = int((row_tokens - shared) // own)

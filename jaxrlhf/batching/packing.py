@@ -1,9 +1,9 @@
 """Packing of sequences into rows of one width, so that every training program compiles once.
 
-Sequences are placed first-fit by decreasing length; a row holds several, told apart by segment
-ids. Responses to one prompt may share it: their row holds it once, and attention alone sees each
-of them whole, or goes by the row and is told whose each token is. The place of a token has no
-influence on its results, so packing is invisible to others: arrays go in and come back as `[B, T]`.
+Sequences are placed first-fit by decreasing length; a row holds several, separated by segment ids. Responses to one
+prompt may share it: the row then holds the prompt once. Attention either sees each sequence whole, in attention rows,
+or runs on the packed row with the prompt and sequence of each token. The position of a token in a row does not affect
+its results, so callers do not see the packing: arrays go in and come back as `[B, T]`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +32,14 @@ class PackedBatch:
     Attributes:
       token_RW: int32 ids.
       position_RW: int32 index of the token in its own sequence.
-      segment_RW: int32, 0 is padding, sequences count from 1 in each row. A shared prompt has the segment of
-        one of its responses.
+      segment_RW: int32, 0 is padding, sequences count from 1 in each row. A shared prompt has the segment of one of its
+        responses.
       mask_RW: bool, response tokens.
-      choice_RWLk: int16 experts to take again, negative where routers choose; None leaves all to them.
-      kept_RWK: int32 ids that a token is among, -1 past them, all -1 where it may be any; None everywhere.
-      shared_prefix: Whole sequences as attention sees them, or whose each token is; None if no prompt is shared.
+      choice_RWLk: int16 experts to replay, negative where routers choose; None lets routers choose for all tokens.
+      kept_RWK: int32 ids of the candidates that a token was sampled from, padded with -1; all -1 or None is the whole
+        vocabulary.
+      shared_prefix: Whole sequences for attention (`SharedPrefix`), or prompt and sequence of each token
+        (`SharedTokens`); None if no prompt is shared.
       images: Images of the rows; None if no process has any.
     """
 
@@ -52,31 +54,31 @@ class PackedBatch:
 
 
 def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
-    """True if prompts have two responses on average, and sharing them saves enough tokens."""
+    """Return True if prompts have at least two responses on average, and sharing prompts saves enough tokens."""
     copies_B = np.unique(np.asarray(sequences.prompt_id_B), return_inverse=True, return_counts=True)
     prompts, saved = len(copies_B[0]), (shared_B * (1 - 1 / copies_B[2][copies_B[1]])).sum()
     return bool(2 * prompts <= len(shared_B) and saved >= WORTH_SHARING * np.sum(sequences.length_B))
 
 
 class Packing:
-    """Places of a batch's tokens in microbatches of rows.
+    """Positions of a batch's tokens in microbatches of rows.
 
     Args:
-      sequences: This process's, in arrays as wide as the longest sequence may be.
-      rows: Rows of a microbatch on one device, at most.
-      row_tokens: Columns of a row, a multiple of the longest sequence.
-      devices: Data-parallel devices of this process.
-      token_shards: Devices that split a row's tokens.
-      longest_response: Tokens of the longest response there may be; None is not known.
-      prompts: Distinct prompts that the sequences may be of, as many of them as there are sequences at most, where
-        others of the run with as many sequences have another number of them; None is those that they have.
-      shares: True if shared prompts lie in a row once, where that is worth it.
-      in_rows: True if attention may go by such rows as they are, where they have fewer pairs of tokens.
-      attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
-      vision: Tower of the model; None takes no images.
-      patch_room: Strips and patches that a row had room for before; grows where this batch needs more.
-      agree: Elementwise maximum over processes: those that run one program together have to make the same number
-        of microbatches of the same shapes.
+      sequences: Sequences of this process, in arrays as wide as the maximum sequence length.
+      rows: Maximum number of rows of a microbatch on one device.
+      row_tokens: Number of columns of a row, a multiple of the maximum sequence length.
+      devices: Number of data-parallel devices of this process.
+      token_shards: Number of devices that split a row's tokens.
+      longest_response: Maximum length of a response in tokens; None is unknown.
+      prompts: Number of distinct prompts that shapes are chosen for (at most the number of sequences). It gives batches
+        with as many sequences but other numbers of prompts the same shape. None counts the prompts of the sequences.
+      shares: True stores shared prompts once per row, if this saves enough tokens.
+      in_rows: True lets attention run on rows with shared prompts directly, if this has fewer attention pairs.
+      attention_rows: Capacity in attention rows, by width; increased in place if a batch needs more.
+      vision: Vision tower of the model; None takes no images.
+      patch_room: Capacity of a row in strips and patches; increased in place if this batch needs more.
+      agree: Elementwise maximum over processes: processes that run one program together need equal numbers of
+        microbatches of equal shapes.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Packing:
             )
 
     def pack(self, array_BT: Array) -> np.ndarray:
-        """`[B, T]` to `[microbatches, R, W]`; padding is 0. Of shared tokens one sequence's value is taken."""
+        """Pack `[B, T]` to `[microbatches, R, W]`; padding is 0. A shared token has the value of one of its copies."""
         array_BT = np.asarray(array_BT)
         more = array_BT.shape[2:]
         packed = np.zeros((int(np.prod(self._packed_shape)), *more), array_BT.dtype)
@@ -164,7 +166,7 @@ class Packing:
         return packed.reshape(*self._packed_shape, *more)
 
     def unpack(self, packed: Array) -> np.ndarray:
-        """`[microbatches, R, W, ...]` back to `[B, T, ...]`, 0 past each length."""
+        """Unpack `[microbatches, R, W, ...]` to `[B, T, ...]`, 0 from each length on."""
         more = np.shape(packed)[3:]
         flat = np.asarray(packed).reshape(-1, *more)
         array_BT = np.zeros((*self._shape, *more), flat.dtype)
@@ -172,11 +174,11 @@ class Packing:
         return array_BT
 
     def zeros(self, packed: Any) -> Any:
-        """Zeros `[B, T, ...]` for each array of a tree of a microbatch's outputs."""
+        """Return zeros `[B, T, ...]` for each array of a tree of a microbatch's outputs."""
         return jax.tree.map(lambda leaf: np.zeros((*self._shape, *leaf.shape[2:]), leaf.dtype), packed)
 
     def rows(self) -> Iterator[PackedBatch]:
-        """Packed tokens of each microbatch."""
+        """Yield the packed tokens of each microbatch."""
         b, position = self._source
         choice_BTLk, kept_BTK = self._sequences.choice_BTLk, self._sequences.kept_BTK
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
@@ -204,7 +206,7 @@ class Packing:
             yield part.replace(shared_prefix=shared, images=seen)
 
     def _shared_tokens(self, position_MRW: Array) -> Iterator[SharedTokens]:
-        """Prompt and sequence of the tokens of each microbatch."""
+        """Yield the prompt and sequence of each token, for each microbatch."""
         b, position = self._source
         group_B = np.zeros(len(self._shared_B), np.int32)
         for number, unit in enumerate(self._units, 1):
@@ -215,10 +217,10 @@ class Packing:
         yield from map(SharedTokens, self.pack(group_BT), self.pack(own_BT), np.asarray(position_MRW))
 
     def _shared_prefixes(self, attention: AttentionPlaces) -> Iterator[SharedPrefix]:
-        """Whole sequences of each microbatch, as attention sees them."""
+        """Yield the whole sequences of each microbatch, as attention sees them."""
         b, position = self._source
         first = np.zeros(len(b), bool)
-        first[np.unique(self._target, return_index=True)[1]] = True  # of all copies of a token
+        first[np.unique(self._target, return_index=True)[1]] = True  # the first copy of each token
         count = self._packed_shape[1]
         microbatch = self._row_B[b] // count
         ends = np.cumsum(np.bincount(microbatch, minlength=self.microbatches))

@@ -1,4 +1,4 @@
-"""Groups of responses, or of episodes, that go on from step to step, each token drawn by the policy of its own time.
+"""Groups of responses or episodes that continue from step to step, each token sampled by the then current policy.
 
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
@@ -13,10 +13,10 @@ from flax import struct
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
 
 GroupKey = tuple[int, int]
-"""Prompt and step of beginning, by which a group is known from step to step."""
+"""Prompt id and starting step, which identify a group from step to step."""
 
 Versions = tuple[tuple[int, ...], ...]
-"""Version of the policy that drew each reply of each episode of a group."""
+"""Policy version that sampled each reply, for each episode of a group."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Arrivals:
     """Arrivals of an earlier run, for a round to repeat.
 
     Attributes:
-      now: Groups of episodes that arrive in this round, and no others do.
-      versions: Versions of each group that is under way and arrives in this round or a later one.
+      now: Keys of the groups of episodes that arrive in this round; no other group does.
+      versions: Policy versions of each group in progress that arrives in this round or a later one.
     """
 
     now: frozenset[GroupKey]
@@ -34,12 +34,12 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Round:
-    """End of a round: what has to be complete before the policy is updated.
+    """Condition that ends a generation round: groups that must be complete before the policy is updated.
 
     Attributes:
-      complete: Groups that have to be complete, at least.
-      groups: All groups under way, of which a rank has a part.
-      due: Groups that were begun in this step or before have to be complete, too.
+      complete: Minimum number of complete groups.
+      groups: Number of groups in progress over all ranks; each rank has a part of them.
+      due: Step; groups started in this step or earlier must also be complete.
       repeated: Arrivals that end the round in place of these numbers.
     """
 
@@ -49,25 +49,29 @@ class Round:
     repeated: Arrivals | None = None
 
     def share(self, groups: int) -> "Round":
-        """The end of a rank's round, which has so many of all groups; together ranks complete enough."""
+        """Return the condition for a rank with `groups` of all groups; together the ranks complete enough groups."""
         return Round(-(-self.complete * groups // self.groups), groups, self.due, self.repeated)
 
     def over(self, complete_P: np.ndarray, begun_P: np.ndarray) -> bool:
-        """True if enough groups are complete, given the step in which each was begun."""
+        """Return True if enough groups, and all due groups, are complete.
+
+        Args:
+          begun_P: Step in which each group was started.
+        """
         return bool(complete_P.sum() >= self.complete and complete_P[begun_P <= self.due].all())
 
 
 @struct.dataclass
 class PartialRollout:
-    """N groups of G responses, as far as they are drawn.
+    """N groups of G responses, as far as they are sampled.
 
     Attributes:
-      rollout: B = N * G rows, group by group; the mask covers what was drawn. Images are in the problems alone.
-      seed_B: int64 seed that a response is drawn with from its first token to its last.
-      ended_B: bool, the last token was drawn.
-      begun_P: int64 step in which each group was begun.
-      held_B: Keys and values that each response goes on from, `HeldCache`, or None where it has no slot; None where
-        all are computed again.
+      rollout: B = N * G rows, group by group; the mask covers the sampled tokens. Images are only in the problems.
+      seed_B: int64 seed of a response, for all of its tokens.
+      ended_B: bool, the last token was sampled.
+      begun_P: int64 step in which each group was started.
+      held_B: `HeldCache` with the keys and values from which a response continues, None for a response without a slot;
+        None if all are recomputed.
     """
 
     rollout: RolloutBatch
@@ -78,21 +82,21 @@ class PartialRollout:
 
     @property
     def copies(self) -> int:
-        """G, responses of a group."""
+        """G, number of responses of a group."""
         return len(self.ended_B) // len(self.begun_P)
 
     @property
     def complete_P(self) -> np.ndarray:
-        """bool, groups of which every response has ended."""
+        """bool, groups whose responses have all ended."""
         return np.asarray(self.ended_B.reshape(-1, self.copies).all(axis=1))
 
     @property
     def tokens(self) -> int:
-        """Tokens that were drawn."""
+        """Number of sampled tokens."""
         return int(np.sum(self.rollout.sequences.mask_BT))
 
     def take(self, groups: Sequence[int] | np.ndarray) -> "PartialRollout":
-        """The groups at these indices."""
+        """Return the groups at these indices."""
         places = np.asarray(groups, np.int64)
         rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
         parts = self.rollout, self.seed_B, self.ended_B, self.held_B
@@ -100,22 +104,22 @@ class PartialRollout:
         return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places], held_B)
 
     def holding(self, holds: bool) -> "PartialRollout":
-        """These groups with keys and values to go on from, as far as they have them, or with none."""
+        """Return these groups with the keys and values that they have, or without any."""
         held_B = self.held_B if self.held_B is not None else np.full(len(self.ended_B), None)
         return replace(self, held_B=held_B if holds else None)
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
-        """These groups, then the other's."""
+        """Return these groups followed by the other's."""
         return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
 
 
 @struct.dataclass
 class OpenGroups:
-    """Seeds, first steps and ends of P groups of episodes that go on from step to step.
+    """Seeds, first steps and ends of P groups of episodes that continue from step to step.
 
     Attributes:
-      seed_P: int64 seed that all of a group is drawn with.
-      begun_P: int64 step in which each group was begun.
+      seed_P: int64 sampling seed of the whole group.
+      begun_P: int64 step in which each group was started.
       ended_P: bool, all episodes of the group are over.
     """
 
@@ -125,26 +129,26 @@ class OpenGroups:
 
     @classmethod
     def begin(cls, count: int, *, seed: int, step: int) -> "OpenGroups":
-        """Groups that begin in a step."""
+        """Return groups that start in a step."""
         return cls(np.full(count, seed, np.int64), np.full(count, step, np.int64), np.zeros(count, bool))
 
     def take(self, groups: Sequence[int] | np.ndarray) -> "OpenGroups":
-        """The groups at these indices."""
+        """Return the groups at these indices."""
         return jax.tree.map(lambda value: value[np.asarray(groups, np.int64)], self)
 
     def concat(self, other: "OpenGroups") -> "OpenGroups":
-        """These groups, then the other's."""
+        """Return these groups followed by the other's."""
         return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
 
 
 def not_begun(
     problems: Sequence[Problem], *, copies: int, seed: int, step: int, width: int, most_kept: int
 ) -> PartialRollout:
-    """Groups of `copies` responses to these problems, of which no token is drawn.
+    """Return groups of `copies` responses to these problems, with no token sampled yet.
 
     Args:
-      width: T, columns of the arrays.
-      most_kept: K, tokens at most that a recorded draw is among; 0 records none.
+      width: T, number of columns of the arrays.
+      most_kept: K, maximum number of recorded candidates of a sampled token; 0 records none.
     """
     prompts = [problem for problem in problems for _ in range(copies)]
     return PartialRollout(
@@ -156,7 +160,7 @@ def not_begun(
 
 
 def prompts_alone(prompts: Sequence[Problem], *, width: int, most_kept: int = 0) -> RolloutBatch:
-    """Left-aligned arrays of `width` columns that hold a prompt a row and no response yet."""
+    """Return left-aligned arrays of `width` columns with one prompt per row and no response yet."""
     shape = len(prompts), width
     token_BT, length_B = np.zeros(shape, np.int32), np.zeros(len(prompts), np.int32)
     for row, problem in enumerate(prompts):
@@ -177,7 +181,7 @@ def prompts_alone(prompts: Sequence[Problem], *, width: int, most_kept: int = 0)
 
 
 def append(rollout: RolloutBatch, row: int, tokens: Sequence[int], logps: Sequence[float], *, version: int) -> slice:
-    """Write tokens that a response goes on with into a rollout's arrays, in place; returns their columns."""
+    """Append tokens to a response, in place in a rollout's arrays; return their columns."""
     sequences = rollout.sequences
     start = int(sequences.length_B[row])
     columns = slice(start, start + len(tokens))

@@ -1,8 +1,7 @@
-"""Shared prompts: the tokens that all responses to a prompt begin with.
+"""Shared prompts: the common first tokens of all responses to a prompt.
 
-A prompt that is computed once and attended to by all its responses costs as much as for one of
-them. The last token before a response stays the response's own, so that the token that predicts
-another always stands right before it.
+A prompt that is computed once and attended to by all of its responses costs as much as for one response. The last token
+before a response is not shared, so that the token that predicts another token is always right before it.
 """
 
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from jaxrlhf.batch import Image, Sequences
 
 
 def shared_prefixes(sequences: Sequences) -> np.ndarray:
-    """`shared_B`, tokens at the start of each sequence that all sequences of its prompt have in common.
+    """Return `shared_B`, the number of first tokens that each sequence has in common with all sequences of its prompt.
 
-    They end before the token that predicts the first response token; 0 where a prompt has one response.
+    They end before the token that predicts the first response token; 0 if a prompt has one response.
     """
     token_BT, length_B = np.asarray(sequences.token_BT), np.asarray(sequences.length_B)
     mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
@@ -34,7 +33,7 @@ def shared_prefixes(sequences: Sequences) -> np.ndarray:
 
 
 def _alike(one: Sequence[Image], other: Sequence[Image]) -> float:
-    """Tokens at the start of two sequences in which they show the same images; placeholders alone do not tell."""
+    """Return the number of first tokens in which two sequences show equal images; placeholders do not tell."""
     for a, b in zip_longest(one, other):
         if a is None or b is None or (a.digest, a.start) != (b.digest, b.start):
             return min(image.start for image in (a, b) if image is not None)
@@ -42,7 +41,7 @@ def _alike(one: Sequence[Image], other: Sequence[Image]) -> float:
 
 
 def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
-    """Indices of the sequences of each prompt."""
+    """Return the indices of the sequences of each prompt."""
     order_B = np.argsort(prompt_id_B, kind="stable")
     starts = np.flatnonzero(np.diff(prompt_id_B[order_B])) + 1
     return [members for members in np.split(order_B, starts) if len(members)]
@@ -51,10 +50,10 @@ def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
 def units_of(
     length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, *, row_tokens: int
 ) -> list[np.ndarray]:
-    """Indices of the sequences that go into one row together: a prompt's, or as many as fit, the longest first.
+    """Return the indices of sequences that go into one row together: all of a prompt, or as many as fit, longest first.
 
     Args:
-      shared_B: Tokens that a sequence shares; 0 makes it a unit of its own.
+      shared_B: Number of tokens that a sequence shares; a sequence with 0 is a separate unit.
     """
     units = []
     for group in groups_of(prompt_id_B):

@@ -1,8 +1,8 @@
-"""Transfer protocols of worker methods: arguments are split over a group's ranks, results collected.
+"""Transfer protocols of worker methods: arguments are split over a group's ranks, results are collected.
 
-A rank is one process of a group; it drives one device or several, and a pool on one machine
-has a single rank. Moving data between two models is the `collect` of the source and the
-`distribute` of the destination, so N models need N protocols and not N^2.
+A rank is one process of a group; it drives one or several devices, and a pool on one machine has a single rank. Moving
+data between two models is the `collect` of the source and the `distribute` of the destination, so N models need N
+protocols and not N^2.
 
 Source: HybridFlow (arXiv:2409.19256), section 4.1 and Table 3.
 """
@@ -37,7 +37,7 @@ class RankCoordinates:
 
     Attributes:
       rank: Index of the process; ranks hold consecutive blocks of the mesh's devices.
-      coordinates: Index along each axis, for each of the rank's devices.
+      coordinates: Index along each axis, for each device of the rank.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class RankCoordinates:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "RankCoordinates":
-        """Coordinates of this process's devices in a mesh; of all where the devices are only described."""
+        """Return the coordinates of this process's devices in a mesh; of all devices if they are only described."""
         mine, here = jax.process_index(), are_here(list(mesh.devices.flat))
         places = np.ndenumerate(mesh.devices)
         indices = [index for index, device in places if device.process_index == mine or not here]
@@ -55,14 +55,14 @@ class RankCoordinates:
 
     @classmethod
     def alone(cls, rank: int, ranks: int) -> "RankCoordinates":
-        """One of `ranks` processes that share no model, each a data-parallel rank of its own."""
+        """Return the coordinates of one of `ranks` processes that share no model, each a data-parallel rank."""
         return cls(rank, {"data": ranks}, ({"data": rank},))
 
     def part(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Index of the rank's part of a batch that is split over `axes`, and the number of parts.
+        """Return the index of the rank's part of a batch that is split over `axes`, and the number of parts.
 
         Raises:
-          Refusal: The devices hold neither whole parts nor lie together inside one.
+          Refusal: The rank's devices neither hold an equal block of parts nor lie within one part.
         """
         sizes = [self.sizes.get(axis, 1) for axis in axes]
         places = ([at.get(axis, 0) for axis in axes] for at in self.coordinates)
@@ -77,7 +77,7 @@ class RankCoordinates:
         return first // count, total // count
 
     def holds(self, *, first: Sequence[str] = (), last: Sequence[str] = ()) -> bool:
-        """True if one of the devices is first on the axes `first` and last on the axes `last`."""
+        """Return True if one of the devices is first on the axes `first` and last on the axes `last`."""
         return any(
             all(at.get(axis, 0) == 0 for axis in first)
             and all(at.get(axis, 0) == self.sizes.get(axis, 1) - 1 for axis in last)
@@ -86,38 +86,38 @@ class RankCoordinates:
 
 
 class RemoteValue(ABC):
-    """A value in other processes."""
+    """Value in other processes."""
 
     @property
     def rows(self) -> int | None:
-        """First dimension of all its arrays; None if they differ, or that is not known."""
+        """First dimension of all of its arrays; None if they differ or it is unknown."""
         return None
 
     @abstractmethod
     def load(self) -> Any:
-        """The value, brought into this process."""
+        """Load the value into this process."""
 
     def load_rows(self, start: int, stop: int) -> Any:
-        """Rows of the value, brought into this process; called where `rows` is known."""
+        """Load rows of the value into this process; only called if `rows` is known."""
         return jax.tree.map(lambda leaf: leaf[start:stop], self.load())
 
 
 def rows_of(value: Any) -> int | None:
-    """First dimension of all arrays of a value; None if they differ, or something in it has none."""
+    """Return the first dimension of all arrays of a value; None if they differ, or a leaf has none."""
     counts = {len(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else None for leaf in jax.tree.leaves(value)}
     return counts.pop() if len(counts) == 1 else None
 
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """Transfer of a call's arguments to the ranks of a group, and of their results back.
+    """Transfer of a call's arguments to the ranks of a group, and of the results back.
 
-    Positional arguments are distributed; settings go by name, to every rank.
+    Positional arguments are distributed; keyword arguments go to every rank.
 
     Attributes:
-      name: The paper's, in Table 3.
-      distribute: `(arguments, coordinates of a rank) -> that rank's arguments`; a `RemoteValue` that is not cut may
-        stay one.
+      name: Name in the paper's Table 3.
+      distribute: `(arguments, coordinates of a rank) -> that rank's arguments`; a `RemoteValue` that is not split may
+        stay remote.
       leads: True for the ranks whose results are collected.
       collect: `(results of the leading ranks, in order of ranks) -> value`.
     """
@@ -129,14 +129,14 @@ class TransferProtocol:
 
 
 def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...]:
-    """Rows of one part of a batch: arrays are cut along their first dimension, lists of problems by items.
+    """Return the rows of one part of a batch: arrays are split along their first dimension, lists of problems by items.
 
-    The argument with the fewest rows sets the unit, so a prompt and its responses stay together.
-    Parts differ by at most one unit. Arguments without rows go to every rank whole. Minibatches may have any numbers
-    of rows, and every part has some of each.
+    The argument with the fewest rows sets the unit, so a prompt and its responses stay together. Parts differ by at
+    most one unit. Arguments without rows go to every rank whole. Minibatches may have any numbers of rows; every part
+    gets rows of each.
 
     Raises:
-      Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
+      Refusal: There are fewer units than parts, or an array's rows are not a multiple of the units.
     """
     arguments = tuple(loaded(argument) if _rows(argument) is None else argument for argument in arguments)
     counts = {count for leaf in jax.tree.leaves(arguments, is_leaf=_is_batch) if (count := _rows(leaf)) is not None}
@@ -168,7 +168,7 @@ def _check_units(units: int, parts: int) -> None:
 
 
 def loaded(value: Any) -> Any:
-    """A value, brought into this process if it is in others."""
+    """Return a value, loaded into this process if it is remote."""
     return value.load() if isinstance(value, RemoteValue) else value
 
 
@@ -189,7 +189,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def join(results: Sequence[Any]) -> Any:
-    """Arrays joined along their first dimension; numbers are the first rank's, since SPMD ranks agree on them.
+    """Concatenate arrays along their first dimension; scalars are the first rank's, because SPMD ranks agree on them.
 
     Sequences have images if some of the parts do.
     """
@@ -205,7 +205,7 @@ def join(results: Sequence[Any]) -> Any:
 
 
 def _with_images(parts: Sequence[Sequences]) -> list[Sequences]:
-    """Sequences that all have images, each maybe none, or none of which do."""
+    """Return the sequences with `images_B` set in all of them (empty where there are no images), or in none."""
     if all(part.images_B is None for part in parts):
         return list(parts)
     none = np.frompyfunc(lambda _: (), 1, 1)  # an array of empty tuples
@@ -215,7 +215,7 @@ def _with_images(parts: Sequence[Sequences]) -> list[Sequences]:
 
 
 def scattered(axes: Sequence[str]) -> Callable[[tuple[Any, ...], RankCoordinates], tuple[Any, ...]]:
-    """A `distribute` that splits rows over some mesh axes and repeats them over the others."""
+    """Return a `distribute` that splits rows over some mesh axes and repeats them over the others."""
 
     def distribute(arguments: tuple[Any, ...], place: RankCoordinates) -> tuple[Any, ...]:
         part, parts = place.part(axes)
@@ -225,11 +225,11 @@ def scattered(axes: Sequence[str]) -> Callable[[tuple[Any, ...], RankCoordinates
 
 
 PROTOCOLS: dict[str, TransferProtocol] = {}
-"""Every protocol by its name."""
+"""Every protocol by name."""
 
 
 def register(protocol: TransferProtocol) -> TransferProtocol:
-    """Make a protocol known by its name.
+    """Register a protocol by its name.
 
     Raises:
       Refusal: The name is taken.
@@ -241,7 +241,7 @@ def register(protocol: TransferProtocol) -> TransferProtocol:
 
 
 ONE_TO_ALL = register(TransferProtocol("ONE_TO_ALL", lambda arguments, _: arguments, lambda _: True, list))
-"""All arguments go to every rank; a list of every rank's result comes back."""
+"""Protocol: all arguments go to every rank; the result is a list of every rank's result."""
 
 THREE_D_PROTO = register(
     TransferProtocol(
@@ -251,14 +251,14 @@ THREE_D_PROTO = register(
         join,
     )
 )
-"""Rows split over data parallelism; joined from the last stage and first tensor rank of each group."""
+"""Protocol: rows split over data parallelism; joined from the last stage and first tensor rank of each group."""
 
 THREE_D_ALL_MICRO_DP = register(
     TransferProtocol(
         "3D_ALL_MICRO_DP", scattered(SLOT_AXES), lambda place: place.holds(first=("context", "stage", "tensor")), join
     )
 )
-"""Rows split over generation replicas, micro data parallelism included; joined from the first rank of each."""
+"""Protocol: rows split over generation replicas, with micro data parallelism; joined from the first rank of each."""
 
 DP_PROTO = register(
     TransferProtocol(
@@ -268,7 +268,7 @@ DP_PROTO = register(
         join,
     )
 )
-"""Rows split over data-parallel ranks and joined again."""
+"""Protocol: rows split over data-parallel ranks and joined again."""
 
 
 class Awaited(Protocol[Value_co]):
@@ -279,20 +279,19 @@ class Awaited(Protocol[Value_co]):
 
 
 Part = Literal["relayout", "fetch", "generate", "reward", "prepare", "update"]
-"""Part of a step that a call belongs to; a step's time and memory are reported by part."""
+"""Part of a step that a call belongs to; time and memory of a step are reported by part."""
 
 
 @dataclass(frozen=True)
-class worker_method:  # lower case, as a decorator
-    """Mark of a worker's method that the controller calls on the worker's group.
+class worker_method:  # lower case, because it is a decorator
+    """Decorator of a worker's method that the controller calls on the worker's group.
 
-    To type checkers the method is what the controller calls: each of its first two positional
-    arguments may be the future of another call, and it returns a future. In the worker's own
-    process it is the function as it is written.
+    To type checkers the method is what the controller calls: each of its first two positional arguments may be the
+    future of another call, and it returns a future. In the worker's process it is the function as written.
 
     Attributes:
-      protocol: Splits the arguments over the ranks and collects the results.
-      part: Part of a step that its calls are reported under.
+      protocol: Protocol that splits the arguments over the ranks and collects the results.
+      part: Part of a step under which its calls are reported.
     """
 
     protocol: TransferProtocol
@@ -314,10 +313,10 @@ class worker_method:  # lower case, as a decorator
 
 
 def worker_methods(worker: type) -> dict[str, TransferProtocol]:
-    """Protocols of a worker class's methods that the controller calls, by name."""
+    """Return the protocols of a worker class's methods that the controller calls, by name."""
     return {name: getattr(worker, name).protocol for name in dir(worker) if hasattr(getattr(worker, name), "protocol")}
 
 
 def parts_of(workers: Iterable[type]) -> dict[str, Part]:
-    """Part of a step that each method of some worker classes belongs to."""
+    """Return the part of a step that each method of some worker classes belongs to."""
     return {name: getattr(worker, name).part for worker in workers for name in worker_methods(worker)}

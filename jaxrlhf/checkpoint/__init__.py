@@ -1,4 +1,4 @@
-"""Saving and restoring everything a run is, with orbax, and the weights that runs start from."""
+"""Saving and restoring of runs with orbax, and loading of the weights that runs start from."""
 
 from jaxrlhf.checkpoint.checkpoints import Checkpoints
 from jaxrlhf.checkpoint.identity import identity

@@ -1,8 +1,8 @@
-"""The checkpoints of a run, kept by one process that needs to hold none of their arrays.
+"""Checkpoints of a run, managed by one process that does not need to hold any of their arrays.
 
-One checkpoint is a directory `step_N` of named trees of arrays (each role's parameters and
-optimizer state as separate items) and one JSON item with the rest (step, data position,
-algorithm state). Saves are asynchronous and atomic: a directory under its final name is complete.
+A checkpoint is a directory `step_N` of named trees of arrays (each role's parameters and optimizer state as separate
+items) and one JSON item with the rest (step, data position, algorithm state). Saves are asynchronous and atomic: a
+directory under its final name is complete.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def _rank(metrics: Mapping[str, float]) -> float:
 
 
 class _Best(checkpoint_managers.PreservationPolicy):
-    """Keeps the checkpoints with the highest metric, never one without."""
+    """Preservation policy that keeps the checkpoints with the highest metric, and none without a metric."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -44,23 +44,23 @@ class _Best(checkpoint_managers.PreservationPolicy):
 
 @dataclass
 class _ItemArgs(ocp.args.CheckpointArgs):
-    """Arguments that orbax hands to `_ItemHandler`, to save as to restore."""
+    """Arguments that orbax passes to `_ItemHandler`, for saving and restoring."""
 
     item: Item
 
 
 class _Written(ocp.future.Future):
-    """The files of one item, which orbax waits for beside the training.
+    """Files of one item being written; orbax waits for them while training continues.
 
     Args:
-      writing: Items that are being written; this one is taken out.
+      writing: Items that are being written; this item is removed when done.
     """
 
     def __init__(self, item: Item, writing: list[Item]) -> None:
         self._item, self._writing = item, writing
 
     def result(self, timeout: float | None = None) -> None:
-        del timeout  # orbax sees to it when this returns; an item has its own bound on hosts that do not answer
+        del timeout  # orbax checks it when this returns; an item has its own limit for hosts that do not answer
         try:
             self._item.finish()
         finally:
@@ -69,10 +69,10 @@ class _Written(ocp.future.Future):
 
 
 class _ItemHandler(handlers.AsyncCheckpointHandler):
-    """Lets items write themselves into the directories of a checkpoint that orbax makes and completes."""
+    """Handler that lets items write themselves into the checkpoint directories that orbax creates and completes."""
 
     def __init__(self) -> None:
-        # Orbax calls from an event loop, in which an item could not run one of its own.
+        # Orbax calls from an event loop, in which an item cannot run its own event loop.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_items")
         self._writing: list[Item] = []
 
@@ -86,7 +86,7 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
         _Written(args.item, [args.item]).result()
 
     def settle(self, failure: Exception) -> None:
-        """Wait until no item writes any more, after one failed; what else went wrong is noted on the failure."""
+        """Wait until no item is being written, after one failed; further errors are noted on the failure."""
         while self._writing:
             try:
                 self._thread.submit(self._writing.pop().finish).result()
@@ -101,13 +101,13 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
 
     @classmethod
     def typestr(cls) -> str:
-        """Checkpoints name the handler that reads them: what items write are orbax's standard trees."""
+        """Return the handler name stored in checkpoints: items write orbax's standard trees."""
         return handlers.StandardCheckpointHandler.typestr()
 
 
 @contextmanager
 def _naming(place: Path) -> Iterator[None]:
-    """Have errors raised within say which file was read; libraries' errors do not."""
+    """Add the path being read to errors raised in the block; errors of libraries do not name it."""
     try:
         yield
     except Exception as error:
@@ -119,26 +119,26 @@ def _naming(place: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Checkpoints of one run.
 
     Args:
-      directory: Where they are; made if absent. All hosts that hold arrays have to see it.
-      keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints with the highest metric kept beside them.
-      read_only: Only look. A reader must not clean up: what looks left over may be a save under way.
+      directory: Directory of the checkpoints, created if absent. All hosts that hold arrays have to see it.
+      keep_last: Number of newest checkpoints kept.
+      keep_best: Number of checkpoints with the highest metric kept in addition.
+      read_only: True changes nothing. A reader must not clean up: apparent leftovers may be a save in progress.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0, read_only: bool = False) -> None:
         policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            # Orbax writes metrics down, and so knows them after a resume, only if it is given a way to rank them.
+            # Orbax stores metrics, and so knows them after a resume, only if it has a function that ranks them.
             best_fn=_rank,
-            # Orbax's own `read_only` is these two, a ban on saves, and two warnings.
+            # Orbax's own `read_only` is these two options, a ban on saves, and two warnings.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             step_prefix=_PREFIX,
-            # Items write from processes that could not be told when directories appear.
+            # Items are written by processes that cannot be notified when directories appear.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         registry = handlers.DefaultCheckpointHandlerRegistry()
@@ -149,29 +149,28 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Return the step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, oldest first."""
+        """Return the steps of all complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def folder(self, step: int, item: str) -> Path:
-        """Folder of one item of a checkpoint, for `TreeItem.restore`."""
+        """Return the folder of one item of a checkpoint, for `TreeItem.restore`."""
         return self.directory / f"{_PREFIX}_{step}" / item
 
     def save(
         self, step: int, items: Mapping[str, Item], host: Mapping[str, Any], *, metric: float | None = None
     ) -> None:
-        """Start saving; returns once the arrays may be overwritten.
+        """Start saving; return once the arrays may be overwritten.
 
-        What goes wrong later is raised by the next `save`, `wait` or `close`, and the
-        checkpoints of before are as they were.
+        Later failures are raised by the next `save`, `wait` or `close`; earlier checkpoints are unchanged then.
 
         Args:
           items: Arrays by name.
           host: JSON-able state.
-          metric: Ranks the checkpoint for `keep_best`; without one, or with NaN, it is not among the best.
+          metric: Metric that ranks the checkpoint for `keep_best`; without a metric, or with NaN, it is not ranked.
         """
         contents = {"state": dict(host), "arrays": {name: item.describe() for name, item in items.items()}}
         args = {name: _ItemArgs(item) for name, item in items.items()}
@@ -185,11 +184,11 @@ class Checkpoints:
             )
 
     def restore(self, step: int, items: Mapping[str, Item]) -> dict[str, Any]:
-        """Read into the items, each in its present shapes, dtypes and layouts; returns the JSON state.
+        """Read arrays into the items, each in its current shapes, dtypes and layouts; return the JSON state.
 
         Raises:
-          Refusal: An item is missing, or a stored array has another shape or dtype than it
-            has now (orbax would cast in silence). No array is touched then.
+          Refusal: An item is missing, or a stored array has another shape or dtype than the item (orbax would cast
+            silently). No array is changed then.
         """
         contents = self._host_state(step)
         for name, item in items.items():
@@ -200,13 +199,13 @@ class Checkpoints:
         return contents["state"]
 
     def read(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """The named trees, read into this process.
+        """Return the named trees, read into this process.
 
         Args:
           targets: `jax.ShapeDtypeStruct`s with shardings, by item name.
 
         Raises:
-          Refusal: No such checkpoint, or one that does not fit; see `restore`.
+          Refusal: The checkpoint does not exist or does not fit; see `restore`.
         """
         trees: dict[str, Any] = {}
         items = {
@@ -216,17 +215,17 @@ class Checkpoints:
         return trees
 
     def read_each(self, step: int, name: str, target: Any) -> Iterator[tuple[str, jax.Array]]:
-        """The arrays of one named tree by their paths, of which one at a time is read into this process; see `read`.
+        """Yield the arrays of one named tree with their paths; arrays are read one at a time. See `read`.
 
         Raises:
-          Refusal: No such checkpoint, or one that does not fit; see `restore`.
+          Refusal: The checkpoint does not exist or does not fit; see `restore`.
         """
         contents = self._host_state(step)
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
         return read_each(self.folder(step, name), target)
 
     def _host_state(self, step: int) -> dict[str, Any]:
-        """State that `save` wrote beside the arrays, and their dtypes and shapes."""
+        """Return the state that `save` wrote with the arrays, and the arrays' dtypes and shapes."""
         with _naming(self.folder(step, "host")):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
@@ -248,9 +247,9 @@ class Checkpoints:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """After a failure within, nothing is being written and the known steps are those in the directory.
+        """Make sure, after a failure in the block, that nothing is being written and known steps match the directory.
 
-        When a save starts, orbax already counts its step in, and those it will replace out.
+        When a save starts, orbax already counts its step as saved, and the steps that it will replace as deleted.
         """
         try:
             yield
@@ -265,7 +264,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finish pending saves and let go of the directory."""
+        """Finish pending saves and release the directory."""
         try:
             self.wait()
         finally:

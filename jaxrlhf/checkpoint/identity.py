@@ -1,4 +1,4 @@
-"""Fingerprint of a checkpoint, wherever it lies: its config.json and a little of each file of its weights."""
+"""Fingerprint of a model checkpoint, independent of its location: config.json and samples of each weight file."""
 
 import hashlib
 from pathlib import Path
@@ -11,14 +11,14 @@ PLACES, PLACE_BYTES = 1024, 4096
 
 
 def identity(path: str | Path, *, fetch: bool = False) -> dict[str, str] | None:
-    """A digest of each file that decides what a model computes; None if the weights are not on this machine.
+    """Return a digest of each file that determines a model's outputs; None if the weights are not on this machine.
 
-    Of a file it takes the size and what stands at 1024 places, so it costs moments, and sees a change of any tensor
-    that takes a thousandth of its file.
+    A digest covers the file size and about 1024 blocks of 4096 bytes. It takes moments, and detects a change of any
+    tensor that takes up a thousandth of its file.
 
     Args:
       path: Directory of a checkpoint, converted or not, or a hub id.
-      fetch: Download the weights of a hub id first.
+      fetch: True downloads the weights of a hub id first.
     """
     directory = resolve(path, weights=fetch)
     weights = sorted([*directory.glob("model*.safetensors"), *directory.glob(LINK), *(directory / WEIGHTS).rglob("*")])

@@ -1,4 +1,4 @@
-"""The trees of arrays in a checkpoint, each written and read by the processes that hold it."""
+"""Trees of arrays in a checkpoint, each written and read by the processes that hold it."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -13,36 +13,36 @@ from jaxrlhf.config import Refusal
 
 
 class Item(Protocol):
-    """One tree of a checkpoint, as the process that keeps the checkpoints sees it.
+    """Tree of a checkpoint, as seen by the process that manages the checkpoints.
 
-    The arrays may live in other processes, which then share a file system. Each method is called
-    on all of them, and has returned or failed on all of them before the next one is called. Writing
-    needs no more agreement than that, so these processes never wait for one another.
+    The arrays may be in other processes, which then share a file system. Each method is called in all of these
+    processes, and the next method is called only after it has returned or failed in all of them. Writing needs no
+    further coordination, so the processes never wait for each other.
     """
 
     def describe(self) -> dict[str, str]:
-        """Dtype and shape of every array, by its path in the tree."""
+        """Return dtype and shape of every array, by its path in the tree."""
 
     def save(self, directory: Path) -> None:
-        """Start writing into an empty directory; returns once the arrays may be overwritten."""
+        """Start writing into an empty directory; return once the arrays may be overwritten."""
 
     def finish(self) -> None:
-        """Return once the files are written. Touches no array, so it may run beside the next computation."""
+        """Return once the files are written. This touches no array, so it may run during the next computation."""
 
     def merge(self) -> None:
-        """Join what all processes have written into one readable tree. Touches no array either."""
+        """Merge the files of all processes into one readable tree. This touches no array."""
 
     def restore(self, directory: Path) -> None:
-        """Read into the shapes, dtypes and layouts that the arrays have now."""
+        """Read into the current shapes, dtypes and layouts of the arrays."""
 
 
 class TreeItem:
-    """A tree of arrays that are in this process, or partly in this and partly in others of its `jax.distributed`.
+    """Tree of arrays that are in this process, or spread over this and other processes of its `jax.distributed`.
 
     Args:
-      get: The tree, or `jax.ShapeDtypeStruct`s with shardings where it is only restored.
-      put: Takes over a restored tree. The arrays of the old one are deleted before that, so
-        that there is never memory for two.
+      get: Function that returns the tree, or `jax.ShapeDtypeStruct`s with shardings if it is only restored.
+      put: Function that takes a restored tree. The arrays of the old tree are deleted before restoring, so that memory
+        never holds both.
     """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
@@ -66,10 +66,10 @@ class TreeItem:
                 f"host {jax.process_index()} does not see {directory}, which is to hold a checkpoint; "
                 f"choose a workdir on a file system that all hosts share"
             )
-        self.finish()  # what is left of a save that failed elsewhere
+        self.finish()  # the rest of a save that failed in another process
         self._directory = epath.Path(directory)
         args = ocp.args.StandardSave(self._get())
-        # Not asyncio.run: its clean-up counts the tasks of all threads, and orbax's come and go meanwhile.
+        # Not asyncio.run: its cleanup counts the tasks of all threads, and orbax's tasks change meanwhile.
         loop = asyncio.new_event_loop()
         try:
             self._writes = loop.run_until_complete(self._handler.async_save(self._directory, args=args)) or []
@@ -95,16 +95,16 @@ class TreeItem:
 
 
 def read_each(directory: Path, target: Any) -> Iterator[tuple[str, jax.Array]]:
-    """The arrays of a saved tree by their paths, such as `layers.mlp.up`; one at a time is read.
+    """Yield the arrays of a saved tree with their paths, such as `layers.mlp.up`; one array at a time is read.
 
     Args:
-      target: `jax.ShapeDtypeStruct`s with shardings; what the tree has beyond them is left where it is.
+      target: `jax.ShapeDtypeStruct`s with shardings; other arrays of the saved tree are not read.
     """
     return read_named(directory, {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(target)})
 
 
 def read_named(directory: Path, wanted: Mapping[str, Any]) -> Iterator[tuple[str, jax.Array]]:
-    """Some arrays of a saved tree of whatever containers, by their paths; one at a time is read.
+    """Yield some arrays of a saved tree of any containers, with their paths; one array at a time is read.
 
     Args:
       wanted: `jax.ShapeDtypeStruct`s with shardings by path, such as `0.mu.layers.mlp.up`.
@@ -128,7 +128,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array of a saved tree, by its path; no array is read.
+    """Return shape and dtype of every array of a saved tree, by its path; no array is read.
 
     Raises:
       Refusal: There is no readable tree.

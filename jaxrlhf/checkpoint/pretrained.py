@@ -1,9 +1,9 @@
-"""Models to start from: Hugging Face checkpoints, and the same with their weights as orbax keeps them.
+"""Pretrained models: Hugging Face checkpoints, and converted checkpoints with weights in orbax's format.
 
-A converted checkpoint is a directory with all that a Hugging Face checkpoint has beside its weights,
-and a folder `weights` with one array for each parameter. Every process reads its part of an array from
-chunks that all devices wrote, so it is what several hosts start from fastest. Beside the arrays stands
-what each tensor of the files was stored in, because those of one array may differ.
+A converted checkpoint is a directory with all files of a Hugging Face checkpoint except its weights, and a folder
+`weights` with one array per parameter. Every process reads its part of an array from chunks written by all devices, so
+it is the fastest format for several hosts to start from. The dtype of each tensor is stored next to the
+arrays, because the tensors of one array may have different dtypes.
 """
 
 import json
@@ -30,7 +30,7 @@ _DTYPES = "dtypes.json"
 
 
 def is_converted(path: str | Path) -> bool:
-    """True if a path is a converted checkpoint's."""
+    """Return True if a path is that of a converted checkpoint."""
     return _weights(path).is_dir()
 
 
@@ -43,7 +43,7 @@ def load_pretrained(
     dtype: Any = np.float32,
     keep: Keep = lambda name, array: array,
 ) -> Params:
-    """Parameters of a checkpoint of either kind, in a layout; see `load_params`."""
+    """Load the parameters of a Hugging Face or converted checkpoint, in a layout; see `load_params`."""
     if not is_converted(path):
         return load_params(path, config, head, shardings, dtype=dtype, keep=keep)
     check_pretrained(path, config, head)
@@ -65,10 +65,10 @@ def load_pretrained(
 
 
 def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
-    """Refuse what `load_pretrained` could not read, without reading any weights.
+    """Refuse checkpoints that `load_pretrained` cannot read, without reading any weights.
 
     Raises:
-      Refusal: A tensor is missing, or has another shape than the model's.
+      Refusal: A tensor is missing, or its shape differs from the model's.
     """
     if not is_converted(path):
         return check_params(path, config, head)
@@ -85,7 +85,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
 
 
 def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
-    """Refuse a local checkpoint whose weights cannot all be read, as `check_pretrained`; no weights at all pass.
+    """Refuse a local checkpoint whose weights cannot all be read (see `check_pretrained`); one without weights passes.
 
     Raises:
       Refusal: See `check_pretrained`.
@@ -99,11 +99,11 @@ def check_local(path: str | Path, head: Head, *, vision: bool = False) -> None:
 def export_converted(
     path: str | Path, directory: str | Path, *, dtype: str | None = None, progress: Progress = lambda done, total: None
 ) -> None:
-    """Write a converted checkpoint as a Hugging Face one again; one array at a time is in memory.
+    """Write a converted checkpoint as a Hugging Face checkpoint; one array at a time is in memory.
 
     Args:
-      dtype: Dtype of the tensors; None is what each was converted in.
-      progress: Told how many bytes are written, and of how many.
+      dtype: Dtype of the tensors; None is the dtype in which each tensor was converted.
+      progress: Callback with the number of bytes written and the total.
 
     Raises:
       Refusal: The directory holds files, or the checkpoint cannot be read.
@@ -132,14 +132,14 @@ def convert(
     vision: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write a converted checkpoint from a Hugging Face one; where there are several processes, all call this.
+    """Write a converted checkpoint from a Hugging Face checkpoint; with several processes, all of them call this.
 
     Every device reads its share of each tensor, so together the devices hold the model once.
 
     Args:
-      directory: New, on a file system that all processes see.
-      dtype: Dtype of the arrays; None is that of their tensors.
-      progress: Told how many bytes are read, and of how many.
+      directory: New directory on a file system that all processes see.
+      dtype: Dtype of the arrays; None is the dtype of their tensors.
+      progress: Callback with the number of bytes read and the total.
 
     Raises:
       Refusal: The directory holds files, or the checkpoint cannot be read.
@@ -170,7 +170,7 @@ def convert(
 
 
 def _kept_dtypes(path: str | Path) -> dict[str, str]:
-    """Dtype that each tensor was converted in, by its name."""
+    """Return the dtype in which each tensor was converted, by its name."""
     file = _weights(path) / _DTYPES
     try:
         return dict(json.loads(file.read_text()))
@@ -179,18 +179,18 @@ def _kept_dtypes(path: str | Path) -> dict[str, str]:
 
 
 def _weights(path: str | Path) -> Path:
-    return Path(path).expanduser().absolute() / WEIGHTS  # orbax takes no other
+    return Path(path).expanduser().absolute() / WEIGHTS  # orbax takes absolute paths only
 
 
 def _begun(path: str | Path, head: Head) -> set[str]:
-    """Parameters that are wanted and not saved, and start at zero."""
+    """Return the parameters that are needed but not saved, and start at zero."""
     directory, saved = Path(path).expanduser(), read_family(path)[1]
     check_head(directory, head, saved)
     return {"head"} if head != saved and saved == "lm" else set()
 
 
 def _spread(shape: tuple[int, ...], devices: int) -> PartitionSpec:
-    """The longest dimension that splits evenly over the devices is split."""
+    """Return a sharding that splits the longest dimension that is divisible by the number of devices."""
     even = [size if size % devices == 0 else 0 for size in shape]
     chosen = even.index(max(even)) if max(even) else len(shape)
     return PartitionSpec(*[None] * chosen, "device") if chosen < len(shape) else PartitionSpec()

@@ -1,7 +1,7 @@
-"""Every knob of a run: frozen dataclasses, and how a file and a command line become one.
+"""Settings of a run: frozen dataclasses, and functions that load them from a file and override them.
 
-A configuration is a Python file with `get_config() -> Config`. Knobs that count say what they count. Building a
-`Config` refuses what contradicts itself, before anything compiles. This room imports no JAX.
+A configuration is a Python file with `get_config() -> Config`. Settings that are counts name what they count in their
+help. `Config` raises `Refusal` for contradictory settings, before anything compiles. This package imports no JAX.
 """
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient

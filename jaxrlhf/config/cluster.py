@@ -1,4 +1,4 @@
-"""Host processes on a Ray cluster."""
+"""Settings of a Ray cluster."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,16 +16,17 @@ class RayCluster(Settings):
     Attributes:
       address: `host:port` of a running Ray cluster, or `auto` on one of its machines; None starts a cluster on this
         machine and ends it with the run.
-      devices_per_host: Devices of one host process; asked of Ray on `cuda` and `tpu`, made up on `cpu`.
-      platform: Kind of device; `auto` takes what the cluster's machines report: tpu, else cuda, else cpu.
-      cpus_per_host: Cores that Ray sets aside for a host process. It only counts them.
-      start_timeout_s: Seconds in which a pool's processes are placed, started and joined.
-      call_timeout_s: Seconds in which every host answers a call, compilation included.
-      restarts: Times that a run whose hosts failed starts them again, from its newest checkpoint. A pool that only
-        generates and scores is started again by itself, as often, with fewer hosts where there is no room for all in
-        `start_timeout_s`, and what it had under way is begun again.
-      weights: Transfer of weights between pools: `direct`, from device to device by JAX's transfer server, or `host`,
-        through the hosts' memory where the backend has no such server.
+      devices_per_host: Devices of one host process: requested from Ray on `cuda` and `tpu`, simulated on `cpu`.
+      platform: Device type; `auto` uses what the machines of the cluster report: tpu, else cuda, else cpu.
+      cpus_per_host: CPU cores that Ray reserves for one host process. The number is bookkeeping only; it does not limit
+        the process.
+      start_timeout_s: Time limit in seconds for the processes of a pool to be placed, started and joined.
+      call_timeout_s: Time limit in seconds for every host to answer a call, compilation included.
+      restarts: Number of times that a run is restarted from its newest checkpoint after hosts failed. A pool that only
+        generates and scores is restarted by itself, as many times. If not all of its hosts can be placed within
+        `start_timeout_s`, it gets fewer hosts. Its unfinished work starts again.
+      weights: Transfer of weights between pools: `direct` sends from device to device with JAX's transfer server;
+        `host` sends through host memory, for backends without a transfer server.
     """
 
     address: str | None = None

@@ -1,4 +1,4 @@
-"""Environments that a policy acts in: tools, environments and agent programs of a user's own."""
+"""Settings of environments: tools, environment classes and agent programs."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,19 +11,23 @@ from jaxrlhf.config.settings import Finite, Positive, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes(Settings):
-    """Base class of environments: the limits of their episodes, and the processes that they run in.
+    """Base class of environments: limits of episodes and of the processes that run them.
 
     Attributes:
-      name: Name in metrics, and in the record's field that chooses among several environments.
-      max_turns: Replies of an episode, at most.
-      turn_tokens: Tokens of a reply, at most; None is what is left of the episode.
-      episode_s: Wall-clock limit of an episode; None is none.
-      truncated: An episode that a limit ended keeps its score, has a score of 0, or is left out of training.
-      history: Beginning of the next turn: all tokens as they were sampled, or what the chat template makes of the
-        messages, which may drop reasoning; each change of what was said begins a further sequence.
-      memory_bytes: Address space that a process may add to what it has once the user's code is loaded.
-      output_bytes: Text that a call may answer with or print, at most.
-      in_flight: Episodes under way at once; None is all of a step's.
+      name: Name in metrics; with several environments also the value of the record's field that chooses this
+        environment.
+      max_turns: Largest number of replies of the policy in an episode.
+      turn_tokens: Largest number of tokens of a reply; None is the remaining tokens of the episode.
+      episode_s: Wall-clock limit of an episode in seconds; None is unlimited.
+      truncated: Treatment of episodes that a limit ended: `score` keeps the score, `zero` sets the score to 0,
+        `leave_out` leaves the episode out of training.
+      history: Context of the next turn. `as_sampled` keeps all tokens as they were sampled. `as_templated` applies the
+        chat template to all messages again; the template may drop earlier reasoning, and every change of earlier text
+        starts another token sequence.
+      memory_bytes: Address space, in bytes, that a process may use in addition to its size after loading the user's
+        code.
+      output_bytes: Largest amount of text, in bytes, that a call may return or print.
+      in_flight: Largest number of episodes in progress; None is all episodes of a step.
     """
 
     name: str = ""
@@ -41,16 +45,19 @@ class Episodes(Settings):
 class Turns(Episodes):
     """Base class of environments that answer the policy turn by turn.
 
-    `Rollout.max_response_tokens` bounds all that follows an episode's first prompt, replies and observations together.
+    `Rollout.max_response_tokens` limits all tokens after the first prompt of an episode, replies and observations
+    together.
 
     Attributes:
-      max_calls: Tool calls of an episode, at most.
-      observation_tokens: Tokens of what is said after a reply, at most; longer text is cut, and the policy is told so.
-      call_s: Wall-clock limit of one call of a tool, or of one method of an environment; its process is ended then.
-      malformed_calls: A tool call that cannot be made is answered with an error message, or ends the episode.
-      cut_turns: A reply that was cut at `turn_tokens` ends the episode, or is closed by an end-of-turn token that the
-        policy is not trained on.
-      workers: Calls of tools or environments that run at once, each in a process of its own.
+      max_calls: Largest number of tool calls in an episode.
+      observation_tokens: Largest number of tokens of the answer to a reply. Longer text is truncated, and the policy is
+        told so.
+      call_s: Wall-clock limit in seconds of one tool call or one method call of an environment; its process is then
+        killed.
+      malformed_calls: Handling of malformed tool calls: `answer` replies with an error message, `end` ends the episode.
+      cut_turns: Handling of replies truncated at `turn_tokens`: `end` ends the episode, `close` appends an end-of-turn
+        token that is not trained on.
+      workers: Largest number of concurrent calls of tools or environments, each in its own process.
     """
 
     max_calls: Positive[int] = 64
@@ -63,11 +70,11 @@ class Turns(Episodes):
 
 @dataclass(frozen=True)
 class Tools(Turns):
-    """Functions that the policy may call: an episode ends with a reply that calls none.
+    """Functions that the policy may call; an episode ends with a reply that calls none of them.
 
     Attributes:
-      functions: Each `module:function` or `path/to/file.py:function`, with type hints and a docstring of Google's form,
-        from which its schema is made. Plain or `async def`.
+      functions: Functions, each as `module:function` or `path/to/file.py:function`, plain or `async def`. The tool
+        schema is made from the type hints and the Google-style docstring.
     """
 
     functions: tuple[str, ...] = ()
@@ -81,15 +88,15 @@ class Tools(Turns):
 
 @dataclass(frozen=True)
 class Environment(Turns):
-    """A class of the user's, one instance an episode.
+    """Environment class of your own, with one instance per episode.
 
-    Either `reset(record, seed)` and `step(reply)`, or public methods that are tools beside `reset` and `get_reward`;
-    see `jaxrlhf.environments`.
+    The class has either `reset(record, seed)` and `step(reply)`, or `reset`, `get_reward` and further public methods,
+    which are the tools. See `jaxrlhf.environments`.
 
     Attributes:
       factory: Class, or function that makes an instance, as `module:name` or `path/to/file.py:name`.
-      episodes_per_process: Instances that share a process; alone each takes about 3 MB. A call that hangs or crashes
-        costs all of its process, and they wait for each other.
+      episodes_per_process: Number of instances that share a process; a process takes about 3 MB. Instances of one
+        process wait for each other, and a call that hangs or crashes ends all episodes of its process.
     """
 
     factory: str = ""
@@ -102,14 +109,15 @@ class Environment(Turns):
 
 @dataclass(frozen=True)
 class Agent(Episodes):
-    """A program of the user's that talks to the policy as to OpenAI's API.
+    """Agent program of your own, which calls the policy through an OpenAI-compatible API.
 
-    What it does between its calls, tools among it, is its own. `Rollout.max_response_tokens` bounds the tokens that are
-    drawn for it. Programs that are under way have a process each, however many they are.
+    The program runs its own tools between calls. `Rollout.max_response_tokens` limits the tokens sampled for an
+    episode. Every running program has its own process; their number is not limited.
 
     Attributes:
-      program: Function `run(session, record)`, plain or `async def`, that returns a score or None, as `module:function`
-        or `path/to/file.py:function`; `session.base_url` and `session.api_key` are what a client is given.
+      program: Function `run(session, record)`, plain or `async def`, as `module:function` or
+        `path/to/file.py:function`. It returns a score or None. Clients connect with `session.base_url` and
+        `session.api_key`.
     """
 
     program: str = ""
@@ -122,10 +130,10 @@ class Agent(Episodes):
 
 @dataclass(frozen=True)
 class EnvironmentByRecord(Settings):
-    """Several environments in a run, chosen by a field of the record.
+    """Several environments in one run, chosen by a field of each record.
 
     Attributes:
-      field: Field of the record that has the environment's name.
+      field: Field of the record with the name of the environment.
     """
 
     field: str
@@ -145,15 +153,15 @@ AnyEnvironment = Tools | Environment | Agent | EnvironmentByRecord
 
 
 def choices(environment: AnyEnvironment) -> tuple[Tools | Environment | Agent, ...]:
-    """The environments of a run."""
+    """Return the environments of a run."""
     return environment.choices if isinstance(environment, EnvironmentByRecord) else (environment,)
 
 
 def choice(environment: AnyEnvironment, record: object) -> int:
-    """Number of the environment that a record is for.
+    """Return the index of the environment that a record is for.
 
     Raises:
-      Refusal: The record names none of them.
+      Refusal: The record names none of the environments.
     """
     if not isinstance(environment, EnvironmentByRecord):
         return 0

@@ -1,4 +1,4 @@
-"""Policy losses, the KL to the reference, the critic's loss, and corrections for sampler-trainer mismatch."""
+"""Policy losses, KL to the reference, the critic's loss, and corrections for sampler-trainer mismatch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 
 @dataclass(frozen=True)
 class AdaptiveKL(Settings):
-    """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Adaptive KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     Attributes:
-      target: Mean of k1 per action token, in nats; the paper aims at the sum over a response.
-      horizon: Responses in which the coefficient may grow or shrink by a fifth.
+      target: Target of the mean k1 estimate per action token, in nats; the paper's target is the sum over a response.
+      horizon: Number of responses over which the coefficient grows or shrinks by at most about a fifth.
     """
 
     target: Positive[float] = 0.1
@@ -28,10 +28,10 @@ class AdaptiveKL(Settings):
 
 @dataclass(frozen=True)
 class KLInReward(Settings):
-    """Subtract `coefficient * kl` from each token's reward; the KL is to the reference policy.
+    """KL penalty in the reward: `coefficient * kl` to the reference policy is subtracted from each token's reward.
 
     Attributes:
-      estimator: With d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d.
+      estimator: Estimator, with d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d.
     """
 
     coefficient: Positive[float] = 0.001
@@ -41,11 +41,12 @@ class KLInReward(Settings):
 
 @dataclass(frozen=True)
 class KLInLoss(Settings):
-    """Add `coefficient * kl` to each token's loss; the KL is to the reference policy.
+    """KL penalty in the loss: `coefficient * kl` to the reference policy is added to each token's loss.
 
     Attributes:
-      estimator: One of those of `KLInReward`; `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which
-        is the reverse KL's. That of `k1` alone is 0 in the mean, so it pulls nowhere.
+      estimator: Estimator, with d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d.
+        `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which is the gradient of the reverse KL. The
+        gradient of `k1` alone is 0 in expectation, so it has no effect.
     """
 
     coefficient: Positive[float] = 0.001
@@ -55,27 +56,29 @@ class KLInLoss(Settings):
 
 @dataclass(frozen=True)
 class ValueLoss(Settings):
-    """Clipped value regression: the value moves at most `clip`, in reward units, from the old one."""
+    """Clipped value regression: the new value is clipped to at most `clip`, in reward units, from the old value."""
 
     clip: Positive[float] = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatioLoss(Settings):
-    """Base class of policy losses. Subclass it for a new one.
+    """Base class of policy losses; subclass it for a new loss.
 
     Class attributes:
-      function: Loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
+      function: Loss of one token: a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
         `jaxrlhf.algos`), or its name as `module:function`.
-      selection: Function of a step's advantages, old log-probabilities and mask, all `[B, T]`, a generator of random
-        numbers and these settings, that chooses tokens which the loss treats otherwise, or its name; None chooses none.
-      of_sequences: The loss of a token hangs on all of its sequence.
+      selection: Function that selects tokens for special treatment by the loss, or its name. Arguments: advantages, old
+        log-probabilities and mask of a step, all `[B, T]`, a random generator and these settings. None selects no
+        tokens.
+      of_sequences: True if the loss of a token depends on its whole sequence.
 
     Attributes:
       aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
         tokens (DAPO). `token-sum`: sum. `seq-mean-token-mean`: mean within each response, then over responses (GRPO).
-        `seq-mean-token-sum`: sum within each response, then mean over responses. `seq-mean-token-sum-norm`: that over
-        `max_response_tokens` (Dr. GRPO). `prompt-mean`: token-mean over each prompt's responses, then over prompts.
+        `seq-mean-token-sum`: sum within each response, then mean over responses. `seq-mean-token-sum-norm`:
+        `seq-mean-token-sum` divided by `max_response_tokens` (Dr. GRPO). `prompt-mean`: token-mean over each prompt's
+        responses, then mean over prompts.
       entropy_coefficient: Weight of the entropy bonus; 0 computes no entropy.
     """
 
@@ -94,7 +97,8 @@ class PolicyLoss(RatioLoss):
     Attributes:
       clip_low: Lower clip range: the ratio is clipped at 1 - clip_low.
       clip_high: Upper clip range: the ratio is clipped at 1 + clip_high.
-      dual_clip: Bound on the loss of tokens with negative advantage, as a multiple of it; None is off.
+      dual_clip: Dual clip: upper bound of the loss of tokens with negative advantage, as a multiple of -advantage; None
+        is off.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:clipped_policy_loss"
@@ -116,7 +120,7 @@ class GSPOLoss(RatioLoss):
     """Clipped loss with one ratio per response: the geometric mean of its tokens' ratios (GSPO).
 
     Attributes:
-      clip_low: Lower clip range of the response's ratio, small because a mean over many tokens moves little.
+      clip_low: Lower clip range of the response's ratio; small, because a mean over many tokens moves little.
       clip_high: Upper clip range of the response's ratio.
       aggregation: `seq-mean-token-mean` only.
     """
@@ -138,8 +142,8 @@ class CISPOLoss(RatioLoss):
     """Log-likelihood weighted by a clipped importance ratio, so that no token loses its gradient (CISPO).
 
     Attributes:
-      ratio_low: Smallest weight; 0 is no bound.
-      ratio_high: Largest weight.
+      ratio_low: Smallest importance weight; 0 is no bound.
+      ratio_high: Largest importance weight.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:cispo_loss"
@@ -158,11 +162,12 @@ class CISPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(RatioLoss):
-    """A soft gate in place of the clip: gradients fade as the ratio leaves 1 (SAPO).
+    """Soft gate in place of the clip: gradients fade as the ratio moves away from 1 (SAPO).
 
     Attributes:
-      temperature_positive: Speed of fading where the advantage is above 0.
-      temperature_negative: Speed elsewhere; larger, because a push down on one token pushes all others up.
+      temperature_positive: Speed of the fading for tokens with positive advantage.
+      temperature_negative: Speed of the fading for other tokens; larger, because pushing one token down pushes all
+        others up.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:sapo_loss"
@@ -174,11 +179,11 @@ class SAPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class GMPOLoss(RatioLoss):
-    """Geometric mean of a response's ratios, each clipped before (GMPO).
+    """Geometric mean of a response's ratios, each clipped first (GMPO).
 
     Attributes:
-      clip_low: Largest fall of a token's log-ratio that counts, in nats.
-      clip_high: Largest rise of a token's log-ratio that counts, in nats.
+      clip_low: Largest decrease of a token's log-ratio that counts, in nats.
+      clip_high: Largest increase of a token's log-ratio that counts, in nats.
       aggregation: `seq-mean-token-mean` only.
     """
 
@@ -196,14 +201,15 @@ class GMPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(RatioLoss):
-    """A trust region of probabilities in place of ratios: tokens that left it lose their gradient (DPPO).
+    """Trust region on probabilities in place of ratios: tokens outside of it lose their gradient (DPPO).
 
     Attributes:
-      divergence: Distance of a token's chance of being drawn from what it was: `tv` is the difference of the two, `kl`
-        the KL between drawing it and not.
-      limit_low: Largest distance downwards of tokens with negative advantage; for `kl` take about 0.05.
-      limit_high: Largest distance upwards of tokens with positive advantage.
-      ratio_high: Largest importance weight of what is inside.
+      divergence: Distance between a token's old and new probability: `tv` is their absolute difference, `kl` is the KL
+        of the binary distributions (this token or another).
+      limit_low: Largest distance for tokens with negative advantage whose probability decreased; for `kl` use about
+        0.05.
+      limit_high: Largest distance for tokens with positive advantage whose probability increased.
+      ratio_high: Largest importance weight of tokens inside the trust region.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:dppo_loss"
@@ -220,10 +226,10 @@ class DPPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class DROLoss(RatioLoss):
-    """Likelihood by advantage, and a quadratic pull to the old policy for the clip (DRO).
+    """Log-likelihood weighted by the advantage, with a quadratic penalty to the old policy in place of the clip (DRO).
 
     Attributes:
-      beta: Strength of the pull.
+      beta: Strength of the penalty.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:dro_loss"
@@ -233,11 +239,12 @@ class DROLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class ClipCovLoss(PolicyLoss):
-    """Clipped loss that leaves out a few tokens which would lower the entropy the most (Clip-Cov).
+    """Clipped loss that leaves out a few tokens that would lower the entropy the most (Clip-Cov).
 
     Attributes:
-      share: Share of a step's tokens that are left out, drawn from those whose covariance lies in the range.
-      covariance_low, covariance_high: Ends of that range.
+      share: Share of a step's tokens that are left out, sampled from the tokens whose covariance of advantage and
+        log-probability is in the range.
+      covariance_low, covariance_high: Limits of the covariance range.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:clip_cov_loss"
@@ -258,11 +265,12 @@ class ClipCovLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class KLCovLoss(RatioLoss):
-    """Loss without a clip that holds tokens which would lower the entropy the most to where they were (KL-Cov).
+    """Unclipped loss with a penalty on a few tokens that would lower the entropy the most (KL-Cov).
 
     Attributes:
-      share: Share of a step's tokens that are held, those of the largest covariance.
-      coefficient: Weight of their distance to the old policy.
+      share: Share of a step's tokens that are penalized: the tokens with the largest covariance of advantage and
+        log-probability.
+      coefficient: Weight of the penalty, the distance of these tokens to the old policy.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:kl_cov_loss"
@@ -274,12 +282,12 @@ class KLCovLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class TruncatedImportance(Settings):
-    """Truncated importance sampling (TIS): weight tokens by min(pi_old / pi_sampler, cap).
+    """Truncated importance sampling (TIS): tokens are weighted by min(pi_old / pi_sampler, cap).
 
     Attributes:
-      cap: Largest weight; it bounds the variance, at the price of bias.
-      level: Ratio of each `token`, or of the whole `sequence` for each of its tokens, which is unbiased without the cap
-        and of a variance that grows with the length.
+      cap: Largest weight; it bounds the variance, at the cost of bias.
+      level: Ratio of each `token`, or the ratio of the whole `sequence` for each of its tokens. The sequence ratio is
+        unbiased without the cap, and its variance grows with the length.
     """
 
     cap: Positive[float] = 2.0
@@ -288,7 +296,7 @@ class TruncatedImportance(Settings):
 
 @dataclass(frozen=True)
 class IcePop(Settings):
-    """Weight tokens by pi_old / pi_sampler where it lies in [low, high]; the others train nothing."""
+    """IcePop weights: pi_old / pi_sampler of a token if it is in [low, high]; other tokens are not trained on."""
 
     low: NotNegative[float] = 0.5
     high: float = 5.0
@@ -303,17 +311,19 @@ class IcePop(Settings):
 
 @dataclass(frozen=True)
 class Rejection(Settings):
-    """Rejection sampling of sampler-trainer mismatch: train only where low <= estimate <= high.
+    """Rejection sampling for sampler-trainer mismatch: only tokens with low <= estimate <= high are trained on.
 
-    Denominators still count what was rejected. To keep geometric means of ratios in [a, b]: `k1`, `sequence-mean`,
-    low=-log(b), high=-log(a).
+    Rejected tokens still count in the denominators of means. To keep geometric means of ratios in [a, b], use `k1`,
+    `sequence-mean`, low=-log(b), high=-log(a).
 
     Attributes:
-      estimator: In nats, with r = log(pi_old / pi_sampler): `k1` is -r, `k2` is r^2 / 2 and `k3` is exp(r) - 1 - r.
-      level: `token`: each token by its own estimate. `sequence-mean`, `sequence-sum`: a response by the mean or sum of
-        its tokens'. `sequence-max`: a response, if any of its tokens is outside.
-      high: Largest estimate kept.
-      low: Smallest estimate kept; None is -high.
+      estimator: Estimate of the mismatch in nats, with r = log(pi_old / pi_sampler): `k1` is -r, `k2` is r^2 / 2 and
+        `k3` is exp(r) - 1 - r.
+      level: Unit of rejection. `token`: each token by its own estimate. `sequence-mean`, `sequence-sum`: a whole
+        response by the mean or sum of its tokens' estimates. `sequence-max`: a whole response if any of its tokens is
+        outside.
+      high: Largest estimate that is kept.
+      low: Smallest estimate that is kept; None is -high.
     """
 
     estimator: Literal["k1", "k2", "k3"] = "k3"

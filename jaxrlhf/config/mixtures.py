@@ -1,4 +1,4 @@
-"""Data sets side by side: mixtures to train on, sets to evaluate on, and which of their records are used."""
+"""Selection of training records, mixtures of data sets, and evaluation settings."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,17 +14,18 @@ from jaxrlhf.config.training import Sampling
 
 @dataclass(frozen=True)
 class Selection(Settings):
-    """Records of a training split that are used, and their order.
+    """Selection and order of the training records.
 
     Attributes:
-      unique: Leave out records whose prompt came before, letter by letter but for spaces and case.
-      samples: File `samples.jsonl` of a run; problems whose mean score in it is outside of `band` are left out, and
-        those that it does not know are kept. None judges nothing before the run.
-      online: Leave out, from the next epoch on, problems whose mean score in this run was outside of `band` the last
-        time that they were drawn; as long as any are left for a step.
+      unique: True leaves out records whose prompt repeats an earlier prompt; spaces and letter case are ignored.
+      samples: Path of the `samples.jsonl` of a run. Problems whose mean score in this file is outside of `band` are
+        left out; problems without a score in this file are kept. None applies no filter before the run.
+      online: True filters by the scores of this run: a problem whose mean score was outside of `band` when it was last
+        sampled is left out from the next epoch on, unless too few problems for a step would remain.
       band: Lowest and highest mean score of a problem that is neither too hard nor too easy.
-      order: `shuffled` anew in every epoch; `given`, as in the file; `by_length`, of the worked solution or, without
-        any, the prompt, short ones first; `by_difficulty`, of the mean score in `samples`, easy ones first.
+      order: `shuffled` reshuffles in every epoch; `given` keeps the order of the file; `by_length` sorts by the length
+        of the worked solution (of the prompt if there is no solution), shortest first; `by_difficulty` sorts by the
+        mean score in `samples`, easiest first.
     """
 
     unique: bool = False
@@ -50,7 +51,7 @@ class Selection(Settings):
 
     @property
     def of_given_answers(self) -> "Selection":
-        """These settings where no responses are scored."""
+        """Selection settings for a phase that scores no responses."""
         return replace(self, online=False, band=self.band if self.samples is not None else Selection.band)
 
 
@@ -59,11 +60,13 @@ class Source(Settings):
     """A data set of a mixture.
 
     Attributes:
-      name: Name in metrics.
-      weight: Prompts drawn of it, in proportion to the others' weights.
-      rewards: Parts that score its responses, of which the first is its accuracy; None is the run's.
-      system_prompt: System message of its prompts; None is the run's.
-      environment: Name of the environment, of several, that its records are for; None leaves that to the records.
+      name: Name of the source in metrics.
+      weight: Share of the sampled prompts, relative to the weights of the other sources.
+      rewards: Reward parts that score responses to this source's prompts; the first part is the source's accuracy. None
+        uses the rewards of the run.
+      system_prompt: System message of this source's prompts; None uses the system prompt of the run.
+      environment: Name of the environment for this source's records, if the run has several environments; None lets
+        each record name its environment.
     """
 
     name: str
@@ -80,7 +83,7 @@ class Source(Settings):
 
 @dataclass(frozen=True)
 class Mixture(Settings):
-    """Several data sets, of which every step draws in proportion to their weights."""
+    """Mixture of data sets; every step samples from each data set in proportion to its weight."""
 
     sources: tuple[Source, ...]
 
@@ -91,16 +94,17 @@ class Mixture(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet(Settings):
-    """A held-out data set with settings of its own.
+    """Additional held-out data set with its own rewards, sampling and metrics.
 
     Attributes:
-      name: Name in metrics.
-      data: Data set, whose held-out split is answered.
-      rewards: Parts that score its answers, of which the first is its accuracy; None is the run's.
-      problems: Problems of that split, at most.
-      samples: Answers per problem: one is greedy; of several, pass@k, maj@k and avg@k are reported.
-      sampling: Sampling of several answers.
-      system_prompt: System message of its prompts; None is the run's.
+      name: Name of the set in metrics.
+      data: Data set whose held-out split is answered.
+      rewards: Reward parts that score the answers; the first part is the set's accuracy. None uses the rewards of the
+        run.
+      problems: Largest number of problems of the held-out split.
+      samples: Answers per problem. One answer is greedy; with several answers pass@k, maj@k and avg@k are reported.
+      sampling: Sampling settings for several answers per problem.
+      system_prompt: System message of this set's prompts; None uses the system prompt of the run.
     """
 
     name: str
@@ -127,9 +131,9 @@ class Evaluation(Settings):
     """Accuracy on held-out problems: the mean score of the first reward part on greedy answers.
 
     Attributes:
-      every_steps: Steps between evaluations; 0 evaluates only before the first and after the last step.
-      problems: Problems of the held-out split of `data`, at most; of a mixture, of each source.
-      sets: Further data sets, each with rewards, sampling and metrics of its own.
+      every_steps: Steps between evaluations; 0 evaluates only before the first step and after the last step.
+      problems: Largest number of problems of the held-out split of `data`; for a mixture, of each source.
+      sets: Additional held-out data sets, each with its own rewards, sampling and metrics.
     """
 
     every_steps: NotNegative[int] = 10
@@ -141,7 +145,7 @@ Data = DataSet | Mixture
 
 
 def check_names(names: Sequence[str], what: str) -> None:
-    """Refuse names that are missing, given twice, or no part of a metric's name."""
+    """Raise `Refusal` if names are missing, repeated, or contain characters that metric names cannot have."""
     require(len(names) > 0, f"{what} is empty; give at least one")
     twice = [name for name, count in Counter(names).items() if count > 1]
     wrong = [name for name in names if not name or set(name) & set("/@ ")]

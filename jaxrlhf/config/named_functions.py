@@ -1,4 +1,7 @@
-"""Functions and classes that settings name, so that reading a configuration imports no JAX; shipped configurations."""
+"""Functions and classes that settings name by text, imported on use, and shipped configurations.
+
+Reading a configuration therefore imports no JAX.
+"""
 
 import importlib
 import importlib.util
@@ -15,30 +18,30 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """The configurations that come with the package, by name; those in `recipes/` are for real work."""
-    installed = _PACKAGE / "configs"  # where the wheel carries them
+    """Return the configurations that ship with the package, by name; `recipes/` holds those for production runs."""
+    installed = _PACKAGE / "configs"  # location in the wheel
     folder = installed if installed.is_dir() else _PACKAGE.parent / "configs"
     return {path.stem: path for path in sorted(folder.rglob("*.py"), key=lambda path: path.stem)}
 
 
 def function_of(settings: object, attribute: str) -> Callable[..., Any]:
-    """The function that a class of settings has as `attribute`: itself, or named as `module:function`.
+    """Return the function that a settings class has as `attribute`: the function itself, or named as `module:function`.
 
     Raises:
-      Refusal: There is no such function, or its module does not import.
+      Refusal: The function does not exist, or its module cannot be imported.
     """
     owner = type(settings)
     return imported(getattr(owner, attribute, None), f"{owner.__name__}.{attribute}")
 
 
 def imported(given: object, what: str) -> Any:
-    """A function or class: itself, or named as `module:function`.
+    """Return a function or class given directly, or import it by the name `module:function`.
 
     Args:
       what: Name of the setting, for messages.
 
     Raises:
-      Refusal: There is none of that name, or its module does not import.
+      Refusal: The name does not exist, or its module cannot be imported.
     """
     if callable(given):
         return given
@@ -56,21 +59,21 @@ def imported(given: object, what: str) -> Any:
 
 
 def check_reference(reference: str, what: str) -> None:
-    """Refuse what names no function or class as `module:name` or `path/to/file.py:name`."""
+    """Raise `Refusal` unless the reference has the form `module:name` or `path/to/file.py:name`."""
     require(":" in reference, f"{what} must be 'module:name' or 'file.py:name', got {reference!r}")
 
 
 def load(reference: str, what: str) -> Any:
-    """The object that `module:name` or `path/to/file.py:name` names; it can be called.
+    """Return the callable named `module:name` or `path/to/file.py:name`.
 
-    A `file.py` without a folder that is not in the current one is a configuration of that name that comes with the
-    package. The directory of a file is appended to `sys.path`, so the file may import its neighbours.
+    A `file.py` without a folder that is not in the current folder is looked up among the shipped configurations. The
+    folder of a file is appended to `sys.path`, so the file may import its neighbors.
 
     Args:
-      what: Words before the reference in a refusal, such as `reward function`.
+      what: Words before the reference in a message, such as `reward function`.
 
     Raises:
-      Refusal: In one line, if there is no such file, module or name, if importing it fails, or if it cannot be called.
+      Refusal: One line: the file, module or name does not exist, importing it fails, or it cannot be called.
     """
     source, colon, name = reference.rpartition(":")
     if not (source and colon and name):
@@ -106,7 +109,7 @@ def _load_file(reference: str, path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise Refusal(f"{what} {reference!r}: {path} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look classes up here
+    sys.modules[name] = module  # dataclasses and pickle look up classes here
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -121,17 +124,17 @@ def _offer(module: ModuleType) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """`Type: message` with line breaks folded, at most 300 characters."""
+    """Return `Type: message` with line breaks folded, at most 300 characters."""
     try:
         message = str(error)
-    except Exception as worse:  # an error of the user's own
+    except Exception as worse:  # a user's error class whose __str__ fails
         message = f"its message cannot be had: {type(worse).__name__}"
     text = " ".join(f"{type(error).__name__}: {message}".split())
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 def find_neighbours(file: Path) -> None:
-    """Let a user's file import others of its folder, which is appended to `sys.path`."""
+    """Let a user's file import other files of its folder, by appending the folder to `sys.path`."""
     folder = str(file.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)

@@ -7,21 +7,22 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Positive, Settings
 
 ROLLOUT = "rollout"
-"""Role that generates with copies of the actor's weights; any algorithm with an actor may place it."""
+"""Role that generates with a copy of the actor's weights; can be placed for every algorithm with an actor."""
 
 PARTS = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True)
 class Pool(Settings):
-    """A named set of devices, and the roles placed on it.
+    """Named set of devices, and the roles placed on it.
 
-    Roles on one pool take turns; roles on different pools run at once. `rollout` on another pool than `actor` gets the
-    weights before each rollout. Where `reward` is not placed, it is computed beside the first pool.
+    Roles on one pool take turns; roles on different pools run concurrently. If `rollout` is on another pool than
+    `actor`, it receives the weights before each rollout. If `reward` is not placed, rewards are computed next to the
+    first pool.
 
     Attributes:
-      devices: Number of devices, taken from the program's in order, pool after pool.
-      roles: Names such as `("actor", "reference")`.
+      devices: Number of devices, assigned from the program's devices in order, pool after pool.
+      roles: Names of roles, such as `("actor", "reference")`.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Pool(Settings):
 
 
 def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
-    """Raise `Refusal` unless every role of the algorithm is placed once, and nothing else is."""
+    """Raise `Refusal` unless every role of the algorithm is placed exactly once, and no other role is placed."""
     if not pools:
         return
     names = [pool.name for pool in pools]
@@ -58,7 +59,7 @@ def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
 
 
 def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequence[str]) -> None:
-    """Raise `Refusal` if an entry names no part of a model that the run has."""
+    """Raise `Refusal` if an entry names no part of a model of the run."""
     for entry in offload:
         role, _, part = entry.partition(".")
         require(role in models, f"offload: {entry!r} names no model of this run; it has {', '.join(models)}")
@@ -70,5 +71,5 @@ def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequen
 
 
 def offloaded(offload: Sequence[str], role: str, part: str) -> bool:
-    """True if `part` of `role` is kept in host memory while it is not in use."""
+    """Return True if `part` of `role` is kept in host memory while it is not in use."""
     return role in offload or f"{role}.{part}" in offload

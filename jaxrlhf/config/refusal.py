@@ -1,4 +1,4 @@
-"""The error for input that its giver can mend."""
+"""Error for invalid input that the user can fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,27 +8,27 @@ _unchecked: ContextVar[bool] = ContextVar("_unchecked", default=False)
 
 
 class Refusal(ValueError):
-    """Input that does not fit: settings, data, a checkpoint, devices.
+    """Invalid input: settings, data, a checkpoint or devices.
 
-    Its message says what was given, what was expected and what to do. Commands print that one line in place of a
-    traceback, so raise it in code of your own only where the message says it all.
+    The message states the input, the expected input and the remedy. Commands print only this one line in place of a
+    traceback. In your own code, raise it only if the message is sufficient by itself.
     """
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `Refusal(message)` unless `condition` holds; does nothing in a block of `unchecked`."""
+    """Raise `Refusal(message)` unless `condition` holds; does nothing in an `unchecked` block."""
     if not condition and not _unchecked.get():
         raise Refusal(message)
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line that an error says; its class where it says nothing."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Let settings contradict each other while they are made; whoever opens the block makes them again, checked."""
+    """Skip checks while contradictory settings are built; the caller has to build them again with checks."""
     token = _unchecked.set(True)
     try:
         yield
@@ -37,5 +37,5 @@ def unchecked() -> Iterator[None]:
 
 
 def checking() -> bool:
-    """False in a block of `unchecked`."""
+    """Return False in an `unchecked` block, else True."""
     return not _unchecked.get()

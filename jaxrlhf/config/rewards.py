@@ -1,4 +1,4 @@
-"""Rewards: the parts whose weighted sum is a response's score."""
+"""Reward parts; the score of a response is their weighted sum."""
 
 import math
 import re
@@ -27,7 +27,7 @@ Score: <number>"""
 
 @dataclass(frozen=True)
 class Gsm8kReward:
-    """1 if the answer is right. `strict` wants `#### answer`; `flexible` takes the last number."""
+    """Reward of 1 if the answer is right, else 0. `strict` requires `#### answer`; `flexible` takes the last number."""
 
     method: Literal["strict", "flexible"] = "strict"
     weight: float = 1.0
@@ -35,31 +35,31 @@ class Gsm8kReward:
 
 @dataclass(frozen=True)
 class ArithmeticReward:
-    """1 if the number after `####` equals the reference."""
+    """Reward of 1 if the number after `####` equals the reference answer, else 0."""
 
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class MathReward:
-    """1 if the response's final answer equals the reference as mathematics; docs/rewards.md says what is equal."""
+    """Reward of 1 if the final answer is mathematically equal to the reference (see docs/rewards.md), else 0."""
 
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class CodeReward(Settings):
-    """Tests passed by the last Python block of the response, run in a sandbox.
+    """Reward for tests passed by the last Python block of the response, run in a sandbox.
 
     Attributes:
       tests_key: Field of the record with the tests: inputs and outputs, or code; see `rewards.sandbox.programs`.
-      credit: `all` is 1 if every test passes, else 0; `fraction` is the share that passes.
-      time_limit_s: Wall-clock limit of one test.
-      total_s: Wall-clock limit of all tests of a response; those not run by then have failed.
-      memory_bytes: Address space of the program.
-      output_bytes: Most that a test may print, and the largest file that it may write.
-      allow_unsandboxed: Run programs also where the machine cannot keep them from the network and from other files.
-        They then do as they please with the rights of the run.
+      credit: `all` is 1 if every test passes, else 0; `fraction` is the share of passed tests.
+      time_limit_s: Wall-clock limit of one test in seconds.
+      total_s: Wall-clock limit of all tests of a response in seconds; tests that have not run by then count as failed.
+      memory_bytes: Largest address space of the program, in bytes.
+      output_bytes: Largest output of a test and largest file that it may write, in bytes.
+      allow_unsandboxed: True also runs programs on machines that cannot isolate them from the network and from other
+        files. The programs then have all rights of the run.
     """
 
     tests_key: str = "tests"
@@ -74,7 +74,7 @@ class CodeReward(Settings):
 
 @dataclass(frozen=True)
 class FormatReward:
-    """1 if the whole response matches a regular expression."""
+    """Reward of 1 if the whole response matches a regular expression, else 0."""
 
     pattern: str = r"(?s).*####\s*-?[\d,.]+\s*"
     weight: float = 0.1
@@ -82,7 +82,7 @@ class FormatReward:
 
 @dataclass(frozen=True)
 class TagsReward:
-    """Share of tags that are opened and closed once, in this order: `<think>...</think><answer>...`"""
+    """Share of the tags that are opened and closed exactly once, in this order: `<think>...</think><answer>...`"""
 
     names: tuple[str, ...] = ("think", "answer")
     weight: float = 0.1
@@ -93,7 +93,7 @@ class TagsReward:
 
 @dataclass(frozen=True)
 class RepetitionReward(Settings):
-    """Minus the share of sequences of `words` words that occurred before; from 0 down to -1."""
+    """Repetition penalty: minus the share of sequences of `words` words that occurred before; from 0 down to -1."""
 
     words: Positive[int] = 4
     weight: float = 1.0
@@ -101,7 +101,7 @@ class RepetitionReward(Settings):
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """A user's function, as `module:function` or `path/to/file.py:function`. See `jaxrlhf.rewards`."""
+    """Reward function of your own, as `module:function` or `path/to/file.py:function`. See `jaxrlhf.rewards`."""
 
     function: str
     weight: float = 1.0
@@ -112,13 +112,14 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class CosineLengthReward(Settings):
-    """Cosine length reward in place of an answer reward: right answers earn more if short, wrong ones if long.
+    """Cosine length reward in place of an answer reward: right answers earn more if short, wrong answers if long.
 
     Attributes:
-      max_characters: Length from which a response gets `too_long`; a token of English has about 4 characters.
-      correct: Reward that is above 0.5 for right answers; as a function, neither batched nor async.
-      right: Values of a right answer of no length and of the greatest; in between runs half a cosine.
-      wrong: Values of a wrong answer, likewise.
+      max_characters: Length in characters from which a response gets `too_long`; an English token has about 4
+        characters.
+      correct: Reward that is above 0.5 for right answers; a function may be neither batched nor async.
+      right: Values of a right answer of length 0 and of the maximal length; in between they follow half a cosine.
+      wrong: Values of a wrong answer of length 0 and of the maximal length; in between they follow half a cosine.
     """
 
     max_characters: Positive[int]
@@ -144,12 +145,13 @@ class CosineLengthReward(Settings):
 
 @dataclass(frozen=True)
 class ModelReward:
-    """The score head of a sequence-classification checkpoint, read at the EOS of prompt and response.
+    """Score head of a sequence-classification checkpoint, read at the EOS of prompt and response.
 
-    The prompt is the policy's text, chat marks included; for a model of another family write a `FunctionReward`.
+    The prompt is the text of the policy's prompt, chat markup included. For a model of another family, write a
+    `FunctionReward`.
 
     Attributes:
-      layout: Split over the devices of one host; each host of the pool scores its own responses.
+      layout: Sharding over the devices of one host; each host of the pool scores its own responses.
     """
 
     path: str
@@ -158,19 +160,20 @@ class ModelReward:
 
     @property
     def key(self) -> str:
-        """A text that is another one for other scores."""
+        """Text that differs if the scores differ."""
         return self.path
 
 
 @dataclass(frozen=True)
 class ProcessModelReward(ModelReward):
-    """The chances of a response's steps to be right, by a process reward model such as `ProcessRewardModel` trains.
+    """Probability that a response's steps are right, from a process reward model such as `ProcessRewardModel` trains.
 
-    The score head is read at the last token of each step, its separator, and a sigmoid makes a chance of it.
+    The score head is read at the last token of each step, its separator; a sigmoid turns it into a probability.
 
     Attributes:
-      separator: Text between steps, as in the model's training; what is blank between two of them is no step.
-      steps: `min`: the least chance. `last`: that of the last step. `mean`: their mean. `product`: their product.
+      separator: Text between steps, as in the model's training; blank text between two separators is not a step.
+      steps: Score of a response from its steps: `min` is the smallest probability, `last` that of the last step, `mean`
+        the mean, `product` the product.
     """
 
     separator: str = "\n"
@@ -185,7 +188,7 @@ class ProcessModelReward(ModelReward):
 
 
 class _AnyRecord:
-    """A record with every field, to try a template on."""
+    """Record with every field, to test a template."""
 
     def __getitem__(self, key: object) -> "_AnyRecord":
         return self
@@ -199,19 +202,19 @@ class JudgeReward(Settings):
     """Score from 0 to 1 by a model behind an OpenAI-compatible endpoint (LLM as a judge).
 
     Attributes:
-      url: Address up to and with `/v1`, such as `http://localhost:8000/v1`.
-      model: Name that the endpoint knows it by.
-      template: Message to the judge, with `{response}`, `{prompt}` as it was written, without the chat template, and
-        where records have them `{answer}` and any field, such as `{record[rubric]}`.
+      url: Address of the endpoint, up to and including `/v1`, such as `http://localhost:8000/v1`.
+      model: Name of the model at the endpoint.
+      template: Message to the judge, with `{response}`, with `{prompt}` (as written, without the chat template), and,
+        if the records have them, with `{answer}` and any field, such as `{record[rubric]}`.
       pattern: Regular expression; the first group of its last match in the judge's answer is the score.
-      lowest: Score that counts as 0; none may be lower.
-      highest: Score that counts as 1; none may be higher.
-      temperature: Sampling temperature; None leaves it to the endpoint.
-      max_tokens: Longest answer of the judge.
-      api_key_env: Environment variable that holds the key; the key itself is never written anywhere.
-      concurrency: Requests that are open at once, on each host that scores.
-      attempt_s: Limit of one request. Time-outs, 429 and 5xx are tried again.
-      total_s: Limit of all requests for a response, pauses included.
+      lowest: Score that is mapped to 0; lower scores are invalid.
+      highest: Score that is mapped to 1; higher scores are invalid.
+      temperature: Sampling temperature; None uses the endpoint's default.
+      max_tokens: Largest number of tokens of the judge's answer.
+      api_key_env: Environment variable with the API key; the key itself is never written anywhere.
+      concurrency: Largest number of open requests on each host that scores.
+      attempt_s: Time limit in seconds of one request. Time-outs, 429 and 5xx are retried.
+      total_s: Time limit in seconds of all requests for a response, pauses included.
     """
 
     url: str
@@ -252,13 +255,13 @@ class JudgeReward(Settings):
 
 @dataclass(frozen=True)
 class RemoteReward(Settings):
-    """Scores from a service of your own, asked by POST in batches. See `jaxrlhf.rewards.remote`.
+    """Scores from a service of your own, requested by POST in batches. See `jaxrlhf.rewards.remote`.
 
     Attributes:
-      batch_size: Responses in one request, at most; each worker process has one request open.
-      api_key_env: Environment variable that holds the key; the key itself is never written anywhere.
-      attempt_s: Limit of one request. Time-outs, 429 and 5xx are tried again.
-      total_s: Limit of all requests for a batch, pauses included.
+      batch_size: Largest number of responses in one request; each worker process has one open request.
+      api_key_env: Environment variable with the API key; the key itself is never written anywhere.
+      attempt_s: Time limit in seconds of one request. Time-outs, 429 and 5xx are retried.
+      total_s: Time limit in seconds of all requests for a batch, pauses included.
     """
 
     url: str
@@ -298,15 +301,17 @@ RewardPart = (
 
 @dataclass(frozen=True)
 class Rewards(Settings):
-    """The score of a response is the weighted sum of its parts.
+    """Reward parts; the score of a response is their weighted sum.
 
-    That of an episode has what its environment pays besides; parts read the last reply, and may be none.
+    The score of an episode also includes the rewards of its environment; the parts then score the last reply, and may
+    be empty.
 
     Attributes:
-      workers: Processes that run reward functions.
-      timeout_s: Wall-clock limit of one call; past it the process is killed and the response is unscorable.
-      failures_in_a_row: Responses in a row on which one function times out, crashes or raises before the run is
-        stopped; or that cannot be scored for any cause, if they fill three batches. 0 never stops it.
+      workers: Number of processes that run reward functions.
+      timeout_s: Wall-clock limit of one call in seconds; then the process is killed and the response is unscorable.
+      failures_in_a_row: Number of consecutive responses on which one function times out, crashes or raises, after which
+        the run is stopped. The run also stops if this many consecutive responses, in at least three batches, are
+        unscorable for any reason. 0 never stops the run.
     """
 
     parts: tuple[RewardPart, ...] = (ArithmeticReward(),)
@@ -323,7 +328,7 @@ class Rewards(Settings):
         self.check_limits(self.parts)
 
     def check_limits(self, parts: tuple[RewardPart, ...]) -> None:
-        """Raise `Refusal` if parts, of the run or of a source, do not fit `workers` and `timeout_s`."""
+        """Raise `Refusal` if reward parts, of the run or of a source, do not fit `workers` and `timeout_s`."""
         for part in parts:
             total_s = getattr(part, "total_s", 0.0)
             require(
@@ -340,5 +345,5 @@ class Rewards(Settings):
 
     @property
     def by_model(self) -> bool:
-        """True if a reward model scores, and not only functions."""
+        """True if a reward model scores, in addition to functions or alone."""
         return any(isinstance(part, ModelReward) for part in self.parts)

@@ -1,4 +1,4 @@
-"""Roles of a dataflow: every model that a step calls, declared once."""
+"""Roles of a dataflow: declarations of the models that a step calls."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,18 +11,18 @@ from jaxrlhf.config.training import Training
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One role: what computes it, what it starts from and how it is trained.
+    """Role of a dataflow: its worker class, initial model and training.
 
     Attributes:
-      name: What a dataflow calls it, as in `roles.critic`.
-      worker: Class whose worker methods a dataflow calls, or its name as `module:class`. A trained model is a
-        `TrainedWorker`, a frozen one a `ModelWorker`.
-      head: Head that the model's last hidden state is read with; None is a role without a model of its own.
-      training: Settings of its training; None is a frozen model. A plan that lays the role out anew changes the
-        algorithm's field of the role's name.
-      model: Checkpoint that it starts from; None starts it as a copy of the policy.
-      room: Tokens at most that the model's own tokenizer makes of one of the policy's, for models that read texts in
-        theirs (`ModelSetup.retokenizer`); None reads the policy's tokens, and has its tokenizer.
+      name: Name of the role in a dataflow, such as `critic` in `roles.critic`.
+      worker: Class with the worker methods that a dataflow calls, or its name as `module:class`. A trained model is a
+        `TrainedWorker`, a frozen model a `ModelWorker`.
+      head: Head applied to the model's last hidden state; None is a role without a model.
+      training: Training settings; None is a frozen model. To change the role's layout, a plan changes the field of the
+        algorithm that has the role's name.
+      model: Checkpoint that the model starts from; None starts from a copy of the policy.
+      room: Largest number of tokens that the model's own tokenizer makes of one token of the policy, for models that
+        read re-tokenized text (`ModelSetup.retokenizer`). None reads the policy's tokens with the policy's tokenizer.
     """
 
     name: str
@@ -34,41 +34,41 @@ class RoleSpec:
 
     @property
     def worker_class(self) -> type:
-        """The class itself.
+        """Worker class.
 
         Raises:
-          Refusal: There is no such class, or its module does not import.
+          Refusal: The class does not exist, or its module cannot be imported.
         """
         return imported(self.worker, f"the worker of role {self.name!r}")
 
 
 def actor(training: Training) -> RoleSpec:
-    """The policy, which is trained and generates."""
+    """Return the role of the policy, which is trained and generates."""
     return RoleSpec("actor", "jaxrlhf.workers.actor:Actor", training=training)
 
 
 def reference(model: Pretrained | None = None) -> RoleSpec:
-    """The frozen policy that the actor is kept close to, or another model that judges its tokens."""
+    """Return the role of the frozen reference policy, or of another model that judges the actor's tokens."""
     return RoleSpec("reference", "jaxrlhf.workers.reference:Reference", model=model)
 
 
 def teacher(model: Pretrained, *, room: float) -> RoleSpec:
-    """A frozen policy with a tokenizer of its own, which judges spans of text."""
+    """Return the role of a frozen policy with its own tokenizer, which judges spans of text."""
     return RoleSpec("reference", "jaxrlhf.workers.reference:Teacher", model=model, room=room)
 
 
 def critic(training: Training, model: Pretrained | None = None, *, name: str = "critic") -> RoleSpec:
-    """A model that estimates the value of every prefix."""
+    """Return the role of a model that estimates the value of every prefix."""
     return RoleSpec(name, "jaxrlhf.workers.critic:Critic", "value", training, model)
 
 
 def process_reward(training: Training) -> RoleSpec:
-    """A model whose log-ratio to the reference is the reward of each token."""
+    """Return the role of a model whose log-ratio to the reference is the reward of each token."""
     return RoleSpec("process_reward", "jaxrlhf.workers.process_reward:ProcessReward", training=training)
 
 
 REWARD = RoleSpec("reward", "jaxrlhf.workers.reward:Reward", head=None)
-"""The parts of `Config.rewards`, which score responses."""
+"""Role of the parts of `Config.rewards`, which score responses."""
 
 ROLLOUT_COPY = RoleSpec(ROLLOUT, "jaxrlhf.workers.generation.worker:RolloutWorker", head=None)
-"""The actor's copy on another pool, which generates there."""
+"""Role of the actor's copy on another pool, which generates there."""

@@ -1,4 +1,4 @@
-"""The configuration of a run."""
+"""Configuration of a run."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -22,37 +22,37 @@ from jaxrlhf.config.sources import Model, PromptFields
 from jaxrlhf.config.training import Layout, Rollout, Training
 
 COLD_START = "cold_start"
-"""Folder of a run's cold start, in the run's own."""
+"""Folder of the cold start, within the folder of the run."""
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """The configuration of a run.
+    """Configuration of a run.
 
     Attributes:
-      name: Name of the run, and of its folder.
-      steps: Steps of the main stage.
+      name: Name of the run and of its folder.
+      steps: Number of steps, without those of the cold start.
       selection: Training records that are used, and their order.
-      system_prompt: System message that prompts begin with, but for those that bring one of their own.
-      environment: What the policy acts in, for episodes of several turns; None samples one response to a prompt.
-      reference_layout: Layout of the reference policy; None is the actor's.
-      token_records: Responses whose tokens the samples have one by one.
-      tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
+      system_prompt: System message of every prompt that has no system message.
+      environment: Environment of episodes with several turns; None samples one response per prompt.
+      reference_layout: Layout of the reference policy; None is the actor's layout.
+      token_records: Responses with per-token records in `samples.jsonl`.
+      tokenizer: Hugging Face tokenizer directory or hub id; None is the tokenizer of the model.
       compute_dtype: Dtype of activations and of the generation copy; `auto` is bfloat16 on GPU and TPU, float32 on CPU.
         Master weights are always float32.
-      attention: Kernels; `auto` takes the backend's fastest, each once it has computed what `xla` computes.
-      devices: Number of devices to use, in one pool that all roles share; None is all.
+      attention: Attention kernels; `auto` uses the fastest of the backend, after a check against the results of `xla`.
+      devices: Number of devices in one pool that all roles share; None uses all devices.
       pools: Placement of roles on devices; empty is one pool.
-      placement: `auto` searches pools, layouts and offload at start-up; `given` takes what is written here.
-      hardware: Speed and memory of the devices, for the search: a name such as `a100x16x8`, or a file that `python -m
-        jaxrlhf.calibrate` wrote; None recognises them.
+      placement: `auto` searches for pools, layouts and offload at startup; `given` uses those of the configuration.
+      hardware: Speed and memory of the devices for the search: a name such as `a100x16x8`, or a file written by `python
+        -m jaxrlhf.calibrate`; None detects the hardware.
       cluster: Hosts joined by Ray; None runs in this process, on its devices.
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
-      resume: Go on from the newest checkpoint in `workdir` if there is one.
-      trackers: Services that take metrics and samples, too; where they keep them is for their environment variables.
-      profile_steps: Steps of the main stage in which every process traces its devices, into `workdir/profile/step_N`.
+      resume: True continues from the newest checkpoint in `workdir`, if there is a checkpoint.
+      trackers: Services that also receive metrics and samples; they are configured by their environment variables.
+      profile_steps: Numbers of the steps in which every process profiles its devices, into `workdir/profile/step_N`.
     """
 
     name: str
@@ -133,43 +133,43 @@ class Config(Settings):
 
     @property
     def roles(self) -> dict[str, RoleSpec]:
-        """The roles that a step calls, by name."""
+        """Roles that a step calls, by name."""
         return {role.name: role for role in self.algorithm.roles(self)}
 
     @property
     def all_roles(self) -> dict[str, RoleSpec]:
-        """The roles of a step, and those that evaluations call and that generate on a pool of their own."""
+        """Roles that a step calls, plus roles that evaluations call or that generate on their own pool, by name."""
         return {role.name: role for role in (ROLLOUT_COPY, REWARD)} | self.roles
 
     @property
     def trained(self) -> dict[str, Training]:
-        """The training settings of each trained role, by name."""
+        """Training settings of each trained role, by name."""
         return {name: role.training for name, role in self.roles.items() if role.training is not None}
 
     @property
     def generates_apart(self) -> bool:
-        """True if a pool of its own generates."""
+        """True if a separate pool generates."""
         return any(ROLLOUT in pool.roles for pool in self.pools)
 
     @property
     def steps_ahead(self) -> int:
-        """Steps by which responses are collected ahead; the rest of the staleness is for groups that are put off."""
+        """Steps by which generation is ahead of training; the rest of the staleness is for postponed groups."""
         staleness, puts_off = self.rollout.staleness, self.rollout.over_provision > 1
         return min(staleness, int(self.generates_apart)) if puts_off else staleness
 
     @property
     def saving(self) -> Checkpointing:
-        """The settings of checkpoints, with what was left open filled in."""
+        """Checkpoint settings with each None replaced by its default."""
         return self.checkpoint.filled_in(self.evaluation.every_steps)
 
     @property
     def folder(self) -> Path:
-        """The directory of the run's checkpoints, metrics and samples."""
+        """Directory of the run's checkpoints, metrics and samples."""
         return Path(self.workdir).expanduser() if self.workdir else Path("runs") / self.name
 
     @property
     def phases(self) -> tuple[Self, ...]:
-        """The run itself, after its cold start if it has one; each starts from the policy of the one before."""
+        """Configurations of the cold start, if any, and of the run; each starts from the previous phase's policy."""
         cold = self.cold_start
         if cold is None:
             return (self,)
@@ -189,7 +189,7 @@ class Config(Settings):
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),
-            pools=(),  # the run's pools are launched already, and have roles that this phase does not call
+            pools=(),  # the run's pools are started already, and have roles that this phase does not call
             offload=(),
             reference_layout=None,
             evaluation=Evaluation(every_steps=0, problems=1),
@@ -199,18 +199,18 @@ class Config(Settings):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The data sets of a mixture; none of another data set."""
+        """Data sets of a mixture; empty if the data is not a mixture."""
         return self.data.sources if isinstance(self.data, Mixture) else ()
 
     @property
     def source_rewards(self) -> dict[str, tuple[RewardPart, ...]]:
-        """The parts that score responses to each source, or set of an evaluation, that has some of its own."""
+        """Reward parts of each source or evaluation set with its own rewards, by name."""
         own: list[Source | EvaluationSet] = [*self.sources, *self.evaluation.sets]
         return {one.name: one.rewards for one in own if one.rewards is not None}
 
     @property
     def reference_is_frozen_actor(self) -> bool:
-        """True if the reference is the actor without its adapters, and has no weights of its own."""
+        """True if the reference is the actor without adapters, and has no weights of its own."""
         together = not self.pools or any({"actor", "reference"} <= set(pool.roles) for pool in self.pools)
         alike = self.reference_layout in (None, self.actor.layout)
         return self.actor.lora is not None and self._refers_to_start and together and alike
@@ -235,7 +235,7 @@ class Config(Settings):
         )
 
     def _check_sampler(self) -> None:
-        """Refuse a sampler that differs from what is trained and that nothing corrects, or that cannot do its part."""
+        """Refuse a sampler that differs from the trained policy without a correction, or that does not fit the run."""
         kind, server = self.rollout.quantize, self.rollout.server
         if server is not None:
             check_server(episodes=self.environment is not None, hosts=self.cluster is not None)
@@ -243,7 +243,7 @@ class Config(Settings):
             return
         differs = f"quantize={kind!r} samples from rounded weights" if kind else "server samples with another engine"
         algorithm = self.algorithm
-        corrected = kind is None  # others than policy gradients do not learn from what is sampled
+        corrected = kind is None  # algorithms without a policy gradient do not learn from samples
         if isinstance(algorithm, PolicyGradient):
             corrected = algorithm.correction_for(self) is not None or algorithm.old_logp == "bypass"
         require(
@@ -263,7 +263,7 @@ class Config(Settings):
         )
 
     def _check_search(self) -> None:
-        """Refuse settings that the search would overrule, and those that it alone reads."""
+        """Refuse settings that the placement search would overrule, and settings that only the search reads."""
         if self.placement == "given":
             require(
                 self.hardware is None,
@@ -279,7 +279,7 @@ class Config(Settings):
         )
 
     def _layouts(self) -> dict[str, Layout]:
-        """The layout of each role that has one of its own."""
+        """Return the layout of each role and reward model that has its own layout."""
         layouts = {role: training.layout for role, training in self.trained.items()}
         judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
         return layouts | {f"reward {judge.path}": judge.layout for judge in judges}
@@ -294,7 +294,7 @@ class Config(Settings):
             require(not given, f"{name} generates nothing, so its layout has no use for {given}; leave it out")
 
     def _check_microbatches(self) -> None:
-        if self.placement == "auto":  # a plan raises what is too small
+        if self.placement == "auto":  # the plan raises a limit that is too small
             return
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         for role, training in self.trained.items():
@@ -307,7 +307,7 @@ class Config(Settings):
             )
 
     def _check_sources(self) -> None:
-        """Refuse names that mean two data sets, and sources of environments that are not there."""
+        """Refuse names used for two data sets, and sources with an environment that does not exist."""
         names = [*(one.name for one in self.sources), *(one.name for one in self.evaluation.sets)]
         if names:
             check_names(names, "Mixture.sources and Evaluation.sets")
@@ -352,7 +352,7 @@ class Config(Settings):
         )
 
     def _check_environment(self) -> None:
-        """Refuse settings that episodes of several turns have no use for."""
+        """Refuse settings that do not fit episodes of several turns, and runs without any reward."""
         own = self.environment is not None and self.source_rewards
         unscored = isinstance(self.algorithm, SFT) and all(one.rewards for one in self.evaluation.sets)
         require(
@@ -394,6 +394,6 @@ class Config(Settings):
 
     @property
     def _environment_pays(self) -> bool:
-        """True if scores of episodes have a part that an environment pays; tools alone pay nothing."""
+        """True if an environment adds rewards to the scores of episodes; tools alone pay none."""
         environment = self.environment
         return environment is not None and not all(isinstance(one, Tools) for one in choices(environment))

@@ -1,4 +1,4 @@
-"""Settings of what a run saves: checkpoints, and what happened at single tokens."""
+"""Settings of checkpoints and of per-token records."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 
 _CHECKPOINT_STEPS = 20
-"""Steps between checkpoints, at least, where settings do not say."""
+"""Minimum number of steps between checkpoints, if the settings do not give a number."""
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,12 @@ class Checkpointing(Settings):
     """Checkpoints of a run.
 
     Attributes:
-      every_steps: Steps between checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C. None is 20, or the next
-        multiple of `evaluation.every_steps`.
-      keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints of the highest `eval/accuracy`, or where no answers are scored of the lowest `eval/loss`,
-        kept beside them, for which they have to fall on evaluated steps. None is 1 if they do, else 0.
+      every_steps: Steps between checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C. None is 20, rounded up
+        to a multiple of `evaluation.every_steps`.
+      keep_last: Number of newest checkpoints that are kept.
+      keep_best: Number of best checkpoints kept in addition to the newest: highest `eval/accuracy`, or lowest
+        `eval/loss` if no answers are scored. Checkpoints can only be ranked if they fall on evaluated steps. None is 1
+        if they do, else 0.
     """
 
     every_steps: NotNegative[int] | None = None
@@ -26,7 +27,11 @@ class Checkpointing(Settings):
     keep_best: NotNegative[int] | None = None
 
     def check(self, evaluated: int) -> None:
-        """Refuse to rank checkpoints of steps that a run that evaluates every so many steps does not evaluate."""
+        """Raise `Refusal` if checkpoints are to be ranked but are saved at steps without an evaluation.
+
+        Args:
+          evaluated: Steps between evaluations.
+        """
         saved = self.every_steps or 0
         ranked = (self.keep_best or 0) > 0 and saved > 0 and evaluated > 0
         require(
@@ -36,7 +41,11 @@ class Checkpointing(Settings):
         )
 
     def filled_in(self, evaluated: int) -> "Checkpointing":
-        """These settings without None, for a run that evaluates every so many steps; 0 is at its ends alone."""
+        """Return these settings with each None replaced by its default.
+
+        Args:
+          evaluated: Steps between evaluations; 0 evaluates only at the start and the end of the run.
+        """
         saved = self.every_steps
         if saved is None:
             saved = _CHECKPOINT_STEPS if evaluated == 0 else -(-_CHECKPOINT_STEPS // evaluated) * evaluated
@@ -47,13 +56,15 @@ class Checkpointing(Settings):
 
 @dataclass(frozen=True)
 class TokenRecords(Settings):
-    """Responses whose tokens `samples.jsonl` has one by one, each with the trainer's log-probability before the step's
-    update and its difference to the sampler's.
+    """Per-token records of some responses in `samples.jsonl`.
+
+    Each token is recorded with the trainer's log-probability before the step's update and the difference to the
+    sampler's.
 
     Attributes:
-      responses: Responses or episodes of a step, from its first prompt on; 0 has none.
-      entropy: With the entropy of the distribution that each token was drawn from, which is a further pass of the actor
-        over these responses, before the update.
+      responses: Number of responses or episodes recorded per step, starting with the first prompt; 0 records none.
+      entropy: True also records the entropy of the distribution that each token was sampled from; this takes another
+        forward pass of the actor over these responses before the update.
     """
 
     responses: NotNegative[int] = 8

@@ -1,4 +1,4 @@
-"""Settings of a server of completions, of the sessions that agents have with it, and of servers that runs ask."""
+"""Settings of the completion server, of agent sessions, and of external rollout servers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,14 +9,14 @@ from jaxrlhf.config.settings import Finite, Positive, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class ServingLimits(Settings):
-    """Limits of a server; what exceeds one is answered with an error that names it.
+    """Limits of a server; a request above a limit gets an error that names the limit.
 
     Attributes:
-      requests: Requests under way at once, those that wait for a slot included.
-      choices: Choices of a request (`n`), of all its prompts together.
-      body_bytes: Bytes of a request.
-      body_s: Seconds for a request to arrive.
-      request_s: Seconds for an answer; it is cancelled then.
+      requests: Largest number of requests in progress, including requests that wait for a slot.
+      choices: Largest number of choices (`n`) of one request, over all of its prompts.
+      body_bytes: Largest request body, in bytes.
+      body_s: Time limit in seconds for a request to arrive.
+      request_s: Time limit in seconds for an answer; the request is then canceled.
     """
 
     requests: Positive[int] = 1024
@@ -28,12 +28,12 @@ class ServingLimits(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits(Settings):
-    """Limits of a session; None is none.
+    """Limits of a session; None is unlimited.
 
     Attributes:
-      calls: Choices that are drawn in it.
-      tokens: Tokens that are drawn in it.
-      call_tokens: Tokens of a choice.
+      calls: Largest number of choices sampled in the session.
+      tokens: Largest number of tokens sampled in the session.
+      call_tokens: Largest number of tokens of one choice.
     """
 
     calls: Positive[int] | None = None
@@ -43,18 +43,20 @@ class SessionLimits(Settings):
 
 @dataclass(frozen=True)
 class RolloutServer(Settings):
-    """Servers of another engine that generate a run's responses: token ids and log-probabilities come back.
+    """Servers of another inference engine that generate a run's responses and return token ids and log-probabilities.
 
     Attributes:
-      urls: Addresses, such as `http://localhost:8000`, of servers with one model; a prompt's responses come from one.
-      api: Kind of server. vLLM from 0.27 on, on GPU, CPU or TPU, is started with `VLLM_SERVER_DEV_MODE=1`, so that it
-        loads weights when it is asked to, and `--logprobs-mode processed_logprobs`, so that the temperature counts.
-      folder: Folder on a file system that run and servers share, for one checkpoint of the newest weights, in
-        `<name of the run>/server_weights` there; None is `server_weights` in the run's workdir.
-      concurrency: Requests under way at once.
-      request_s: Limit of a response, repeated requests included. Time-outs, 429 and 5xx are tried again.
-      reload_s: Limit of loading weights.
-      api_key_env: Environment variable that holds the key; the key itself is never written anywhere.
+      urls: Addresses of servers with one model, such as `http://localhost:8000`; all responses to a prompt come from
+        one server.
+      api: Type of server. vLLM (0.27 or later, on GPU, CPU or TPU) has to be started with `VLLM_SERVER_DEV_MODE=1`, to
+        load weights on request, and with `--logprobs-mode processed_logprobs`, to apply the temperature to
+        log-probabilities.
+      folder: Folder on a file system shared by the run and the servers. The checkpoint of the newest weights is written
+        to `<name of the run>/server_weights` in this folder. None is `server_weights` in the workdir of the run.
+      concurrency: Largest number of requests in progress.
+      request_s: Time limit in seconds for a response, retries included. Time-outs, 429 and 5xx are retried.
+      reload_s: Time limit in seconds for loading new weights.
+      api_key_env: Environment variable with the API key; the key itself is never written anywhere.
     """
 
     urls: tuple[str, ...]
@@ -77,11 +79,11 @@ class RolloutServer(Settings):
 
 
 def check_server(*, episodes: bool, hosts: bool) -> None:
-    """Refuse what a run with a `RolloutServer` cannot do.
+    """Raise `Refusal` if a run uses features that a `RolloutServer` does not support.
 
     Args:
-      episodes: The run goes through episodes.
-      hosts: The run is on hosts joined by Ray.
+      episodes: True if the run has an environment.
+      hosts: True if the run is on hosts joined by Ray.
     """
     require(
         not episodes,

@@ -1,4 +1,4 @@
-"""The base class of settings, and the bounds that their numbers keep."""
+"""Base class of settings, and bounds of numeric fields."""
 
 import ast
 import math
@@ -14,10 +14,10 @@ Number = TypeVar("Number")
 
 @dataclass(frozen=True)
 class Bound:
-    """A condition on a number.
+    """Condition that a number has to satisfy.
 
     Attributes:
-      words: Reads after "must be".
+      words: Text of the condition in messages, such as "above 0"; follows "must be".
     """
 
     holds: Callable[[float], bool]
@@ -25,7 +25,7 @@ class Bound:
 
 
 def within(low: float, high: float) -> Bound:
-    """A number from `low` to `high`."""
+    """Return the bound `low <= number <= high`."""
     return Bound(lambda value: low <= value <= high, f"in [{low}, {high}]")
 
 
@@ -36,26 +36,26 @@ Share = Annotated[Number, within(0.0, 1.0)]
 
 
 class Settings:
-    """Base class of settings: a frozen dataclass that refuses numbers outside the bounds of its fields."""
+    """Base class of settings: a frozen dataclass that raises `Refusal` for numbers outside the bounds of its fields."""
 
     def __post_init__(self) -> None:
         owner: Any = type(self)
         for name, bounds, optional in _bounds(owner):
             value = getattr(self, name)
-            plain = isinstance(value, int | float)  # numbers of NumPy and JAX are none, however large
+            plain = isinstance(value, int | float)  # NumPy and JAX numbers are not plain numbers
             for bound in () if optional and value is None else bounds:
                 words = f"{'' if plain else 'a plain number '}{bound.words}{' or None' * optional}"
                 require(plain and bound.holds(value), f"{owner.__name__}.{name} must be {words}, got {value!r}")
 
 
 def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
-    """Values by name of arguments such as `tokens=4096`.
+    """Parse arguments such as `tokens=4096` into values by name.
 
     Args:
       what: Name of the setting, for messages.
 
     Raises:
-      Refusal: One is no name and literal.
+      Refusal: An argument is not a name and a Python literal.
     """
     found = {}
     for argument in arguments:
@@ -70,7 +70,7 @@ def literals(arguments: Sequence[str], what: str) -> dict[str, Any]:
 
 @cache
 def _bounds(owner: type) -> list[tuple[str, tuple[Bound, ...], bool]]:
-    """The fields of a dataclass that have bounds, and True for those that may be None."""
+    """Return the bounded fields of a dataclass: name, bounds, and True if the field may be None."""
     hints, found = get_type_hints(owner, include_extras=True), []
     for field in fields(owner):
         members = get_args(hints[field.name]) if get_origin(hints[field.name]) is not Annotated else ()

@@ -11,13 +11,13 @@ from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Sha
 
 @dataclass(frozen=True)
 class Tower(Settings):
-    """A randomly initialised vision tower, shaped like Qwen2.5-VL, every layer of which sees the whole image.
+    """Randomly initialized vision tower shaped like Qwen2.5-VL, with full attention over the image in every layer.
 
     Attributes:
-      hidden_size: Width of a patch.
-      patch_size: Side of a patch in pixels.
-      merge: Side in patches of the square that becomes one feature among the tokens.
-      most_features: Features of the largest image; larger ones are made smaller.
+      hidden_size: Size of the hidden state of a patch.
+      patch_size: Side length of a patch, in pixels.
+      merge: Side length, in patches, of the square that is merged to one image feature among the prompt's tokens.
+      most_features: Largest number of features of an image; larger images are scaled down.
     """
 
     hidden_size: Positive[int] = 64
@@ -31,14 +31,14 @@ class Tower(Settings):
 
 @dataclass(frozen=True)
 class FromScratch(Settings):
-    """A randomly initialised decoder over the embedded tokenizer, shaped like Qwen2, or with experts like Qwen3-MoE.
+    """Randomly initialized decoder for the embedded tokenizer, shaped like Qwen2 or, with experts, like Qwen3-MoE.
 
     Attributes:
-      intermediate_size: Width of the MLP, or of each expert.
-      experts: Experts in place of each MLP; 0 is none.
-      experts_per_token: Experts that a token goes through.
-      rope_theta: Base of the rotary frequencies; longer sequences take a larger one.
-      vision: Tower for images in prompts; None reads text alone.
+      intermediate_size: Hidden size of the MLP, or of each expert.
+      experts: Number of experts that replace each MLP; 0 keeps the MLP.
+      experts_per_token: Number of experts that process a token.
+      rope_theta: Base of the rotary frequencies; use a larger base for longer sequences.
+      vision: Vision tower for images in prompts; None is a text-only model.
     """
 
     hidden_size: Positive[int] = 128
@@ -62,12 +62,12 @@ class FromScratch(Settings):
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Hugging Face checkpoint or a GGUF file; its tokenizer and chat template come with it.
+    """Hugging Face checkpoint or GGUF file, with its tokenizer and chat template.
 
     Attributes:
-      path: Local directory, `.gguf` file, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` is a branch, tag
-        or commit.
-      vision: Read its vision tower as well, for prompts with images; else a checkpoint that sees is its text part.
+      path: Local directory, `.gguf` file, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` names a branch,
+        tag or commit.
+      vision: True also loads the checkpoint's vision tower, for prompts with images; False loads only the text part.
     """
 
     path: str
@@ -76,18 +76,18 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class Nnx(Settings):
-    """A causal language model of your own, a `flax.nnx` module, with random weights.
+    """Causal language model of your own: a `flax.nnx` module with random weights.
 
-    The module is called with tokens, positions and segments, `[rows, width]` each: a row holds several sequences, a
-    position counts within its sequence, and a token attends to those before it in its own segment (0 is padding). It
-    returns hidden states `[rows, width, D]`, after the last norm; its method `head()` returns the `[V, D]` matrix that
-    makes logits of them, with tied weights the embedding. `jaxrlhf.models.nnx` says how to split parameters over
-    devices. Hugging Face has no format for it, so its runs are not exported; `Config.tokenizer` is the embedded one or
-    yours.
+    The module is called with tokens, positions and segments, `[rows, width]` each. A row holds several sequences; a
+    position counts within its sequence; a token attends to earlier tokens of its own segment (0 is padding). The module
+    returns hidden states `[rows, width, D]` after the last norm. Its method `head()` returns the `[V, D]` matrix that
+    maps them to logits (with tied weights, the embedding). `jaxrlhf.models.nnx` documents how parameters are sharded.
+    Hugging Face has no format for the module, so its runs cannot be exported; `Config.tokenizer` is the embedded
+    tokenizer or your own.
 
     Attributes:
-      build: Function from `nnx.Rngs` to the module.
-      max_positions: Longest sequence that it computes; None is any.
+      build: Function that takes `nnx.Rngs` and returns the module.
+      max_positions: Longest sequence that the module can process; None is unlimited.
     """
 
     build: Callable[[Any], Any]
@@ -106,10 +106,10 @@ class Arithmetic(Settings):
     """Generated multi-step word problems with worked solutions.
 
     Attributes:
-      difficulty: 1 to 5: more steps and larger numbers.
-      train_problems, eval_problems: Records of each split; no problem text is in both.
-      unfinished_share: Share of the training solutions that stop one step early, with a wrong answer: supervised
-        training imitates them, rewards do not.
+      difficulty: Difficulty from 1 to 5; higher has more steps and larger numbers.
+      train_problems, eval_problems: Number of records of each split; no problem text is in both splits.
+      unfinished_share: Share of the training solutions that stop one step early with a wrong answer; supervised
+        training learns this mistake, rewards train against it.
     """
 
     difficulty: Annotated[int, within(1, 5)] = 2
@@ -121,13 +121,14 @@ class Arithmetic(Settings):
 
 @dataclass(frozen=True)
 class Shapes(Settings):
-    """Drawn pictures, with the digit of one colour or the two of a row to read.
+    """Generated pictures with a question: read the digit of one color, or the two digits of a row.
 
     Attributes:
-      train_problems, eval_problems: Records of each split.
-      hasty_share: Share of the training solutions that read the digit of another colour, always the same one, or from
-        right to left, and say so by their first word: supervised training imitates them, rewards do not.
-      shuffled: Each question has the picture of another one, so that only what text tells can be learned.
+      train_problems, eval_problems: Number of records of each split.
+      hasty_share: Share of the training solutions with a mistake that their first word announces: they read the digit
+        of another color (always the same one), or from right to left. Supervised training learns this mistake, rewards
+        train against it.
+      shuffled: True gives each question the picture of another question, so that only the text can be learned.
     """
 
     train_problems: Positive[int] = 12_800
@@ -139,11 +140,11 @@ class Shapes(Settings):
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Grade-school maths (Cobbe et al. 2021, arXiv:2110.14168), answers after `####`.
+    """Grade-school math word problems (Cobbe et al. 2021, arXiv:2110.14168), with answers after `####`.
 
     Attributes:
-      path: Hub id, or a directory with train/test as `.jsonl` or `.parquet`.
-      instruction: Appended to each question.
+      path: Hub id, or a directory with train and test as `.jsonl` or `.parquet`.
+      instruction: Text appended to each question.
     """
 
     path: str = "openai/gsm8k"
@@ -152,23 +153,22 @@ class Gsm8k:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFields:
-    """Fields of records with prompts; `a.b` is the field `b` of the field `a`.
+    """Field names of prompt records; `a.b` is the field `b` of the field `a`.
 
-    verl's and TRL's columns are read as they are: where a record has no field of these defaults, the answer is
-    `reward_model.ground_truth`, and prompt and solution are the `messages`, or ShareGPT's `conversations`, before and
-    from the assistant's last.
+    Columns of verl, TRL and ShareGPT are read as they are. If a record has no `answer`, the answer is
+    `reward_model.ground_truth`. If it has no `prompt`, the prompt is `messages` or `conversations` before the
+    assistant's last messages; named as `solution_key`, the same field gives those last messages as the solution.
 
     Attributes:
-      prompt_key: Field with the prompt: a text, or a list of chat messages; words of the assistant at its end are
-        continued.
-      answer_key: Field with the reference answer that rewards see; None if there is none.
-      solution_key: Field with a worked solution for supervised training, a text or an assistant's messages, such as
-        TRL's `completion`; None if there is none.
-      image_key: Field with an image or a list of them: encoded bytes, a path or a data URL, or what `datasets` writes.
-        Each has its place where `<image>` stands in the prompt; without any they come first. None shows those alone
-        that parts of the prompt's messages name.
-      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse" makes
-        the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
+      prompt_key: Field with the prompt: a text, or a list of chat messages. A final assistant message is continued.
+      answer_key: Field with the reference answer for rewards; None if there is none.
+      solution_key: Field with a worked solution for supervised training: a text, or assistant messages such as TRL's
+        `completion`; None if there is none.
+      image_key: Field with an image or a list of images: encoded bytes, a path, a data URL, or the format of
+        `datasets`. Images replace `<image>` in the prompt, or come first if the prompt has no `<image>`. None uses only
+        the images in the content parts of the prompt's messages.
+      control_tokens: Handling of control tokens such as `<|im_end|>` spelled out in texts of the file: "parse" makes
+        them tokens, as the tokenizer does by default; "text" keeps the letters, so that no text can end a turn.
     """
 
     prompt_key: str = "prompt"
@@ -180,10 +180,10 @@ class PromptFields:
 
 @dataclass(frozen=True)
 class RecordFiles(Settings):
-    """Records from `.jsonl`, `.ndjson`, `.json` (also as `.gz`, `.bz2`, `.xz` or `.zst`) or `.parquet`.
+    """Local files with records: `.jsonl`, `.ndjson`, `.json` (also `.gz`, `.bz2`, `.xz` or `.zst`) or `.parquet`.
 
     Attributes:
-      train: File of training records, or a pattern of several such as `data/*.jsonl`.
+      train: File of training records, or a pattern for several files such as `data/*.jsonl`.
       evaluation: File of held-out records; None trains without evaluation.
     """
 
@@ -193,22 +193,22 @@ class RecordFiles(Settings):
 
 @dataclass(frozen=True)
 class PromptFile(PromptFields, RecordFiles):
-    """Prompts from files, whose columns are those of `PromptFields`."""
+    """Prompts from local files; the settings `..._key` name the columns."""
 
 
 @dataclass(frozen=True)
 class HubFiles(Settings):
-    """Splits of a data set of the Hugging Face hub, in files of the kinds of `RecordFiles`.
+    """Splits of a Hugging Face hub data set, in the file formats of `RecordFiles`.
 
-    Its files are downloaded one after another, as their records are read, to the hub's cache.
+    Files are downloaded to the hub's cache one by one, when their records are read.
 
     Attributes:
-      path: Hub id, such as `openai/gsm8k`, or a local directory laid out like one.
-      subset: Configuration of the data set; None is its only or its default one.
-      train: Split of the training records.
-      evaluation: Split of the held-out records; None trains without evaluation.
-      revision: Branch, tag or commit; None is the newest of the main branch.
-      train_problems: Training records that are read, at most; no file past them is downloaded. None is all.
+      path: Hub id such as `openai/gsm8k`, or a local directory with the layout of a hub data set.
+      subset: Configuration (subset) of the data set; None is the only or the default configuration.
+      train: Split with the training records.
+      evaluation: Split with the held-out records; None trains without evaluation.
+      revision: Branch, tag or commit; None is the newest commit of the main branch.
+      train_problems: Largest number of training records that are read; later files are not downloaded. None is all.
     """
 
     path: str
@@ -221,20 +221,20 @@ class HubFiles(Settings):
 
 @dataclass(frozen=True)
 class HubData(PromptFields, HubFiles):
-    """Prompts of a data set of the hub: its files are those of `HubFiles`, its columns those of `PromptFields`."""
+    """Prompts from a Hugging Face hub data set; the settings `..._key` name the columns."""
 
 
 @dataclass(frozen=True)
 class Generated(Settings):
-    """Records that a function makes.
+    """Records made by a function.
 
     Attributes:
-      function: Function of a split (`train` or `evaluation`), a number of records and a seed that gives so many records
-        with `prompt` (a text, or chat messages), and with `answer` and `solution` where there are some; as
-        `module:function` or `path/to/file.py:function`. A solution of several turns is a list of messages: those of the
-        assistant are imitated, calls of tools included.
+      function: Function, as `module:function` or `path/to/file.py:function`, that takes a split (`train` or
+        `evaluation`), a number of records and a seed, and returns that many records. A record has `prompt` (a text or
+        chat messages) and may have `answer` and `solution`. A solution of several turns is a list of messages:
+        assistant messages are imitated, tool calls included.
       arguments: Further arguments of the function, each a name and a Python literal such as `tokens=4096`.
-      train_problems, eval_problems: Records of each split.
+      train_problems, eval_problems: Number of records of each split.
     """
 
     function: str
@@ -246,19 +246,19 @@ class Generated(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_reference(self.function, "Generated.function")
-        _ = self.keywords  # refuses what is no literal
+        _ = self.keywords  # refuses arguments that are not literals
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Further arguments of the function by name."""
+        """Further arguments of the function, by name."""
         return literals(self.arguments, "Generated.arguments")
 
 
 @dataclass(frozen=True)
 class ArithmeticPairs(Settings):
-    """The problems of `Arithmetic`, each with its right solution and, rejected, a wrong one.
+    """Problems of `Arithmetic`, each with its correct solution as chosen and a wrong solution as rejected.
 
-    Half of the wrong ones stop one step early where there are several; the others have a slip in one step.
+    Half of the wrong solutions stop one step early, if there are several steps; the others have a slip in one step.
     """
 
     difficulty: Annotated[int, within(1, 5)] = 2
@@ -269,23 +269,27 @@ class ArithmeticPairs(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PairFields(Settings):
-    """Fields of records with preference pairs.
+    """Field names of preference-pair records.
 
-    A record has a prompt and two answers; or two lists of messages, or two dialogues in the format of hh-rlhf (Bai et
-    al. 2022, arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
+    A record has a prompt and two answers. It may also have two lists of messages, or two dialogues in the format of
+    hh-rlhf (Bai et al. 2022, arXiv:2204.05862) with turns after `\\n\\nHuman:` and `\\n\\nAssistant:`; the two differ
+    in the last turn.
 
     Attributes:
-      evaluation_fraction: Share of the prompts of `train` that is held out; pairs with one prompt stay together.
-      prompt_key: Field with the prompt: a text, or a list of chat messages. None takes it from answers that repeat it
-        (TRL's implicit prompts): the messages before the last, the turns of a dialogue, or the words that both texts
-        begin with.
-      chosen_key, rejected_key: Fields with the answers, each a text or TRL's list of messages; where there is no prompt
-        of messages, those that both begin with are.
-      margin_key: Field with the least difference of the scores, a number; None if there is none.
-      safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
-      malformed_fraction: Largest share of pairs that cannot be read; up to it they are left out and reported.
-      control_tokens: Reading of a control token such as `<|im_end|>` that a text of the file spells out: "parse" makes
-        the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
+      evaluation_fraction: Share of the prompts of `train` that is held out; pairs with the same prompt stay together.
+      prompt_key: Field with the prompt: a text, or a list of chat messages. None takes the prompt from the common
+        beginning of both answers (TRL's implicit prompts): the messages before the last, the turns of a dialogue, or
+        the words that both texts begin with.
+      chosen_key, rejected_key: Fields with the two answers, each a text or TRL's list of messages. Without a prompt
+        field, the messages that both lists begin with are the prompt.
+      margin_key: Field with a number, the margin by which the chosen answer's score should be higher; None if there is
+        none.
+      safe_keys: Two boolean fields that say whether the chosen and the rejected answer are harmless; None if there are
+        none.
+      malformed_fraction: Largest share of malformed pairs; up to this share they are left out and reported, above it
+        the data is refused.
+      control_tokens: Handling of control tokens such as `<|im_end|>` spelled out in texts of the file: "parse" makes
+        them tokens, as the tokenizer does by default; "text" keeps the letters, so that no text can end a turn.
     """
 
     evaluation_fraction: Annotated[float, within(0.0, 0.5)] = 0.0
@@ -308,10 +312,10 @@ class PairFields(Settings):
 
 @dataclass(frozen=True)
 class PairFile(PairFields, RecordFiles):
-    """Preference pairs from files, whose columns are those of `PairFields`.
+    """Preference pairs from local files; the settings `..._key` name the columns.
 
     Attributes:
-      evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
+      evaluation: File of held-out records; None holds out `evaluation_fraction` of the prompts.
     """
 
     def __post_init__(self) -> None:
@@ -321,10 +325,10 @@ class PairFile(PairFields, RecordFiles):
 
 @dataclass(frozen=True)
 class HubPairs(PairFields, HubFiles):
-    """Preference pairs of a data set of the hub: its files are those of `HubFiles`, its columns those of `PairFields`.
+    """Preference pairs from a Hugging Face hub data set; the settings `..._key` name the columns.
 
     Attributes:
-      evaluation: Split of the held-out records; None leaves that to `evaluation_fraction`.
+      evaluation: Split with the held-out records; None holds out `evaluation_fraction` of the prompts.
     """
 
     evaluation: str | None = None
@@ -344,14 +348,16 @@ def _check_held_out(data: PairFile | HubPairs) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFields(Settings):
-    """Fields of records with solutions whose steps are labelled, named as TRL's `PRMTrainer` has them.
+    """Field names of records with labeled solution steps, with the defaults of TRL's `PRMTrainer`.
 
     Attributes:
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       steps_key: Field with the steps, a list of texts.
-      labels_key: Field with their labels, a list of booleans: whether each step is right.
-      separator: Text after each step, the last one too; a step is judged at its last token, which is the separator's.
-      control_tokens: Reading of a control token that a text of the file spells out, see `PairFile`.
+      labels_key: Field with the labels, a list of booleans: true if the step is right.
+      separator: Text after each step, including the last. A step is judged at its last token, the separator's last
+        token.
+      control_tokens: Handling of control tokens such as `<|im_end|>` spelled out in texts of the file: "parse" makes
+        them tokens, "text" keeps the letters.
     """
 
     prompt_key: str = "prompt"
@@ -371,12 +377,12 @@ class StepFields(Settings):
 
 @dataclass(frozen=True)
 class StepFile(StepFields, RecordFiles):
-    """Labelled steps from files, whose columns are those of `StepFields`."""
+    """Labeled solution steps from local files; the settings `..._key` name the columns."""
 
 
 @dataclass(frozen=True)
 class HubSteps(StepFields, HubFiles):
-    """Labelled steps of a data set of the hub, such as `trl-lib/math_shepherd` or `trl-lib/prm800k`."""
+    """Labeled solution steps from a hub data set, such as `trl-lib/math_shepherd` or `trl-lib/prm800k`."""
 
 
 _PromptSet = Arithmetic | Generated | Gsm8k | HubData | PromptFile | Shapes

@@ -1,4 +1,4 @@
-"""Layout and training of a role, and the rollout of a step."""
+"""Settings of a role's layout and training, and of the rollout of a step."""
 
 import math
 import re
@@ -13,25 +13,26 @@ from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Sha
 
 @dataclass(frozen=True)
 class Layout(Settings):
-    """Parallel sizes of a role, for training and for generation.
+    """Parallelism of a role, in training and in generation.
 
-    Training splits the weights p-t-d ways, generation p_g-t_g ways; the devices left over are replicas. Where p_g
-    divides p, t_g divides t and c_g divides `context`, training refines generation: a device's training shard is a
-    part of its generation shard, and switching moves the least. Any other pair works too, and moves more.
+    Training splits the weights p-t-d ways, generation p_g-t_g ways; the remaining devices are replicas. If p_g divides
+    p, t_g divides t and c_g divides `context`, training refines generation: the training shard of a device is a part of
+    its generation shard, and switching between the two layouts moves the least data. Other combinations work too, but
+    move more.
 
     Attributes:
-      data: d, replicas of the training state; None takes the devices that are left.
-      fsdp: Ways that parameters and optimizer are split over data-parallel devices.
-      stage: p, pipeline stages in training.
-      tensor: t, ways that every layer is split in training.
-      generation_stage: p_g, pipeline stages in generation.
-      generation_tensor: t_g, ways that every layer is split in generation.
-      expert: Ways that the experts of every layer are divided, in training and in generation. The same devices split
-        rows and slots, and in training all other weights, as those of `fsdp` do.
-      context: Ways that the tokens of a row are split in training (context parallelism). The same devices split
-        weights, as those of `fsdp` do; attention exchanges tokens for heads, so there are no more than heads.
-      generation_context: c_g, ways that the positions of every sequence's cache are split in generation (decode context
-        parallelism). Weights are whole along it: use it where a replica has no room for the cache.
+      data: Data parallelism (d): replicas of the training state. None uses all remaining devices.
+      fsdp: FSDP size: number of data-parallel devices over which parameters and optimizer state are sharded.
+      stage: Pipeline parallelism in training (p): number of stages.
+      tensor: Tensor parallelism in training (t): number of shards of every layer.
+      generation_stage: Pipeline parallelism in generation (p_g): number of stages.
+      generation_tensor: Tensor parallelism in generation (t_g): number of shards of every layer.
+      expert: Expert parallelism: number of shards of every layer's experts, in training and in generation. The same
+        devices also split rows and slots and, in training, all other weights as `fsdp` does.
+      context: Context parallelism in training: number of shards of the tokens of a row, at most the number of heads, as
+        attention exchanges tokens for heads. The same devices also split weights as `fsdp` does.
+      generation_context: Decode context parallelism (c_g): number of shards of the positions of every sequence's KV
+        cache. Weights are replicated over these devices; for caches too large for a generation replica.
 
     Source: HybridFlow (arXiv:2409.19256), section 5.1; `context`: DeepSpeed Ulysses (arXiv:2309.14509).
     """
@@ -61,50 +62,50 @@ class Layout(Settings):
 
     @property
     def width_shards(self) -> int:
-        """Devices that split every layer's weights along their width."""
+        """Number of devices that split every layer's weights along their width."""
         return self.fsdp * self.expert * self.context
 
     @property
     def copy_devices(self) -> int:
-        """Devices that one copy of the training state is split over."""
+        """Number of devices over which one copy of the training state is split."""
         return self.width_shards * self.stage * self.tensor
 
     @property
     def replica_devices(self) -> int:
-        """Devices that generate together."""
+        """Number of devices of one generation replica."""
         return self.expert * self.slot_devices
 
     @property
     def slot_devices(self) -> int:
-        """Devices that decode the same sequences."""
+        """Number of devices that decode the same sequences."""
         return self.generation_context * self.generation_stage * self.generation_tensor
 
     @property
     def of_training(self) -> "Layout":
-        """The layout of a role that trains alike and generates nothing."""
+        """Layout of a role with the same training parallelism that generates nothing."""
         return replace(self, generation_context=1, generation_stage=1, generation_tensor=1)
 
     @property
     def refines(self) -> bool:
-        """True if every training shard lies inside a generation shard."""
+        """True if every training shard is part of a generation shard."""
         pairs = ("context", self.context), ("stage", self.stage), ("tensor", self.tensor)
         return all(size % getattr(self, f"generation_{axis}") == 0 for axis, size in pairs)
 
     @property
     def micro_context(self) -> int:
-        """Generation replicas that the devices of `context` become."""
+        """Number of generation replicas that the devices of `context` form."""
         self._require_refinement("micro_context")
         return self.context // self.generation_context
 
     @property
     def micro_stage(self) -> int:
-        """p / p_g; times `micro_tensor`, the generation replicas that one training replica becomes."""
+        """p / p_g. One training replica forms `micro_stage * micro_tensor` generation replicas."""
         self._require_refinement("micro_stage")
         return self.stage // self.generation_stage
 
     @property
     def micro_tensor(self) -> int:
-        """t / t_g."""
+        """t / t_g; see `micro_stage`."""
         self._require_refinement("micro_tensor")
         return self.tensor // self.generation_tensor
 
@@ -119,14 +120,15 @@ class Layout(Settings):
 
 @dataclass(frozen=True)
 class ParameterGroup(Settings):
-    """Parameters with a learning rate of their own, or frozen.
+    """Group of parameters with their own learning rate, or frozen.
 
     Attributes:
-      pattern: Regular expression that is found in the names of those meant, such as `^embed$` or `attention`; one
-        that is found in none is answered with all names.
-      learning_rate: Peak of their learning rate, with the warm-up and decay of the others; None freezes them.
-      layers: First layer of those meant, and the one after the last, as a slice counts; None is all. Parameters that
-        are frozen in every layer have no moments; a layer frozen alone still costs its moments and gradient.
+      pattern: Regular expression searched for in parameter names, such as `^embed$` or `attention`. A pattern that
+        matches no name is an error that lists all names.
+      learning_rate: Peak learning rate of the group, with the warm-up and decay of the other parameters; None freezes
+        the group.
+      layers: First layer of the group and the layer after the last, like a Python slice; None is all layers. Parameters
+        frozen in every layer have no optimizer moments; a layer frozen alone still costs its moments and gradient.
     """
 
     pattern: str = ""
@@ -142,28 +144,30 @@ class ParameterGroup(Settings):
 
 
 ADAMW = ("beta1", "beta2", "eps", "weight_decay", "state_dtype")
-"""Settings of `Optimizer` that AdamW alone reads."""
+"""Fields of `Optimizer` that only AdamW reads."""
 
 
 @dataclass(frozen=True)
 class Optimizer(Settings):
-    """AdamW, or another optimizer of optax, with global-norm clipping.
+    """AdamW or another optax optimizer, with clipping of the global gradient norm.
 
     Attributes:
       factory: Function that makes the optimizer, as `module:function`, such as `optax:adafactor` or
-        `optax.contrib:muon`; it is given `learning_rate`, the schedule, and `arguments`. None is AdamW with the moments
-        and the decay below, which others have in their `arguments`. Muon is told what each matrix sums over; embedding,
-        head and vectors it leaves to Adam.
+        `optax.contrib:muon`. It is called with `learning_rate`, a schedule, and with `arguments`. None is AdamW with
+        the moments and weight decay of these settings; other optimizers take theirs in `arguments`. Muon also gets the
+        input dimensions of each matrix, and leaves embedding, head and vectors to Adam.
       arguments: Arguments of the factory, each a name and a Python literal such as `consistent_rms=0.2` or `mode='a'`.
-      warmup_updates: Updates over which the learning rate rises from 0.
-      decay: `constant`, or down to 0 over the run's updates.
-      state_dtype: Dtype that AdamW's two moments are kept in; `bfloat16` halves them, rounded up or down at random so
-        that small changes are not lost (stochastic rounding).
-      max_grad_norm: Gradients are scaled down to this global norm.
-      groups: Parameters with learning rates of their own, or frozen; of several that name one the first counts.
-      average_decay: Decay of an exponential average of the weights over updates (EMA), kept beside the moments at 4
-        bytes a weight, which `export --average` writes; None keeps none.
-      vision_learning_rate: Learning rate of a vision tower, with warm-up and decay of the others; None freezes it.
+      warmup_updates: Number of updates over which the learning rate rises from 0.
+      decay: Learning rate after the warm-up: `constant`, or falling to 0 over the updates of the run.
+      state_dtype: Dtype of AdamW's two moments. `bfloat16` halves their memory; values are rounded up or down at random
+        (stochastic rounding), so that small changes are not lost.
+      max_grad_norm: Largest global gradient norm; larger gradients are scaled down to it.
+      groups: Parameter groups with their own learning rate, or frozen. If several groups match a parameter, the first
+        counts.
+      average_decay: Decay per update of an exponential moving average (EMA) of the weights, stored at 4 bytes per
+        weight and written by `export --average`. None keeps no average.
+      vision_learning_rate: Peak learning rate of a vision tower, with the warm-up and decay of the other parameters;
+        None freezes the tower.
     """
 
     factory: str | None = None
@@ -203,10 +207,10 @@ class Optimizer(Settings):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Arguments of the factory by name.
+        """Arguments of the factory, by name.
 
         Raises:
-          Refusal: One is no name and literal.
+          Refusal: An argument is not a name and a Python literal.
         """
         return literals(self.arguments, "Optimizer.arguments")
 
@@ -216,18 +220,18 @@ Remat = Literal["auto", "full", "offload", "none"]
 
 @dataclass(frozen=True)
 class Training(Settings):
-    """Training of one role.
+    """Training settings of one role.
 
     Attributes:
-      tokens_per_microbatch: Tokens, padding included, of one forward-backward over all devices of the role, at most.
-        Smaller saves memory; the gradient does not change.
-      remat: Rematerialisation: in the backward pass `full` computes each layer again from its input, `none` nothing.
-        `offload` is `full` with the inputs in host memory meanwhile; on CPU, whose memory is the host's, they stay.
-        `auto` is `none` on an accelerator that has the memory by the estimate in the table of derived settings, else
-        `full`; on CPU `full` is faster.
-      lora: Adapters to train beside frozen weights; None trains the weights.
-      router_loss: Coefficient of the load-balancing loss of a mixture of experts, over each response's tokens and with
-        the weights of the main loss, or of pairs with equal ones; None takes the checkpoint's own.
+      tokens_per_microbatch: Largest number of tokens, padding included, in one forward-backward pass over all devices
+        of the role. Smaller microbatches save memory; the gradient does not change.
+      remat: Rematerialization: `full` recomputes each layer from its input in the backward pass, `none` recomputes
+        nothing. `offload` is `full` with the layer inputs in host memory meanwhile (on CPU they stay in place). `auto`
+        is `none` on an accelerator with enough memory by the estimate in the table of derived settings, else `full`; on
+        CPU `full` is faster.
+      lora: LoRA adapters to train next to frozen weights; None trains the weights.
+      router_loss: Coefficient of the load-balancing loss of a mixture of experts, over the tokens of each response,
+        weighted as in the main loss (equally for preference pairs). None uses the coefficient of the checkpoint.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -258,25 +262,27 @@ class Training(Settings):
 
 
 MOST_KEPT = 64
-"""Tokens at most that a draw of a training rollout may be among, with `top_k`: each is recorded, at 4 bytes a token."""
+"""Largest `top_k` of a training rollout with truncated sampling; each token's candidates are recorded, 4 bytes each."""
 
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """Sampling of a token. Algorithms with a policy loss refuse `greedy`, and need a `top_k` up to 64 beside `top_p`,
-    `min_p` or `min_tokens`: the tokens that each draw is among are then recorded, and the trainer's log-probabilities
-    are of the same truncated distribution (keep sampling mask: DeepSeek-V3.2, arXiv:2512.02556).
+    """Sampling of tokens.
+
+    Algorithms with a policy loss refuse `greedy`, and take `top_p`, `min_p` or `min_tokens` only with a `top_k` from 1
+    to 64. The candidates of each sampled token are then recorded, and the trainer normalizes log-probabilities over the
+    same candidates (keep sampling mask: DeepSeek-V3.2, arXiv:2512.02556).
 
     Attributes:
-      top_p: Nucleus, in (0, 1]; 1 keeps all tokens.
-      top_k: Likeliest tokens kept; 0 keeps all.
-      min_p: Least probability of a token over that of the likeliest, in [0, 1); 0 keeps all. Of what `top_k` keeps
-        `top_p` keeps its part, and of that `min_p`.
-      min_tokens: Tokens before the first at which a stop token may be drawn.
-      greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
-      stop_tokens: Texts that end a response beside the tokenizer's EOS, such as `</answer>`; the tokens of a text stay
-        in the response, up to the one that completes it.
-      ignore_eos: Let no token end a response, so that each runs to its limit: to measure speed.
+      top_p: Nucleus sampling: probability mass that is kept, in (0, 1]; 1 keeps all tokens.
+      top_k: Number of most likely tokens that are kept; 0 keeps all.
+      min_p: Smallest kept probability, as a fraction of the most likely token's, in [0, 1); 0 keeps all. `top_k` is
+        applied first, then `top_p`, then `min_p`.
+      min_tokens: Smallest number of tokens before a stop token may be sampled.
+      greedy: True takes the most likely token and ignores temperature, top_p and top_k; `min_tokens` still applies.
+      stop_tokens: Texts that end a response in addition to the tokenizer's EOS, such as `</answer>`. The tokens of the
+        text stay in the response, up to the token that completes it.
+      ignore_eos: True lets no token end a response, so that each reaches its token limit; for measuring speed.
     """
 
     temperature: float = 1.0
@@ -304,44 +310,48 @@ class Sampling(Settings):
 
     @property
     def most_kept(self) -> int:
-        """Tokens at most that a draw is among, where they are few enough to record; else 0."""
+        """Largest number of tokens that a sample is chosen from, if small enough to record; else 0."""
         return self.top_k if not self.greedy and self.top_k <= MOST_KEPT else 0
 
 
 @dataclass(frozen=True)
 class Rollout(Settings):
-    """Generation of one step.
+    """Generation of the responses of one step.
 
     Attributes:
-      prompts_per_step: P.
-      responses_per_prompt: G; a step has B = P * G responses.
-      max_prompt_tokens: Longest prompt; longer ones are dropped and counted.
-      max_response_tokens: Longest response; longer ones are cut and marked truncated.
-      slots: Responses decoded at once; None is all of a step's.
-      decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots refill.
-      replay_routing: Router replay (R3): train each token through the experts that it was sampled with.
-      cache: KV cache. `slots` gives every response the capacity of the longest; in `pages` each takes what it needs,
-        and responses to one prompt share its pages. `auto` is `pages` where the backend has a kernel that reads them
-        (GPU and TPU), else `slots`.
-      staleness: Most policy versions, one a step, by which the oldest token of a step may be behind the policy that
-        learns from it. 0 generates, then learns. At k each step learns from responses that were begun k steps ago, so
-        that generation on a pool of its own goes on while models are updated; `algorithm.correction` weighs them.
-      over_provision: Groups of responses under way over those of a step, from 1 to 2. Above 1 a step takes the first
-        groups that are complete, and the others go on under the next weights, each put off as often as the staleness
+      prompts_per_step: Number of prompts in a step (P).
+      responses_per_prompt: Group size (G): responses to each prompt. A step has B = P * G responses.
+      max_prompt_tokens: Longest prompt in tokens; longer prompts are dropped and counted.
+      max_response_tokens: Longest response in tokens; longer responses are cut off and marked as truncated.
+      slots: Number of responses decoded at once; None is all responses of a step.
+      decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots are refilled.
+      replay_routing: True trains each token through the experts that it was sampled with (router replay, R3).
+      cache: KV cache. `slots` reserves the capacity of the longest response for every response. In `pages` each
+        response takes the pages it needs, and responses to one prompt share its pages. `auto` is `pages` if the backend
+        has an attention kernel for them (GPU and TPU), else `slots`.
+      staleness: Largest number of policy versions, one per step, between the policy that sampled a step's oldest token
+        and the policy that learns from it. 0 generates, then learns. With k, a step learns from responses started k
+        steps ago, so that generation on its own pool continues during updates; `algorithm.correction` corrects for the
+        difference.
+      over_provision: Number of groups generated at once, relative to the groups of a step, from 1 to 2. Above 1 a step
+        takes the groups that complete first; the others continue with the next weights, as often as the staleness
         allows (APRIL: Zhou et al. 2025, arXiv:2509.18521).
-      on_new_weights: Keys and values of responses that are put off. They are computed again by the next weights, or
-        kept as they are: nothing is computed twice, and tokens attend to what older weights made of those before. Each
-        token's recorded log-probability is that of the mixture which drew it, for `algorithm.correction` to weigh.
-      order: Clock by which groups are complete first: counts of drawn tokens, so that a run has the same numbers when
-        it is repeated or resumed; or arrival, for episodes, whose tools take seconds that nobody can repeat.
-      replay_arrivals: The `arrivals.jsonl` of a run with `order="arrival"`, whose groups arrive in the same steps.
-      stream_parts: Parts in which a step learns from its groups, those that are complete first by counts of tokens,
-        while a pool of its own draws the others with the same weights. They make one update, that of the whole step.
-      quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
-        8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
-        the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
-      server: Servers of another engine that generate in place of the run's own. Their arithmetic is another, so
-        `algorithm.correction` weighs their responses.
+      on_new_weights: KV cache of responses that continue with new weights. `recompute` computes keys and values again
+        with the new weights. `keep` keeps them, which saves the second prefill; new tokens then attend to keys and
+        values of older weights, and their recorded log-probabilities are of this mixture, for `algorithm.correction`.
+      order: Order in which groups count as complete. `deterministic` counts sampled tokens, so that a repeated or
+        resumed run has the same numbers. `arrival` goes by time, for episodes with tools, and is not reproducible.
+      replay_arrivals: Path of the `arrivals.jsonl` of a run with `order="arrival"`; groups then arrive in the same
+        steps.
+      stream_parts: Number of parts in which a step learns from its groups. The groups that complete first, by counts of
+        tokens, are learned from while another pool generates the rest with the same weights. The parts make one update,
+        that of the whole step.
+      quantize: Format of the layers' matrices during generation: 8-bit integers (`int8`), or 8-bit floats on chips that
+        have them (`fp8`; Hopper, TPU v7). Rounding comes before the switch to the generation layout, so fewer bytes
+        move. The sampling policy then differs from the trained policy, so the algorithm needs a `correction`. None
+        keeps the compute dtype.
+      server: Servers of another inference engine that generate in place of the built-in engine. Their arithmetic
+        differs, so `algorithm.correction` corrects their responses.
     """
 
     prompts_per_step: Positive[int] = 64
@@ -376,7 +386,7 @@ class Rollout(Settings):
 
     @property
     def width(self) -> int:
-        """T, columns of a rollout's arrays: tokens of the longest prompt and response."""
+        """T, number of columns of a rollout's arrays: tokens of the longest prompt plus the longest response."""
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
@@ -385,5 +395,5 @@ class Rollout(Settings):
 
     @property
     def groups_under_way(self) -> int:
-        """Groups that are generated at once; a step takes `prompts_per_step` of them."""
+        """Number of groups that are generated at once; a step takes `prompts_per_step` of them."""
         return math.ceil(self.prompts_per_step * self.over_provision)

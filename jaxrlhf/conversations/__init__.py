@@ -1,6 +1,6 @@
-"""Conversations: chat messages as tokens, from the first prompt to the last reply, and what a reply says.
+"""Conversations: chat messages as tokens, from the first prompt to the last reply, and parsing of replies.
 
-No other room makes tokens of messages once an episode has begun.
+No other subpackage tokenizes messages after an episode has started.
 """
 
 from jaxrlhf.conversations.chat_format import ChatFormat

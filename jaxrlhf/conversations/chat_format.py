@@ -1,4 +1,4 @@
-"""Tokens of chats in the form of one tokenizer: first prompts, what follows a reply, and what a reply says."""
+"""Chat format of one tokenizer: tokens of first prompts and of messages after a reply, and parsing of replies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,18 +16,18 @@ _OPENING_TOKENS = 16
 
 
 class ChatFormat:
-    """Form in which a tokenizer writes chats; one for all episodes of a run.
+    """Format in which a tokenizer writes chats, shared by all episodes of a run.
 
     Attributes:
-      stop_tokens: Ids that end a turn of the policy's.
-      end_of_turn: Id that closes a turn which was cut; None where the next message's header closes it.
+      stop_tokens: Token ids that end a turn of the policy.
+      end_of_turn: Token id that closes a truncated turn; None if the next message's header closes it.
 
     Args:
       settings: Further variables of the chat template, such as `{"enable_thinking": False}`.
-      reader: Reads images of messages; None reads text alone.
+      reader: Reader of images in messages; None supports text alone.
 
     Raises:
-      Refusal: The tokenizer has no chat template, or one that does not show replies.
+      Refusal: The tokenizer has no chat template, or the template does not show replies.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChatFormat:
 
     @property
     def family(self) -> str:
-        """Form in which tool calls are read."""
+        """Name of the form in which tool calls are parsed."""
         return self._parser.family
 
     def prompt(
@@ -60,13 +60,13 @@ class ChatFormat:
         *,
         rewritten: Callable[[str], str] = lambda text: text,
     ) -> tuple[int, ...]:
-        """Token ids of a chat, with the assistant's turn opened at the end.
+        """Return the token ids of a chat, with the assistant's turn opened at the end.
 
         Args:
-          rewritten: Function of the rendered text to the one that is tokenised, which writes placeholders of images.
+          rewritten: Function applied to the rendered text before tokenization; it inserts placeholders of images.
 
         Raises:
-          EnvironmentFailure: The template refuses the messages.
+          EnvironmentFailure: The template rejects the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
         text = self.template.render(given, tools, open_reply=True)
@@ -81,17 +81,17 @@ class ChatFormat:
         ended_by: int | None,
         rewritten: Callable[[str], str] = lambda text: text,
     ) -> tuple[int, ...]:
-        """Token ids that follow a sampled reply.
+        """Return the token ids that follow a sampled reply.
 
-        They are the separator after the end of its turn, the messages, and the opening of the next turn, preceded by
-        an end of turn where the reply has none. Its length alone bounds the time, not the conversation's.
+        The ids are an end of turn if the reply has none, the separator after it, the messages, and the opening of the
+        next turn. The time depends on the length of the messages, not of the conversation.
 
         Args:
-          ended_by: Last token of the reply if it is a stop token; None if the reply was cut.
-          rewritten: Function of the rendered text, as of `prompt`.
+          ended_by: Last token of the reply if it is a stop token; None if the reply was truncated.
+          rewritten: Function applied to the rendered text, as in `prompt`.
 
         Raises:
-          EnvironmentFailure: The template refuses the messages.
+          EnvironmentFailure: The template rejects the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
         text = self.synthetic.following(given, tools)
@@ -108,53 +108,53 @@ class ChatFormat:
         return ids
 
     def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
-        """True if the template leaves all before these messages as it was.
+        """Return True if the template still renders all text before these messages as it was.
 
         Args:
-          reasoning: The policy has reasoned before.
+          reasoning: True if the policy has reasoned before.
         """
         of_tool = all(message.get("role") == "tool" for message in messages)
         return self._keeps[of_tool, False] and (not reasoning or self._keeps[of_tool, True])
 
     def opening(self, tokens: Sequence[int]) -> str:
-        """Last of the text of these tokens, which shows if the template has begun a reply's reasoning behind them."""
+        """Return the end of the text of these tokens, which shows if the template has opened a reply's reasoning."""
         return str(self.tokenizer.decode(list(tokens[-_OPENING_TOKENS:]), skip_special_tokens=False))
 
     def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, opening: str = "") -> Reply:
-        """Reply that the policy drew; any tokens make one.
+        """Parse a reply that the policy sampled; any tokens are valid.
 
         Args:
-          opening: `opening` of the tokens before it.
+          opening: Result of `opening` for the tokens before the reply.
         """
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
 
     def stream(self, tools: Sequence[ToolSchema] = (), *, opening: str = "") -> ReplyWords | None:
-        """Words of a reply as its tokens come: a beginning of the words that `parse` finds.
+        """Return an incremental parser of a reply; its text is a prefix of the text that `parse` finds.
 
         Returns:
-          None if the tokenizer's own response template has to see the whole reply.
+          None if the tokenizer's own response template needs the whole reply.
         """
         return self._parser.stream(tools, opening)
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
-        """Raise `Refusal` if calls of these tools could not be read, as of `Signatures`."""
+        """Raise `Refusal` if calls of these tools could not be parsed, as `Signatures` does."""
         self._parser.signatures(tools)
 
     def said(self, reply: Reply) -> Message:
-        """The reply as a message that this template shows, as `told` writes it."""
+        """Return the reply as a message that this template shows, in the form of `told`."""
         if self.synthetic.with_calls or self._parser.writes_calls or not reply.calls:
             return reply.message
         return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
 
     def told(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages as the template takes them.
+        """Return the messages in the form that the template takes.
 
-        Where it knows no tools, a tool's answers are a user's words, in one message with those around them, and calls
-        are the assistant's, as the policy writes them.
+        If the template knows no tools, a tool's answers become a user's message, merged with the user's messages around
+        them. Calls become text of the assistant, as the policy writes them.
 
         Raises:
-          EnvironmentFailure: The template shows no calls, and its family's form cannot be written as text.
+          EnvironmentFailure: The template shows no calls, and the family's form cannot be written as text.
         """
         if self.synthetic.tool_role == "tool" and self.synthetic.with_calls:
             return messages
@@ -189,7 +189,7 @@ class ChatFormat:
         return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": said}
 
     def _stop_tokens(self) -> frozenset[int]:
-        """Ends of turns that the template writes, or the headers that follow one, and the tokenizer's own end."""
+        """Return the tokens that end turns in the template, or the headers that follow a turn, and the EOS token."""
         found = {self.tokenizer.eos_token_id, self.synthetic.after_words.token, self.synthetic.after_calls.token}
         for messages in (_USER, self.synthetic.answers()):
             if self.synthetic.closing(messages).token is None:
@@ -200,7 +200,7 @@ class ChatFormat:
 
 
 def _check_shown(messages: Sequence[Message], text: str) -> None:
-    """Refuse messages of the system that a template leaves out, as gpt-oss's does behind the first one."""
+    """Raise `EnvironmentFailure` if the template drops a system message, as gpt-oss's does after the first one."""
     for place, message in enumerate(messages):
         said = text_of(message).strip()
         if message.get("role") == "system" and said not in text:

@@ -1,4 +1,4 @@
-"""Tokens of an episode: as they were sampled, and as they were inserted between replies."""
+"""Tokens of an episode: sampled replies, and the tokens inserted between replies."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +12,19 @@ from jaxrlhf.conversations.images import SeenTokens, behind, marked, shown_again
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 DrawnRun = tuple[int, Sequence[float], int, int]
-"""Place of the first of tokens that were drawn together, their log-probabilities, their turn, and their version."""
+"""Run of sampled tokens: index of its first token, log-probabilities, number of the turn, version of the weights."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Row of training, of an episode: all fields have one entry a token.
+    """Training row of an episode; all fields except `images` have one entry per token.
 
     Attributes:
-      mask: 1 on tokens that the policy drew and that no earlier sequence of the episode trains.
-      logps: The engine's log-probabilities where the mask is 1, else 0.
-      turn: Number of the reply where the mask is 1, from 0; else -1.
-      version: Version of the weights that drew the token where the mask is 1, else -1.
-      images: Images that it shows, in their order; they have no entries for tokens.
+      mask: 1 on tokens that the policy sampled and that no earlier sequence of the episode trains.
+      logps: Log-probabilities by the engine where the mask is 1, else 0.
+      turn: Number of the reply, from 0, where the mask is 1; else -1.
+      version: Version of the weights that sampled the token where the mask is 1; else -1.
+      images: Images in the row, in order.
     """
 
     tokens: tuple[int, ...]
@@ -36,7 +36,7 @@ class TokenSequence:
 
     @classmethod
     def of(cls, tokens: Sequence[int], drawn: Iterable[DrawnRun], images: tuple[Image, ...]) -> "TokenSequence":
-        """Tokens of which some runs were drawn, and are trained."""
+        """Build a row in which the sampled runs are trained."""
         count = len(tokens)
         mask, logps, turns, versions = [0] * count, [0.0] * count, [-1] * count, [-1] * count
         for start, own, turn, version in drawn:
@@ -48,14 +48,14 @@ class TokenSequence:
 
 @dataclass
 class _Stream:
-    """A sequence that grows."""
+    """Sequence of tokens that grows during an episode."""
 
     tokens: list[int]
     images: tuple[Image, ...] = ()
     drawn: list[DrawnRun] = field(default_factory=list)
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
-        """Tokens, and the images among them, go behind all others."""
+        """Append tokens, and the images among them."""
         self.images += behind(images, len(self.tokens))
         self.tokens += tokens
 
@@ -63,21 +63,21 @@ class _Stream:
 class Conversation:
     """Conversation of an episode.
 
-    The policy's tokens stay as it drew them. A message is encoded once, when it comes.
+    The policy's tokens stay as they were sampled. Each message is encoded once, when it arrives.
 
     Attributes:
-      messages: All that was said so far.
-      replies: The policy's turns.
+      messages: All messages so far.
+      replies: Replies of the policy.
 
     Args:
-      history: `as_sampled` keeps every token; `as_templated` begins a further sequence where the template would write
-        what was said in another way.
-      cut_turns: `close` ends a reply that was cut with an end of turn that is not trained on.
-      prompt_tokens: The messages' tokens where they are known already.
-      images: Images among those.
+      history: `as_sampled` keeps every token; `as_templated` starts a further sequence when the template would render
+        earlier messages differently.
+      cut_turns: `close` ends a truncated reply with an end of turn that is not trained on; `end` ends the episode.
+      prompt_tokens: Tokens of the messages, if they are already known.
+      images: Images in `prompt_tokens`.
 
     Raises:
-      EnvironmentFailure: The chat template refuses the messages, or an image is damaged.
+      EnvironmentFailure: The chat template rejects the messages, or an image is damaged.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Conversation:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Token ids that the engine is given for the next reply."""
+        """Token ids after which the engine samples the next reply."""
         return tuple(self._streams[-1].tokens)
 
     @property
@@ -114,12 +114,12 @@ class Conversation:
         return self._streams[-1].images
 
     def sampled(self, tokens: Sequence[int], logps: Sequence[float], version: int = 0, *, ended: bool = False) -> Reply:
-        """Record what the engine drew after `prompt`, as it is.
+        """Append a reply that the engine sampled after `prompt`, unchanged, and parse it.
 
         Args:
           logps: Log-probability of each token.
-          version: Version of the weights that drew them.
-          ended: A stop token or text ended the reply, which was not cut even where it has no end of turn.
+          version: Version of the weights that sampled the tokens.
+          ended: True if a stop token or text ended the reply; without an end of turn it then still counts as complete.
         """
         if len(logps) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
@@ -140,20 +140,21 @@ class Conversation:
         return reply
 
     def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:
-        """Insert what is said after a reply, up to the opening of the next one.
+        """Insert the messages after a reply, up to the opening of the next reply.
 
-        Inserted tokens have mask 0. Texts of too many tokens are cut, and say so; beside images nothing is.
+        Inserted tokens have mask 0. Texts with too many tokens are truncated, with a notice; messages with images are
+        not truncated.
 
         Args:
-          most_tokens: Tokens to insert, at most; None is no limit.
+          most_tokens: Maximum tokens to insert; None is no limit.
 
         Returns:
-          Tokens inserted; 0 if `most_tokens` is too few for the template's own, or for all beside images, and the
-          conversation is as before.
+          Number of inserted tokens. It is 0, and the conversation unchanged, if `most_tokens` is less than the
+          template's own tokens or, with images, than all tokens.
 
         Raises:
-          EnvironmentFailure: The chat template refuses the messages, or an image is damaged.
-          ValueError: Nothing was said before them, or a reply that was cut must end the episode.
+          EnvironmentFailure: The chat template rejects the messages, or an image is damaged.
+          ValueError: There is no reply before the messages, or a truncated reply must end the episode.
         """
         if not self.replies or self.messages[-1].get("role") != "assistant":
             raise ValueError("messages can be observed after a reply alone")
@@ -182,15 +183,15 @@ class Conversation:
         return len(inserted)
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """The episode's rows; every drawn token has mask 1 in one of them."""
+        """Return the training rows of the episode; every sampled token has mask 1 in one row."""
         return tuple(TokenSequence.of(stream.tokens, stream.drawn, stream.images) for stream in self._streams)
 
     def _follow(self, templated: SeenTokens) -> None:
-        """Go on with the template's tokens of all that was said, in a further sequence unless the last one leads there.
+        """Continue with the template's tokens of the whole conversation.
 
-        An image is written again where its message stands, and leads where the last one does by its pixels.
-
-        What the policy drew is trained where it was drawn, so none of a further sequence's beginning is.
+        The last sequence is extended if it is a prefix of these tokens. Otherwise a further sequence starts. Images are
+        compared by their pixels. A sampled token is trained in the sequence in which it was sampled, so the beginning
+        of a further sequence is not trained.
         """
         stream, begun = self._streams[-1], SeenPrompt.of(self.prompt, self.images)
         if SeenPrompt.of(*templated)[: len(begun)] == begun:
@@ -200,7 +201,7 @@ class Conversation:
             self._reasoned = False
 
     def _addressed(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, a tool's answers with the call's name and id, in the order of calls where they have none."""
+        """Add the name and id of its call to each tool's answer; answers without an id are in the order of calls."""
         calls = list(self.replies[-1].calls)
         by_id = {call.call_id: call for call in calls}
         addressed: list[Message] = []

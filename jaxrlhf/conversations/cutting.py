@@ -1,4 +1,4 @@
-"""Messages that are too long, cut to a number of tokens, and saying so."""
+"""Truncation of long messages to a number of tokens, with a notice in their text."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,14 +17,14 @@ def cut_to(
     tokenizer: PreTrainedTokenizerBase,
     most: int | None,
 ) -> tuple[list[Message], Tokens]:
-    """Messages whose texts are cut at the end, the longest first, and their tokens.
+    """Truncate the texts of messages at the end, the longest first.
 
     Args:
-      tokens_of: Tokens of messages, all that a template writes around them included.
-      most: Tokens, at most; None is no limit.
+      tokens_of: Function from messages to tokens, including all that a template writes around them.
+      most: Maximum tokens; None is no limit.
 
     Returns:
-      The messages and their tokens; none at all if `most` is less than the template's own tokens.
+      The messages and their tokens; both empty if `most` is less than the template's own tokens.
     """
     whole = list(messages)
     tokens = tokens_of(whole)
@@ -46,7 +46,7 @@ def cut_to(
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Tokens that each text may keep: all have the same limit, as high as there is room for."""
+    """Return the tokens that each text may keep: all texts have the same limit, as high as `room` allows."""
     low, high = 0, max(lengths, default=0)
     while low < high:
         limit = (low + high + 1) // 2
@@ -57,7 +57,7 @@ def _shares(lengths: Sequence[int], room: int) -> list[int]:
 def _cut(
     message: Message, tokens: Sequence[int], most: int, notice: str, tokenizer: PreTrainedTokenizerBase
 ) -> Message:
-    """The message with the first tokens of its text, and a notice of how many are left out."""
+    """Return the message with the first `most` tokens of its text, and a notice of how many tokens are left out."""
     if len(tokens) <= most:
         return message
     kept = str(tokenizer.decode(list(tokens[:most]))).rstrip("\ufffd")

@@ -1,4 +1,4 @@
-"""Images in messages of an episode: parts of contents, and their places among the tokens."""
+"""Images in messages of an episode: parts of contents, and positions among the tokens."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -16,21 +16,21 @@ _MESSAGES = "the messages of an environment"
 
 
 _SPELLED = "\ue002"
-"""Character in the place of a `MARK` that a text spells, in messages that are rendered again."""
+"""Character that replaces a `MARK` spelled by a text, in messages that are rendered again."""
 
 
 class SeenTokens(NamedTuple):
-    """Tokens of messages, and where their images stand among them."""
+    """Tokens of messages, and their images with positions among the tokens."""
 
     tokens: tuple[int, ...]
     images: tuple[Image, ...]
 
 
 def marked(messages: Sequence[Message]) -> tuple[list[Message], list[Hashable]]:
-    """The messages as text, with a `MARK` for each image; and where the images are.
+    """Return the messages as text with a `MARK` for each image, and the sources of the images.
 
     Raises:
-      EnvironmentFailure: A part is neither a text nor an image, or a text beside images spells a mark.
+      EnvironmentFailure: A part is neither a text nor an image, or there are images and a text spells a mark.
     """
     sources: list[Hashable] = []
     told = [as_text(message, sources) for message in messages]
@@ -45,13 +45,13 @@ def written(
     reader: ImageReader | None,
     write: Callable[..., tuple[int, ...]],
 ) -> SeenTokens:
-    """Tokens of marked messages.
+    """Return the tokens of marked messages, with their images.
 
     Args:
-      write: Function of the messages, and of `rewritten` as of `ChatFormat.prompt`, to tokens.
+      write: Function from the messages, and `rewritten` as in `ChatFormat.prompt`, to tokens.
 
     Raises:
-      EnvironmentFailure: An image is damaged, nobody reads images, or the chat template does not show each of them.
+      EnvironmentFailure: An image is damaged, there is no reader, or the chat template does not show each image.
     """
     try:
         return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, told), place=_MESSAGES)
@@ -62,13 +62,13 @@ def written(
 def shown(
     images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]], *, place: str
 ) -> SeenTokens:
-    """Tokens of what has a `MARK` for each of these images, which are not in a prompt yet.
+    """Return the tokens of messages with a `MARK` for each of these images, and the images with their positions.
 
     Args:
-      write: Function of `rewritten`, as of `ChatFormat.prompt`, to tokens.
+      write: Function from `rewritten`, as in `ChatFormat.prompt`, to the tokens of the messages.
 
     Raises:
-      EnvironmentFailure: The chat template does not show each of them.
+      EnvironmentFailure: The chat template does not show each image.
       Refusal: A text spells placeholders.
     """
     if not images:
@@ -79,7 +79,7 @@ def shown(
 
 
 def spelled(messages: Sequence[Message]) -> list[Message]:
-    """Messages without images, whose texts may spell a `MARK`, as `shown_again` takes them."""
+    """Prepare messages without images for `shown_again`: replace each `MARK` that their texts spell."""
     if not any(MARK in text for message in messages for text in texts_in(message)):
         return [*messages]
     return [
@@ -90,13 +90,13 @@ def spelled(messages: Sequence[Message]) -> list[Message]:
 def shown_again(
     images: Sequence[Image], reader: ImageReader | None, write: Callable[..., tuple[int, ...]]
 ) -> SeenTokens:
-    """Tokens of a conversation from its beginning, which has these images.
+    """Return the tokens of a whole conversation with these images, rendered again from its beginning.
 
     Args:
-      write: Function of `rewritten`, as of `ChatFormat.prompt`, to tokens.
+      write: Function from `rewritten`, as in `ChatFormat.prompt`, to the tokens of the conversation.
 
     Raises:
-      EnvironmentFailure: The chat template does not show each image, or what was said spells placeholders.
+      EnvironmentFailure: The chat template does not show each image, or a message spells placeholders.
     """
 
     def whole(*, rewritten: Callable[[str], str] = lambda text: text) -> tuple[int, ...]:
@@ -109,14 +109,14 @@ def shown_again(
 
 
 def behind(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
-    """Images of a part of a sequence in the sequence, of which so many tokens stand before it."""
+    """Shift the positions of a part's images by the number of tokens before the part."""
     return tuple(replace(image, start=tokens + image.start) for image in images)
 
 
 def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:
-    """Messages of a record, which have a `MARK` for each image, with parts in their places.
+    """Return the messages of a record with an image part in the place of each `MARK`.
 
-    Of a record without images a `MARK` is text.
+    In a record without images, a `MARK` is text.
     """
     if not images:
         return [dict(message) for message in messages]
@@ -125,12 +125,12 @@ def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[d
 
 
 def kept(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a `ShownImage` for each data URL."""
+    """Return the messages with a `ShownImage` in the place of each data URL."""
     return _with_urls(messages, lambda url: ShownImage.of(url) if isinstance(url, str) else url)
 
 
 def loaded(messages: Sequence[Message]) -> list[Message]:
-    """The messages with their data URLs in the places of images."""
+    """Return the messages with a data URL in the place of each `ShownImage`."""
     return _with_urls(messages, lambda url: url.load() if isinstance(url, ShownImage) else url)
 
 
@@ -153,7 +153,7 @@ def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
 
 
 def for_people(message: Message) -> Message:
-    """A message as text, with the names of its images."""
+    """Return a message as text, with the names of its images."""
     if not isinstance(message.get("content"), list | tuple):
         return message
     texts = [
@@ -163,7 +163,7 @@ def for_people(message: Message) -> Message:
 
 
 def as_text(message: Message, sources: list[Hashable]) -> Message:
-    """A message as text, with a `MARK` for each image; where they are is put behind `sources`."""
+    """Return a message as text with a `MARK` for each image, and append the images' sources to `sources`."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
@@ -181,7 +181,7 @@ def as_text(message: Message, sources: list[Hashable]) -> Message:
 
 
 def _in_place(text: str, *, images: Sequence[Image], reader: ImageReader) -> str:
-    """A rendered text with what stands for images."""
+    """Replace the marks in a rendered text by the placeholders of images."""
     if (found := text.count(MARK)) != len(images):
         raise EnvironmentFailure(
             "wrong-type", f"the chat template writes {found} of the {len(images)} images of these messages"

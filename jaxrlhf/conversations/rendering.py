@@ -1,4 +1,4 @@
-"""Messages as text and as tokens by a chat template, control tokens that messages spell kept as text."""
+"""Rendering of messages to text and tokens by a chat template; control tokens that messages spell stay text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ class ChatTemplate:
     """Chat template of a tokenizer.
 
     Attributes:
-      source: The template's text.
-      control: Special tokens, and tokens of the vocabulary that the template writes, such as `<tool_call>`.
+      source: Text of the template.
+      control: Special tokens, and other tokens of the vocabulary that the template writes, such as `<tool_call>`.
       special: Special tokens alone.
 
     Args:
@@ -43,16 +43,16 @@ class ChatTemplate:
         self.control = ControlTokens(tokenizer, (text for text in added if text in self.source))
         self._settings = dict(settings or {})
         self.arguments_as_text = False
-        """True if the template wants the arguments of calls as JSON text."""
+        """True if the template takes the arguments of calls as JSON text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_reply: bool) -> str:
-        """Messages as text.
+        """Render messages as text.
 
         Args:
-          open_reply: The assistant's turn is opened at the end.
+          open_reply: True opens the assistant's turn at the end.
 
         Raises:
-          EnvironmentFailure: The template refuses the messages.
+          EnvironmentFailure: The template rejects the messages.
         """
         try:
             text = render_chat(
@@ -71,19 +71,19 @@ class ChatTemplate:
         return str(text)
 
     def encode(self, text: str, *, marked: bool) -> tuple[int, ...]:
-        """Token ids of rendered text.
+        """Return the token ids of rendered text.
 
         Args:
-          marked: Messages spelled control tokens, which `as_text` has marked.
+          marked: True if messages spell control tokens, which `as_text` has marked.
         """
         if marked:
             return tuple(self.control.in_parts(text))
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def as_text(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
-        """The messages with marks in control tokens that they spell, and True if any does.
+        """Mark the control tokens that messages spell; return the messages, and True if there are any.
 
-        An assistant's own tags, such as `</think>`, stay tags; a special token is text in any role.
+        An assistant's tags, such as `</think>`, stay tags. Special tokens become text in every role.
         """
         whole = [_well_formed(message) for message in messages]
         spelled = any(self.control.first_in(texts_in(message)) is not None for message in whole)
@@ -99,7 +99,7 @@ class ChatTemplate:
         }
 
     def _given(self, message: Message) -> dict[str, Any]:
-        """The message as templates of all families find it."""
+        """Return the message in a form that the templates of all model families understand."""
         given = dict(message)
         if given.get("content") is None:
             given["content"] = ""
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 
 def text_of(message: Message) -> str:
-    """Text of a message, of all its parts."""
+    """Return the text of a message, joined over its parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
 
@@ -125,7 +125,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments of a call as an object, which OpenAI's own form writes as JSON text."""
+    """Return the arguments of a call as an object; OpenAI's format writes them as JSON text."""
     if not isinstance(arguments, str):
         return arguments
     read = json.loads(arguments or "{}")
@@ -135,12 +135,12 @@ def as_object(arguments: Any) -> Any:
 
 
 def _well_formed(message: Message) -> Message:
-    """The message in characters that can be encoded: halves of surrogate pairs become `?`."""
+    """Return the message with characters that can be encoded: halves of surrogate pairs become `?`."""
     return {key: mapped(value, lambda text: text.encode(errors="replace").decode()) for key, value in message.items()}
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """The value with each text in it changed, keys included."""
+    """Apply `change` to every text in a value, keys included."""
     match value:
         case str():
             return change(value)
@@ -152,7 +152,7 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def texts_in(value: Any) -> list[str]:
-    """All texts in a value."""
+    """Return all texts in a value, keys included."""
     match value:
         case str():
             return [value]

@@ -1,4 +1,4 @@
-"""Replies of a policy, from its tokens to words: reasoning, content, and tool calls in its family's form."""
+"""Parser of a policy's replies, from tokens to reasoning, content, and tool calls in the model family's form."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,16 +18,16 @@ from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
 _SHOWN_MARK = repr(MARK)[1:-1]
 
 _KEPT = 256
-"""Lists of tools whose signatures are kept; clients of a server may send another with every request."""
+"""Number of tool lists whose signatures are cached; clients of a server may send another list with every request."""
 
 
 class ReplyParser:
-    """Reader of replies in the form that a tokenizer's chat template shows.
+    """Parser of replies in the form that a tokenizer's chat template shows.
 
-    A tag that is a token of the vocabulary counts where that token was drawn, not where letters spell it.
+    A tag that is a token of the vocabulary counts only where that token was sampled, not where letters spell it.
 
     Args:
-      usual: Text by which the template opens a reply to a user.
+      usual: Text with which the template opens a reply to a user.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, usual: str = "") -> None:
@@ -39,15 +39,15 @@ class ReplyParser:
 
     @property
     def family(self) -> str:
-        """Name of the form of calls."""
+        """Name of the form of tool calls."""
         return "response_template" if self._by_template else self._family.__name__.rpartition(".")[2]
 
     def reply(self, tokens: tuple[int, ...], tools: Sequence[ToolSchema], *, ended: bool, opening: str) -> Reply:
-        """Words of a reply.
+        """Parse the tokens of a reply.
 
         Args:
-          ended: The last token ends the turn, and is no part of the words.
-          opening: Last of the text before it.
+          ended: True if the last token ends the turn; it is then not part of the reply's text.
+          opening: End of the text before the reply.
         """
         drawn = tokens[:-1] if ended else tokens
         signatures, reasons = self.signatures(tools), False
@@ -78,7 +78,7 @@ class ReplyParser:
         )
 
     def stream(self, tools: Sequence[ToolSchema], opening: str) -> "ReplyWords | None":
-        """Words of a reply as its tokens come; None if the tokenizer's own response template has to see all of it."""
+        """Return an incremental parser of a reply; None if the tokenizer's own response template needs all tokens."""
         if self._by_template:
             return None
         split = ReasoningSplit(self.tokens.tag, opening, self._usual)
@@ -86,19 +86,19 @@ class ReplyParser:
 
     @property
     def writes_calls(self) -> bool:
-        """True if calls can be written as text."""
+        """True if calls can be written as text in the family's form."""
         return hasattr(self._family, "write")
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
-        """Calls of a message as the policy writes them; None where the family's form is not written here."""
+        """Return calls of a message as the policy writes them; None if writing is not supported for the family."""
         if not self.writes_calls:
             return None
         functions = [call["function"] for call in calls]
         return str(self._family.write([(function["name"], as_object(function["arguments"])) for function in functions]))
 
     def signatures(self, tools: Sequence[ToolSchema]) -> Signatures:
-        """Names and parameters of tools; `Refusal` as of the class."""
-        key = json.dumps([dict(tool) for tool in tools], default=str)  # properties have an order
+        """Return the names and parameters of tools; raise `Refusal` as `Signatures` does."""
+        key = json.dumps([dict(tool) for tool in tools], default=str)  # unsorted: the order of properties matters
         if (found := self._signatures.get(key)) is None:
             found = self._signatures[key] = Signatures(tools)
             if len(self._signatures) > _KEPT:
@@ -106,7 +106,7 @@ class ReplyParser:
         return found
 
     def _written(self, tokens: Sequence[int], opening: str, names: Collection[str]) -> tuple[Written, bool]:
-        """Parts of a reply in the form of the family, and whether it has a place for reasoning."""
+        """Parse a reply in the form of the family; return its parts, and True if it has a block of reasoning."""
         marked, split = MarkedText(self.tokens), ReasoningSplit(self.tokens.tag, opening, self._usual)
         (thought, rest), (left, last) = split.add(marked.add(tokens) + marked.end()), split.end()
         if names or self._family is gpt_oss:
@@ -117,7 +117,7 @@ class ReplyParser:
         return written, split.reasons
 
     def _template_form(self, tokens: Sequence[int], tools: Sequence[ToolSchema], opening: str) -> Written | None:
-        """Parts of a reply by the tokenizer's own response template; None if that cannot read it."""
+        """Parse a reply with the tokenizer's own response template; return None if that fails."""
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
         try:
             message = self._tokenizer.parse_response(text, prefix=opening, tools=[dict(tool) for tool in tools])
@@ -127,7 +127,7 @@ class ReplyParser:
             reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
             content = str(message.get("content") or "")
             return Written([content, CallBlock(text, calls)] if calls else [content], str(reasoning))
-        except Exception:  # whatever a template's patterns and parsers make of a policy's text
+        except Exception:  # a template's patterns and parsers may fail in any way on a policy's text
             return None
 
 

@@ -1,4 +1,4 @@
-"""Reasoning and content of a reply that no further token changes, as its tokens come."""
+"""Streaming of replies: the reasoning and content that no later token can change."""
 
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
@@ -9,13 +9,13 @@ from jaxrlhf.conversations.tool_calls.written import may_begin
 
 
 class ReplyWords:
-    """Words of a reply that are known before it ends: all but what stands behind the first call, and the calls.
+    """Incremental parser of a reply's reasoning and content, without its calls and the text after the first call.
 
-    Together they are a beginning of the reasoning and of the content that `ReplyParser.reply` finds of all tokens. What
-    some tokens cost depends on these alone.
+    The pieces together are a prefix of the reasoning and the content that `ReplyParser.reply` finds in all tokens. The
+    time to add tokens depends on these tokens alone.
 
     Args:
-      names: Tools.
+      names: Names of the tools.
     """
 
     def __init__(self, tokens: ReplyTokens, split: ReasoningSplit, family: ModuleType, names: Collection[str]) -> None:
@@ -29,7 +29,7 @@ class ReplyWords:
         self._reasoning, self._content = _Ends(str.isspace, leading=True), _Ends("\n".__eq__, leading=bool(names))
 
     def add(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Reasoning and content that are known with these tokens."""
+        """Return the reasoning and content that are certain with these tokens."""
         thought, rest = self._split.add(self._text.add(tokens))
         said = ""
         if self._channels is None:
@@ -44,7 +44,7 @@ class ReplyWords:
     def _before_calls(self, text: str) -> str:
         if self._called or not self._openings:
             return "" if self._called else text
-        if self._beginnings:  # the reply as a whole may be a call
+        if self._beginnings:  # the whole reply may be a call
             self._space.append(text)
             if not text.strip():
                 return ""
@@ -62,14 +62,14 @@ class ReplyWords:
 
 
 class _Ends:
-    """Text whose ends may be left out: what it begins with is, and what it ends with waits for more."""
+    """Incremental strip of a text: drops characters at its beginning, and holds them back at its end."""
 
     def __init__(self, outer: Callable[[str], bool], *, leading: bool) -> None:
         self._outer, self._leading = outer, leading
         self._held: list[str] = []
 
     def add(self, text: str) -> str:
-        """The text that is known to stand between the ends."""
+        """Return the text that is certain to be between the stripped ends."""
         if self._leading:
             begin = next((place for place, letter in enumerate(text) if not self._outer(letter)), len(text))
             text = text[begin:]

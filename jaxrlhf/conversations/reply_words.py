@@ -1,4 +1,4 @@
-"""Words of a reply as its tokens come: text with marks, and where reasoning ends and the rest begins."""
+"""Text of a reply as its tokens arrive: marks before added tokens, and the split into reasoning and the rest."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -13,7 +13,7 @@ REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thoug
 
 
 class ReplyTokens:
-    """Tokens of replies as text: a mark stands before each token of the vocabulary's own."""
+    """Conversion of reply tokens to text with a mark before each added token of the vocabulary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.bytes = TokenBytes(tokenizer)
@@ -22,11 +22,11 @@ class ReplyTokens:
         self._special = [MARK + text for id, text in self.own.items() if self.bytes.is_special(id)]
 
     def tag(self, text: str) -> str:
-        """A tag as the text shows it."""
+        """Return a tag as it appears in the text: marked if the tag is one token."""
         return MARK + text if text in self._tags else text
 
     def plain(self, text: str) -> str:
-        """Marked text as it is read, special tokens left out."""
+        """Return marked text without its marks and special tokens."""
         if MARK not in text:
             return text
         for special in self._special:
@@ -35,14 +35,14 @@ class ReplyTokens:
 
 
 class MarkedText:
-    """Marked text of one reply, as its tokens come."""
+    """Incremental decoder of one reply's tokens to marked text."""
 
     def __init__(self, tokens: ReplyTokens) -> None:
         self._tokens = tokens
         self._text, self._first = TextBytes(), True
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is complete with these tokens."""
+        """Return the text that is complete with these tokens."""
         parts: list[str] = []
         for token in tokens:
             if token in self._tokens.own:
@@ -54,22 +54,23 @@ class MarkedText:
         return "".join(parts)
 
     def end(self) -> str:
-        """Text that is left."""
+        """Return the remaining text."""
         return self._text.end()
 
 
 class ReasoningSplit:
-    """Reasoning of a reply, and what follows, as its marked text comes.
+    """Incremental split of a reply's marked text into reasoning and the rest.
 
-    Reasoning stands at the beginning, where the prompt or the reply opens it, and ends with the first end: tags that
-    come later are words. Where the prompt has ended it there is none. An end without a beginning ends reasoning where
-    the template opens it in other turns, as DeepSeek's does not behind a tool's answer; else it is a word.
+    Reasoning is at the beginning of the reply; the prompt or the reply opens it, and the first closing tag ends it.
+    Later tags are ordinary text. If the prompt has closed the reasoning, the reply has none. A closing tag without an
+    opening tag ends reasoning if the template opens reasoning in other turns (DeepSeek's does not after a tool's
+    answer). Otherwise it is ordinary text.
 
     Attributes:
-      reasons: The reply has a place for reasoning, be it empty.
+      reasons: True if the reply has a block of reasoning, even an empty one.
 
     Args:
-      opening: Last of the text before the reply.
+      opening: End of the text before the reply.
       usual: Text that opens a reply to a user.
     """
 
@@ -88,9 +89,9 @@ class ReasoningSplit:
             self._usual = pair[1] if usual.rstrip().endswith(begin.strip()) else self._usual
 
     def add(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what follows, that are known with this text."""
+        """Return the reasoning and the rest that are certain with this text."""
         if self._state in ("begin", "again") and not self._held and not text.strip():
-            self._space.append(text)  # none is looked at twice
+            self._space.append(text)  # set aside, so that no text is scanned twice
             return "", ""
         self._held += "".join(self._space) + text if self._space else text
         self._space = []
@@ -105,7 +106,7 @@ class ReasoningSplit:
                 self._state = "perhaps" if self._usual else "rest"
         if self._state == "perhaps":
             self._look_for_end()
-        if self._state == "again":  # a model may repeat what the prompt has opened
+        if self._state == "again":  # a model may repeat the tag with which the prompt ends
             begun = self._held.lstrip()
             if begun.startswith(self._start):
                 self._held, self._state = begun[len(self._start) :], "reasoning"
@@ -126,14 +127,14 @@ class ReasoningSplit:
         return reasoning, rest
 
     def end(self) -> tuple[str, str]:
-        """Words that are left; the token of a tag that was cut is none."""
+        """Return the remaining reasoning and rest; the token of an incomplete tag is dropped."""
         left, self._held = "".join((*self._perhaps, *self._space, self._held)), ""
         if self._state in ("again", "reasoning"):
             return left, ""
         return "", "" if left.lstrip().startswith(MARK) else left
 
     def _look_for_end(self) -> None:
-        """Keep what comes until an end says that all of it was reasoning; none is looked at twice."""
+        """Hold text back until a closing tag shows that all of it was reasoning; no text is scanned twice."""
         if self._usual in self._held:
             self._held, self._perhaps = "".join(self._perhaps) + self._held, []
             self.reasons, self._state, self._stop = True, "reasoning", self._usual

@@ -1,7 +1,7 @@
-"""Short conversation that stands in for the one under way: what a chat template writes around a reply is read off it.
+"""Short made-up conversation that shows the text which a chat template writes around a reply.
 
-A template is given three made-up messages and those that are new, so a turn costs the same however long an episode is,
-and no word of the policy's is rendered.
+The template renders three made-up messages and the new messages, instead of the episode's conversation. So the cost of
+a turn does not grow with the episode, and no word of the policy is rendered.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxrlhf.conversations.rendering import ChatTemplate
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 LAST_WORD, REASONING, SYSTEM, ANSWER = "wq7vend", "wq7vthought", "wq7vsystem", "wq7vanswer"
-"""Words that stand at the end of the reply, in its reasoning, in the system message, and in what a tool answers."""
+"""Made-up words at the end of the reply, in its reasoning, in the system message, and in a tool's answer."""
 
 _TOOL: ToolSchema = {
     "type": "function",
@@ -27,7 +27,7 @@ _TOOL: ToolSchema = {
         },
     },
 }
-_CALL_ID = "call00000"  # nine letters and digits, as Mistral's template wants them
+_CALL_ID = "call00000"  # nine letters and digits, as Mistral's template requires
 
 
 _SYSTEM: Message = {"role": "system", "content": SYSTEM}
@@ -37,10 +37,10 @@ class Closing(NamedTuple):
     """Text that a template writes after the last word of a reply.
 
     Attributes:
-      text: Up to its last special token, which ends the turn; all of it if there is none.
-      token: Id of that token; None where the next message's header ends the turn.
-      special: Special tokens in it.
-      occurrences: Times that the template writes the reply's last word.
+      text: Text up to its last special token, which ends the turn; the whole text without special tokens.
+      token: Id of the token that ends the turn; None if the next message's header ends it.
+      special: Number of special tokens in the text.
+      occurrences: Number of times that the template writes the reply's last word.
     """
 
     text: str
@@ -50,13 +50,13 @@ class Closing(NamedTuple):
 
 
 class SyntheticChat:
-    """Three messages before the ones that a template is asked about.
+    """Three made-up messages that precede the messages to be rendered.
 
     Attributes:
-      with_system: The template takes a system message.
-      with_calls: The template shows calls that an assistant made.
-      several_calls: It shows several in one reply.
-      tool_role: Role that it takes a tool's answer in.
+      with_system: True if the template takes a system message.
+      with_calls: True if the template shows the calls of an assistant.
+      several_calls: True if the template shows several calls in one reply.
+      tool_role: Role in which the template takes a tool's answer.
       after_words: Closing of a reply without calls.
       after_calls: Closing of a reply with calls.
     """
@@ -84,19 +84,19 @@ class SyntheticChat:
         self.tool_role = "tool" if ANSWER in self._text([*self.before(answers), *answers], [_TOOL]) else "user"
 
     def before(self, messages: Sequence[Message], *, reasoning: str = "Hm.") -> list[Message]:
-        """Messages that go before new ones: of a system, a user and an assistant, with calls for a tool's answers."""
+        """Return the messages before new ones: system, user, and assistant with calls for a tool's answers."""
         answers = [message for message in messages if message.get("role") == "tool"] if self.with_calls else []
         return self._three(answers if self.several_calls else answers[-1:], reasoning)
 
     def closing(self, messages: Sequence[Message]) -> Closing:
-        """Closing of the reply that goes before new messages."""
+        """Return the closing of the reply before new messages."""
         return self.after_calls if any(message.get("role") == "tool" for message in messages) else self.after_words
 
     def following(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
-        """Text from the end of the reply's turn to the opening of the next one.
+        """Return the text from the end of the reply's turn to the opening of the next reply.
 
         Raises:
-          EnvironmentFailure: The template refuses the messages.
+          EnvironmentFailure: The template rejects the messages, or leaves out the reply.
         """
         rendered = self._template.render([*self.before(messages), *messages], tools, open_reply=True)
         closing = self.closing(messages)
@@ -107,16 +107,16 @@ class SyntheticChat:
         if closing.token is not None and after.startswith(closing.text):
             return after[len(closing.text) :]
         found = list(self._template.special.found_in(after))
-        if closing.token is None:  # as of GLM
+        if closing.token is None:  # as in GLM's template
             return after[found[0].start() :] if found else after
         # gpt-oss ends an earlier reply with another token than the last one.
         return after[found[closing.special - 1].end() :] if len(found) >= closing.special else ""
 
     def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
-        """True if the template goes on to write the reply before these messages as it stood when it was drawn.
+        """Return True if the template renders the reply before these messages as it was when it was sampled.
 
         Args:
-          reasoning: The reply has some.
+          reasoning: True if the reply has reasoning.
         """
         before = self.before(messages, reasoning=REASONING if reasoning else "")
         whole = self._text([*before, *messages], [_TOOL])
@@ -128,35 +128,35 @@ class SyntheticChat:
         return whole.startswith(opened + before[-1]["content"])
 
     def answers(self) -> list[Message]:
-        """Message of a tool."""
+        """Return one message of a tool, in a list."""
         return [_answer("wq7vtool", _CALL_ID)]
 
     def shows(self, tools: Sequence[ToolSchema]) -> bool:
-        """True if the template shows the tools to the policy."""
+        """Return True if the template shows the tools to the policy."""
         text = self._text([*self.before([])[:-1]], tools)
         return all(str(tool["function"]["name"]) in text for tool in tools)
 
     def default_system(self) -> str:
-        """Text that the template writes of its own accord before a chat without a system message."""
+        """Return the text that the template writes by default before a chat without a system message."""
         first = self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
         header = self.following([_user(ANSWER)], ()).split(ANSWER)[0]
         own = first[: len(first) - len(_beginning(first[::-1], header[::-1]))]
         return own if any(map(str.isalpha, self._template.special.without(own))) else ""
 
     def opening(self) -> str:
-        """Text that opens a reply; empty if a user's turn does."""
+        """Return the text that opens a reply; empty if the end of a user's turn does so."""
         open_, shut = (self._text([_user("?")], open_reply=value) for value in (True, False))
         return open_[len(_beginning(open_, shut)) :]
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, open_reply: bool = False) -> str:
-        """The messages as text; empty if the template refuses them."""
+        """Render the messages as text; empty if the template rejects them."""
         try:
             return self._template.render(messages, tools, open_reply=open_reply)
         except EnvironmentFailure:
             return ""
 
     def _closing(self, *, calls: int) -> Closing | None:
-        """Closing of a reply that makes so many calls; None if the template does not show them."""
+        """Return the closing of a reply with this number of calls; None if the template does not show the reply."""
         answers = [_answer("wq7vtool", f"call{n:05d}") for n in range(calls)]
         tools = [_TOOL] * bool(calls)
         before = self._three(answers, "Hm.")
@@ -164,7 +164,7 @@ class SyntheticChat:
         if not shown:
             return None
         later = self._text([*before, *(answers or [_user("?")])], tools).split(LAST_WORD, len(shown))[-1]
-        # Phi ends a chat, and not a turn, with a further token; gpt-oss ends its last turn with another token.
+        # Phi writes a further token at the end of a chat, not of a turn; gpt-oss ends the last turn with another token.
         both = _beginning(after, later)
         found = list(self._template.special.found_in(both)) or list(self._template.special.found_in(after))
         if not found:
@@ -173,7 +173,7 @@ class SyntheticChat:
         return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(shown))
 
     def _three(self, answered: Sequence[Message], reasoning: str) -> list[Message]:
-        """Messages of a system, a user and an assistant, who makes the calls that are answered."""
+        """Return messages of a system, a user and an assistant; the assistant makes the calls that are answered."""
         reply: dict[str, Any] = {"role": "assistant", "content": "" if answered else LAST_WORD}
         reply["reasoning_content"] = reasoning
         if answered:
@@ -182,7 +182,7 @@ class SyntheticChat:
 
 
 def _beginning(one: str, other: str) -> str:
-    """Beginning that two texts have in common."""
+    """Return the common prefix of two texts."""
     same = (a == b for a, b in zip(one, other, strict=False))
     return one[: sum(takewhile(bool, same))]
 

@@ -1,4 +1,4 @@
-"""Findings on a chat template before a run begins: what holds of it, and what cannot be right."""
+"""Check of a chat template before a run starts: facts for the user, and errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from jaxrlhf.episode import Message, ToolSchema
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """Facts on a chat template.
+    """Facts about a chat template.
 
     Attributes:
-      family: Form in which tool calls are read.
+      family: Form in which tool calls are parsed.
       stop_tokens: Tokens that end a turn, as text.
       default_system: Text that the template puts before a chat without a system message.
       opening: Text that opens the policy's turn.
-      shows_tools: The template tells the policy of its tools.
-      tool_role: Role in which a tool's answer is told.
-      keeps_history: Nothing that was said is written in another way later, reasoning left aside.
-      keeps_reasoning: Reasoning stays when a user speaks again.
+      shows_tools: True if the template shows the policy its tools.
+      tool_role: Role in which a tool's answer is rendered.
+      keeps_history: True if no later message changes how earlier messages are rendered, apart from reasoning.
+      keeps_reasoning: True if reasoning stays when a user speaks again.
     """
 
     family: str
@@ -34,7 +34,7 @@ class TemplateFacts:
     keeps_reasoning: bool
 
     def lines(self) -> list[str]:
-        """The facts as a person reads them."""
+        """Return the facts as lines of text for people."""
         return [
             f"a turn ends with {' or '.join(self.stop_tokens)}, and the next opens with {self.opening!r}",
             f"tool calls are read in the form {self.family}; their answers have the role {self.tool_role}",
@@ -46,10 +46,10 @@ class TemplateFacts:
 
 
 def check_template(format: ChatFormat, tools: Sequence[ToolSchema]) -> TemplateFacts:
-    """Facts on the template of a run, with the run's tools.
+    """Return the facts about the template of a run, with the run's tools.
 
     Raises:
-      Refusal: Tokens of a conversation cannot be made turn by turn, or a tool's schema is wrong.
+      Refusal: A conversation cannot be tokenized turn by turn, or a tool's schema is wrong.
     """
     Signatures(tools)
     synthetic, control = format.synthetic, format.template.special
@@ -78,7 +78,7 @@ def check_template(format: ChatFormat, tools: Sequence[ToolSchema]) -> TemplateF
 
 
 def _check_parts(format: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-    """Control tokens that a tool spells can be kept as text if a text has the same tokens in parts."""
+    """Raise `Refusal` if text encoded in parts has other tokens: spelled control tokens could not stay text then."""
     template = format.template
     text = template.render([*format.synthetic.before(messages), *format.told(messages)], tools, open_reply=True)
     if template.encode(text, marked=True) != template.encode(text, marked=False):
@@ -89,7 +89,7 @@ def _check_parts(format: ChatFormat, messages: Sequence[Message], tools: Sequenc
 
 
 def _check_composition(format: ChatFormat, tools: Sequence[ToolSchema]) -> None:
-    """Two turns made one after the other have the tokens of the same turns made at once."""
+    """Raise `Refusal` if two turns tokenized one after the other have other tokens than at once."""
     first: Message = {"role": "user", "content": "One?"}
     reply: Message = {"role": "assistant", "content": "One."}
     second: Message = {"role": "user", "content": "Two?"}

@@ -1,4 +1,4 @@
-"""Problems: where they come from, how they become tokens, and in which order they are used."""
+"""Data sets: sources of problems, tokenization, and the order in which problems are used."""
 
 from jaxrlhf.data.arithmetic import arithmetic_records
 from jaxrlhf.data.loader import Loader

@@ -1,10 +1,10 @@
-"""Generated arithmetic word problems with worked solutions; needs no download.
+"""Generated arithmetic word problems with worked solutions; nothing is downloaded.
 
 A problem is an opening amount and a chain of changes, one operation a sentence:
 
     Mia has 3 boxes of 4 marbles. She finds 5 more. How many marbles does Mia have now?
 
-and its solution works the chain off, one operation a line:
+The solution computes the chain, one operation a line:
 
     3*4=12
     12+5=17
@@ -25,23 +25,23 @@ Split = Literal["train", "evaluation"]
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 Item = TypeVar("Item")
 
-# One in so many problems belongs to the held-out split.
+# One problem in this many belongs to the held-out split.
 _EVALUATION_SHARE = 8
-# So many candidates in a row without a new one, and the supply counts as exhausted.
+# After this many repeated candidates in a row, the distinct problems count as exhausted.
 _PATIENCE = 2_000
 
 
 @dataclass(frozen=True)
 class Level:
-    """Sizes of a difficulty's problems; every bound is inclusive.
+    """Sizes of the problems of one difficulty; all bounds are inclusive.
 
     Attributes:
       operators: Operations that occur.
-      steps: Fewest and most lines of a worked solution before its answer.
+      steps: Minimum and maximum number of lines of a worked solution before its answer.
       start: Largest opening amount.
       change: Largest number added or subtracted.
       factor: Largest multiplier and divisor.
-      largest: No amount on the way exceeds it.
+      largest: Largest amount at any step.
     """
 
     operators: str
@@ -64,15 +64,14 @@ LEVELS = {
 class _Dice:
     """Seeded choices that are the same on every machine and Python version.
 
-    Only `random.Random.random` keeps its sequence between Python versions, so every choice
-    here comes from it alone.
+    Only `random.Random.random` keeps its sequence between Python versions, so every choice is made with it.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def between(self, low: int, high: int) -> int:
-        """A whole number in [low, high]."""
+        """Return a whole number in [low, high]."""
         return low + int(self._random.random() * (high - low + 1))
 
     def pick(self, items: Sequence[Item]) -> Item:
@@ -80,7 +79,7 @@ class _Dice:
 
 
 class _Problem(NamedTuple):
-    """A problem on the way: `template` still has its names and things open."""
+    """Problem under construction; names and things are not filled in in `template` yet."""
 
     template: str
     steps: tuple[str, ...]
@@ -90,22 +89,21 @@ class _Problem(NamedTuple):
 def arithmetic_records(
     *, difficulty: int, problems: int, seed: int, split: Split, unfinished_share: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Distinct word problems of one split, the same on every machine.
+    """Return distinct word problems of one split, the same on every machine.
 
-    The split a problem belongs to is a hash of its text without names and things, so two
-    splits never share a problem, nor one with only the people exchanged, whatever their
-    sizes and seeds. A longer list starts with the shorter one.
+    A hash of the problem's text without names and things decides its split. So two splits never share a problem, not
+    even with other names and things, for any sizes and seeds. A longer list starts with the shorter one.
 
     Args:
       difficulty: 1 to 5: more steps and larger numbers; exact division from 3 on.
-      unfinished_share: Share of the solutions that stop one step early and answer with what they have.
+      unfinished_share: Share of the solutions that stop one step early and answer with the result so far.
 
     Returns:
-      Records with `question`, `answer` (digits), `solution` (lines `a+b=c`, then
-      `#### answer`) and `steps` (operations that the problem takes).
+      Records with `question`, `answer` (digits), `solution` (lines `a+b=c`, then `#### answer`) and `steps` (number of
+      operations).
 
     Raises:
-      Refusal: unknown difficulty or split, or fewer distinct problems exist.
+      Refusal: The difficulty or the split is unknown, or there are fewer distinct problems.
     """
     if difficulty not in LEVELS:
         raise Refusal(f"difficulty must be one of {list(LEVELS)}, got {difficulty}")
@@ -128,7 +126,7 @@ def arithmetic_records(
 
 
 def lexicon() -> Iterator[str]:
-    """Texts that together hold every word of every problem, each where it may stand."""
+    """Yield texts that together contain every word of every problem, in every context in which the word can occur."""
     for story in STORIES:
         changes = [f" {sentence}" for sentences in story.changes.values() for sentence in sentences]
         for sentence in (story.amount, story.product, f" {story.question}", *changes):
@@ -140,7 +138,7 @@ def lexicon() -> Iterator[str]:
 
 
 def _candidates(level: Level, seed: int, split: Split, unfinished_share: float) -> Iterator[dict[str, Any]]:
-    """Records of one split without end; they may repeat."""
+    """Yield records of one split endlessly; records may repeat."""
     dice = _Dice(seed)
     while True:
         story = dice.pick(STORIES)
@@ -163,12 +161,12 @@ def _split_of(template: str) -> Split:
 
 
 def stable_hash(text: str) -> int:
-    """64 bits, the same on every machine and in every process."""
+    """Return a 64-bit hash that is the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _compose(dice: _Dice, story: Story, level: Level) -> _Problem:
-    """Draw an opening, then changes until the level's number of steps is reached."""
+    """Sample an opening, then changes until the problem has its number of steps."""
     count = dice.between(*level.steps)
     steps: list[str] = []
     factors = dice.between(2, level.factor), dice.between(2, level.start)
@@ -193,7 +191,7 @@ def _compose(dice: _Dice, story: Story, level: Level) -> _Problem:
 
 
 def _operands(operator: str, amount: int, level: Level) -> Sequence[int]:
-    """Numbers that keep the result whole and in [0, level.largest]; 1 is left out as idle."""
+    """Return the operands, from 2 on, that keep the result whole and in [0, level.largest]."""
     if operator == "+":
         return range(2, min(level.change, level.largest - amount) + 1)
     if operator == "-":
@@ -206,7 +204,7 @@ def _operands(operator: str, amount: int, level: Level) -> Sequence[int]:
 
 
 def _cast(dice: _Dice, story: Story, template: str) -> str:
-    """Fill in who and what the problem is about."""
+    """Fill in the names and the thing of a problem."""
     pronoun = dice.pick(tuple(PEOPLE))
     name = dice.pick(PEOPLE[pronoun])
     friends = [person for names in PEOPLE.values() for person in names if person != name]

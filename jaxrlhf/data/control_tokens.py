@@ -1,6 +1,6 @@
-"""Control tokens that a user's text spells out: found, and kept as text where a data setting asks for it.
+"""Control tokens that a user's text spells out: finds them, and encodes them as text if a data setting says so.
 
-A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, whoever wrote it there.
+A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, no matter who wrote it.
 """
 
 import re
@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 
-_MARK = re.compile("[\ue000\ue001]")  # of the private use area of Unicode; a tag is encoded in two parts at the second
+_MARK = re.compile("[\ue000\ue001]")  # in Unicode's private use area; a tag is encoded in two parts, split at U+E001
 _TAG_MARK = "\ue001"
 
 
 @lru_cache(maxsize=8)
 def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a tokenizer to which control tokens are text.
+    """Return a copy of a tokenizer that encodes control tokens as text.
 
-    A tokenizer keeps in itself whether they are: one that encoded now this way, now that, would change the tokens of
-    what other threads encode at the moment.
+    This mode is a state of the tokenizer. Switching the mode of a shared tokenizer would change the tokens that other
+    threads encode at that moment.
     """
     copy = deepcopy(tokenizer)
     copy.encode("a", split_special_tokens=True)
@@ -30,13 +30,13 @@ def tokenizer_of_text(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizer
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer.
+    """Control tokens of a tokenizer.
 
     Attributes:
-      ids: Id of each, by its text.
+      ids: Token ids by the text of the token.
 
     Args:
-      tags: Further tokens of the vocabulary that are more than text in a chat, such as `<tool_call>`.
+      tags: Further tokens of the vocabulary that have a meaning in chats, such as `<tool_call>`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tags: Iterable[str] = ()) -> None:
@@ -52,19 +52,19 @@ class ControlTokens:
         self._tokenizer = tokenizer
 
     def first_in(self, texts: Iterable[str]) -> str | None:
-        """The first control token that one of the texts spells out."""
+        """Return the first control token that one of the texts spells out; None if there is none."""
         return next((found[0] for text in texts if (found := self._spelled.search(text))), None)
 
     def found_in(self, text: str) -> Iterator[re.Match[str]]:
-        """The control tokens that a text spells out, in order."""
+        """Find the control tokens that a text spells out, in order."""
         return self._spelled.finditer(text)
 
     def without(self, text: str) -> str:
-        """The text without the control tokens that it spells out."""
+        """Return the text without the control tokens that it spells out."""
         return self._spelled.sub("", text)
 
     def mark(self, text: str, *, place: str) -> str:
-        """The text with a mark inside every control token that it spells out, for a chat template to pass on."""
+        """Return the text with a mark inside every control token that it spells out; chat templates pass marks on."""
         if _MARK.search(text):
             raise Refusal(
                 f"{place}: the prompt spells out a control token and holds U+E000 or U+E001 of Unicode's private use "
@@ -76,13 +76,13 @@ class ControlTokens:
         return found[0][0] + (_TAG_MARK if found[0] in self._tags else "\ue000") + found[0][1:]
 
     def encode(self, rendered: str, *, place: str) -> list[int]:
-        """Token ids of a rendered prompt in which the template's control tokens are tokens and marked ones are text.
+        """Return the token ids of a rendered prompt; marked control tokens become text, all others become tokens.
 
         Args:
-          place: Where the prompt comes from, for error messages.
+          place: Origin of the prompt, for error messages.
 
         Raises:
-          Refusal: The tokenizer gives other ids to a text in parts than to the whole.
+          Refusal: The tokenizer gives a text in parts other ids than the whole text.
         """
         ids = self.in_parts(rendered)
         plain = _MARK.sub(" ", rendered)
@@ -94,11 +94,11 @@ class ControlTokens:
         return ids
 
     def unmarked(self, text: str) -> str:
-        """The text without the marks."""
+        """Return the text without marks."""
         return _MARK.sub("", text)
 
     def in_parts(self, rendered: str) -> list[int]:
-        """Token ids as of `encode`, of a tokenizer that is known to give them in parts."""
+        """Return token ids as `encode` does, for a tokenizer that is known to encode texts in parts."""
         ids: list[int] = []
         end = 0
         for found in self.found_in(rendered):
@@ -110,7 +110,7 @@ class ControlTokens:
         return ids + self._text(rendered[end:])
 
     def _text(self, text: str) -> list[int]:
-        """Token ids of text without control tokens, marks left out; a tag is no token if it is encoded in two."""
+        """Return the token ids of text without control tokens; marks are removed, marked tags become two parts."""
         parts = map(self.unmarked, text.split(_TAG_MARK))
         encode = tokenizer_of_text(self._tokenizer).encode
         return [n for part in parts if part for n in encode(part, add_special_tokens=False, split_special_tokens=True)]

@@ -1,4 +1,4 @@
-"""Documents made of numbers, a search among them, and questions that take two of them to answer."""
+"""Retrieval tasks on generated text: documents with a search, two-hop questions, and haystacks."""
 
 import math
 import random
@@ -18,7 +18,7 @@ DOCUMENTS = [
     f"{name} {of} {is_}" for name, facts in (("a", A_OF), ("b", B_OF), ("c", BESIDE)) for of, is_ in facts.items()
 ]
 HOLDING: dict[str, Counter[int]] = {}
-"""Documents that hold a word, by their place, and how often they do."""
+"""Inverted index: for each word, the indices of the documents that contain it, and how often they do."""
 for place, document in enumerate(DOCUMENTS):
     for word in document.split():
         HOLDING.setdefault(word, Counter())[place] += 1
@@ -34,18 +34,18 @@ def search(query: str) -> str:
     for word in query.split():
         holding = HOLDING.get(word, Counter[int]())
         rarity = math.log(1 + (len(DOCUMENTS) - len(holding) + 0.5) / (len(holding) + 0.5))
-        for place, times in holding.items():  # all documents are of one length
+        for place, times in holding.items():  # BM25 without its length term: all documents have three words
             score[place] = score.get(place, 0.0) + rarity * times * 2.2 / (times + 1.2)
     return DOCUMENTS[max(score, key=lambda place: score[place])] if score else "nothing"
 
 
 def questions(split: str, count: int, seed: int, *, searches: float = 0.4) -> list[dict[str, Any]]:
-    """Questions for the `b` of the `a` of a number, and solutions of which a share searches and the others guess.
+    """Return questions for the `b` of the `a` of a number, with solutions that search or guess.
 
-    Numbers of one question in eight are in no question that is trained on.
+    One number in eight is held out: only evaluation questions ask about it.
 
     Args:
-      searches: Share of the solutions that search, twice.
+      searches: Share of the solutions that search, twice each; the others guess.
     """
     dice, made = random.Random(f"{seed} {split}"), []
     subjects = [number for number in SUBJECTS if (number % 8 == 0) == (split == "evaluation")]
@@ -65,11 +65,11 @@ def questions(split: str, count: int, seed: int, *, searches: float = 0.4) -> li
 
 
 COLLECTED = dict(zip(PEOPLE["She"], (story.things for story in STORIES if len(story.things) == 4), strict=False))
-"""Four things of a kind, one kind for each person, that a haystack has one of."""
+"""Four things of one kind for each person; a haystack contains one of the four."""
 HAY = sorted(
     set(re.findall(r" [a-z]+", " ".join(lexicon()))) - {f" {thing}" for story in STORIES for thing in story.things}
 )
-"""Words, with the space before them, that are no things."""
+"""Filler words that are no things, each with the space before it."""
 
 
 def haystack(
@@ -84,15 +84,15 @@ def haystack(
     unfinished: float = 0.6,
     there: bool = True,
 ) -> list[dict[str, Any]]:
-    """Many words, one thing of each kind among them, and the question which things some people find there.
+    """Return texts of filler words with one thing of each kind among them, and questions which things people find.
 
     Args:
-      tokens: Tokens of the text, about; each is a word.
-      shortest: Tokens of the shortest text; lengths are then drawn evenly by their logarithm. None: all are alike.
-      growing: Lengths in between come in order, short ones first, in place of drawn ones.
-      asked: People that are asked about.
-      unfinished: Share of the solutions that stop after the first.
-      there: False asks about things of another text, so that the answer has to be guessed.
+      tokens: Approximate number of tokens of the text; each word is one token.
+      shortest: Tokens of the shortest text; lengths are then sampled log-uniformly up to `tokens`. None: equal lengths.
+      growing: Lengths grow from the shortest to the longest in record order, instead of being sampled.
+      asked: Number of people that a question asks about.
+      unfinished: Share of the solutions that stop after the first person.
+      there: False samples the things in the text independently of the answer, so that the answer has to be guessed.
     """
     dice, made = random.Random(f"{seed} {split}"), []
     for place in range(count):
@@ -112,5 +112,5 @@ def haystack(
 
 
 def all_found(prompt: str, response: str, answer: str | None, record: dict[str, Any]) -> float:
-    """1 for a response that names what everybody asked about finds, in the order asked."""
+    """Return 1 if the response names exactly the people and things of the answer, in the order asked; else 0."""
     return float(response.strip() == answer)

@@ -1,4 +1,4 @@
-"""Records that a function makes: a user's, or one of the tasks that come with the package."""
+"""Records made by a function: a user's, or one of the tasks in this package."""
 
 import inspect
 import random
@@ -13,14 +13,14 @@ from jaxrlhf.data.records import Row
 def generated_records(
     reference: str, split: str, count: int, seed: int, arguments: dict[str, Any] | None = None
 ) -> Iterator[Row]:
-    """Records of a split.
+    """Yield the records of a split.
 
     Args:
       reference: Function as `module:function` or `path/to/file.py:function`.
 
     Raises:
-      Refusal: No such function, or none with such arguments, or it gives other than `count` records, each an object
-        with texts as keys.
+      Refusal: The function is missing, does not take these arguments, or does not return a list of `count` dicts with
+        strings as keys.
     """
     function = load(reference, "data function")
     try:
@@ -42,13 +42,13 @@ def generated_records(
 
 
 def products(split: str, count: int, seed: int, *, most_digits: int = 2, calls: float = 0.3) -> list[dict[str, Any]]:
-    """Products of numbers, and solutions of which a share calls a calculator and the others guess.
+    """Return products of two numbers, with solutions that call a calculator or guess.
 
-    No product is in both splits, whichever way round its factors stand.
+    No product is in both splits, in either order of its factors.
 
     Args:
-      most_digits: Digits of a factor, from 2.
-      calls: Share of the solutions that call.
+      most_digits: Maximum digits of a factor; the minimum is 2.
+      calls: Share of the solutions that call the calculator; the others guess.
     """
     dice = random.Random(f"{seed} {split}")
     records = []
@@ -68,7 +68,7 @@ def products(split: str, count: int, seed: int, *, most_digits: int = 2, calls: 
 
 
 def programs(split: str, count: int, seed: int, *, hang: float = 0.05) -> list[dict[str, Any]]:
-    """Products, and solutions that write a program where those of `products` call a calculator.
+    """Return the records of `products`, with Python programs in the place of calculator calls.
 
     Args:
       hang: Share of the programs that never end.
@@ -88,7 +88,7 @@ def programs(split: str, count: int, seed: int, *, hang: float = 0.05) -> list[d
 
 
 def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, int]:
-    """Factors whose product belongs to a split: every eighth is held out."""
+    """Sample two factors whose product belongs to a split; one pair in eight is held out."""
     while True:
         pair = sorted(dice.randrange(10, 10**most_digits) for _ in range(2))
         held_out = random.Random(repr(pair)).random() < 1 / 8
@@ -99,13 +99,13 @@ def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, in
 def treasures(
     split: str, count: int, seed: int, *, moves: int = 10, least_distance: int = 5, towards: float = 0.6
 ) -> list[dict[str, Any]]:
-    """Places on a path of nine, treasures some steps away, and how somebody walks there who hardly looks.
+    """Return games on a path of nine places: start, treasure, and a walk that mostly ignores where the treasure is.
 
     Args:
-      moves: Steps of such a walk, at most.
-      least_distance: Steps to the treasure, at least.
-      towards: Share of steps that go towards the treasure. At 0.5 whoever imitates them does not learn to look, and
-        then learns to go one way whatever it sees, which reaches half of the treasures.
+      moves: Maximum steps of the walk.
+      least_distance: Minimum steps from the start to the treasure.
+      towards: Share of steps that go towards the treasure. At 0.5, imitation does not learn to look at the treasure,
+        and the policy then learns to go in one direction always, which reaches half of the treasures.
     """
     dice = random.Random(f"{seed} {split}")
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if abs(a - b) >= least_distance]
@@ -127,7 +127,7 @@ def treasures(
 
 
 def secrets(split: str, count: int, seed: int, *, highest: int = 7, guesses: int = 3) -> list[dict[str, Any]]:
-    """Secret numbers, and how somebody guesses them who knows which are left and takes any of those.
+    """Return secret numbers, with solutions that guess at random among the numbers that are left.
 
     Args:
       highest: Largest number; the smallest is 1.
@@ -148,11 +148,11 @@ def secrets(split: str, count: int, seed: int, *, highest: int = 7, guesses: int
 
 
 def lake_walks(split: str, count: int, seed: int, *, moves: int = 12, ahead: float = 0.7) -> list[dict[str, Any]]:
-    """Walks over gymnasium's frozen lake of 4 x 4 cells, which end in a hole, at the goal, or tired.
+    """Return walks over gymnasium's frozen lake of 4 x 4 cells; they end in a hole, at the goal or after `moves` steps.
 
     Args:
-      moves: Steps of a walk, at most.
-      ahead: Share of steps to the right or down, where the goal is; the holes are not looked at.
+      moves: Maximum steps of a walk.
+      ahead: Share of steps to the right or down, towards the goal; walks ignore the holes.
     """
     dice, ends = random.Random(f"{seed} {split}"), {5, 7, 11, 12, 15}
     records = []

@@ -1,4 +1,4 @@
-"""Files of a split of a data set: given, in a directory, or of the hub, downloaded as they are read."""
+"""Files of a split of a data set: named paths, a local directory, or the hub, downloaded as they are read."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from jaxrlhf.data.records import RECORDS, Row, arrow_advice, read_rows
 _SIGNS = re.compile(r"(\*+|\?|\[[^\]]+\])|[^*?]")
 _READ = {"*": "[^/]*", "?": "[^/]"}
 _DESCRIPTIONS = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
-"""Files of `datasets` that hold no records."""
+"""Metadata files of `datasets`, which hold no records."""
 
 
 def split_files(path: str, name: str) -> list[Path]:
-    """One file of split `name`, or its shards in order: in a directory as given, or in a snapshot from the hub."""
+    """Return the file of split `name`, or its shards in order, from a directory or a snapshot of the hub."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
         directory = _snapshot(path)
@@ -43,10 +43,10 @@ def _snapshot(path: str) -> Path:
 
 
 def split_rows(data: HubFiles | RecordFiles, split: str) -> Iterator[Row]:
-    """Records of a split; a file of the hub is downloaded when the first of its records is asked for.
+    """Return an iterator over the records of a split; a hub file is downloaded when its first record is requested.
 
     Raises:
-      Refusal: No such file, data set, revision, subset or split.
+      Refusal: There is no such file, data set, revision, subset or split.
     """
     part = _part(data, split)
     name: str | None = getattr(data, part)
@@ -61,7 +61,7 @@ def split_rows(data: HubFiles | RecordFiles, split: str) -> Iterator[Row]:
 
 
 def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, Any]]:
-    """Name, size and version of each file of a split; files of the hub count as large."""
+    """Return name, size and version of each file of a split; files of the hub count as large."""
     name: str | None = getattr(data, _part(data, split))
     if name is None:
         return []
@@ -76,10 +76,10 @@ def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, A
 
 
 def record_files(name: str) -> list[Path]:
-    """Files that a path or a pattern of `*`, `?` and `[` names, in the order of their names.
+    """Return the files that a path or a pattern of `*`, `?` and `[` names, sorted by name.
 
     Raises:
-      Refusal: They stand for none.
+      Refusal: A pattern matches no file.
     """
     path = Path(name).expanduser()
     if path.exists() or not has_magic(str(path)):
@@ -91,13 +91,13 @@ def record_files(name: str) -> list[Path]:
 
 
 def _part(data: HubFiles | RecordFiles, split: str) -> str:
-    """Setting that names a split's files; held-out pairs may be a share of the training split."""
+    """Return the setting that names a split's files; held-out pairs may be a share of the training split."""
     shared = isinstance(data, PairFields) and data.evaluation_fraction > 0
     return "train" if shared else split
 
 
 class _Directory:
-    """Files of a local directory that is laid out like a data set of the hub."""
+    """Local directory that is laid out like a data set of the hub."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class _Directory:
 
 
 class _Repository:
-    """Files of a data set of the hub, at one commit; without the network, those of it that were downloaded before."""
+    """Data set of the hub at one commit; without a network, its files that were downloaded before."""
 
     def __init__(self, path: str, revision: str | None) -> None:
         import huggingface_hub
@@ -164,7 +164,7 @@ class _Repository:
 
 
 def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -> list[str]:
-    """Names of a split's files, as the data set's card says or, without one, by their own."""
+    """Return the names of a split's files, as declared in the data set's card, else chosen by file name."""
     files = [name for name in place.names if RECORDS.search(name) and Path(name).name not in _DESCRIPTIONS]
     configs = _configs(place) if "README.md" in place.names else []
     if configs:
@@ -173,10 +173,10 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
     else:
         named = re.compile(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)")
         within = [name for name in files if subset is None or name.startswith(f"{subset}/")]
-        # A file's own name says more than its folders': `test_data/train.jsonl` is no test.
+        # A file's name takes precedence over its folders': `test_data/train.jsonl` is no test file.
         found = [name for name in within if named.search(Path(name).name)]
         found = found or [name for name in within if named.search(name)]
-        # Beside files of records, one of another kind of JSON says what is in them.
+        # Next to .jsonl or .parquet files, a .json file is a description of them.
         found = [name for name in found if ".json" not in Path(name).suffixes] or found
         folders = {str(Path(name).parent) for name in found}
         if subset is None and len(folders) > 1:
@@ -194,7 +194,7 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
 
 
 def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
-    """Advice on files that are not read: what makes some of them that are."""
+    """Return advice on how to convert files that are not read; empty if there is none."""
     tables = [name for name in names if name.endswith((".csv", ".tsv"))]
     if tables:
         made = Path(tables[0]).with_suffix(".parquet").name
@@ -204,19 +204,19 @@ def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
 
 
 def _visible(names: Iterable[str]) -> list[str]:
-    """Names without hidden files and what is in hidden folders, sorted, as the library `datasets` looks at a folder."""
+    """Return sorted names without hidden files and folders, as the library `datasets` lists a folder."""
     return sorted(name for name in names if not any(part.startswith((".", "__")) for part in name.split("/")))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """True if a pattern of a card names a file: `*` is within a folder, and `**` is any number of folders."""
+    """Return True if a card's pattern matches a file: `*` stays within a folder, `**` is any number of folders."""
     *folders, last = pattern.removeprefix("./").split("/")
     above = "".join("(?:[^/]+/)*" if folder == "**" else f"{_one_name(folder)}/" for folder in folders)
     return re.fullmatch(above + ("(?:[^/]+/)*[^/]+" if last == "**" else _one_name(last)), name) is not None
 
 
 def _one_name(pattern: str) -> str:
-    """Regular expression of a pattern of one name: `*`, `?`, and a choice of letters such as `[0-9]`."""
+    """Return the regular expression of a pattern of one name: `*`, `?`, and character sets such as `[0-9]`."""
 
     def read(sign: re.Match[str]) -> str:
         if not sign[1]:
@@ -227,13 +227,13 @@ def _one_name(pattern: str) -> str:
 
 
 def _configs(place: _Directory | _Repository) -> Sequence[Mapping[str, Any]]:
-    """Configurations that the card of a data set declares, with files."""
+    """Return the configurations with files that the card of a data set declares."""
     from huggingface_hub import DatasetCard
 
     text = place.file("README.md").read_text("utf-8", "replace")
     try:
         card = DatasetCard(text, ignore_metadata_errors=True)
-    except Exception as error:  # what the reader of YAML raises has no class of its own
+    except Exception as error:  # the YAML reader's exceptions have no common class
         raise Refusal(f"the README.md of {place.called} is no data set's card ({reason_of(error)}); mend it") from error
     configs = [one for one in card.data.to_dict().get("configs") or () if one.get("data_files")]
     if any("config_name" not in one for one in configs):
@@ -255,7 +255,7 @@ def _chosen(
 
 
 def _patterns(config: Mapping[str, Any], split: str, place: _Directory | _Repository) -> list[str]:
-    """Patterns of the names of a split's files; files without a split are those of `train`."""
+    """Return the name patterns of a split's files; files declared without a split belong to `train`."""
     declared = config["data_files"]
     entries = declared if isinstance(declared, list) else [declared]
     patterns: list[str] = []

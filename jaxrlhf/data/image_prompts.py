@@ -1,4 +1,4 @@
-"""Prompts with images: marks in text, and parts of messages as chat templates take them."""
+"""Prompts with images: marks in texts, and message parts as chat templates take them."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from jaxrlhf.data.records import Messages
 
 
 def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages:
-    """The prompt with a `MARK` for each image: as it is, or before all else where it has none.
+    """Return the prompt with a `MARK` for each image; if it has none, they are put before the first user's text.
 
     Raises:
-      Refusal: It has some, and not as many as images.
+      Refusal: The prompt has marks, but not as many as images.
     """
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     found = sum(text.count(MARK) for text in texts)
@@ -29,7 +29,7 @@ def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages
 
 
 def shown(prompt: str | Messages, reader: ImageReader | None) -> Any:
-    """The prompt with the placeholder of an image for each `MARK`."""
+    """Return the prompt with an image placeholder in the place of each `MARK`."""
     if reader is None:
         return prompt
     text = reader.placeholders.shown
@@ -39,10 +39,10 @@ def shown(prompt: str | Messages, reader: ImageReader | None) -> Any:
 
 
 def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: str) -> tuple[Image, ...]:
-    """References to the images of a record, that are not in a prompt yet.
+    """Return references to the images of a record, without positions in a prompt yet.
 
     Raises:
-      Refusal: One is damaged, or nobody reads images.
+      Refusal: An image is damaged, or there is no reader of images.
     """
     if sources and reader is None:
         raise Refusal(f"{place}: it has images, and the model reads text alone; give it a vision tower (vision=...)")
@@ -52,13 +52,13 @@ def referred(sources: Sequence[Hashable], reader: ImageReader | None, *, place: 
 def expanded(
     prompt: str, images: Sequence[Image], reader: ImageReader | None, *, place: str, named: bool = False
 ) -> str:
-    """A rendered prompt with a placeholder for each feature of its images.
+    """Return a rendered prompt with one placeholder for each feature of its images.
 
     Args:
-      named: For people, with the names of images instead.
+      named: True writes the names of the images instead, for people.
 
     Raises:
-      Refusal: It has more or fewer placeholders than images.
+      Refusal: The prompt has more or fewer placeholders than images.
     """
     if reader is None or not images:
         return prompt
@@ -74,12 +74,12 @@ def expanded(
 
 
 def mark_of(source: Hashable) -> str:
-    """An image in a text for people."""
+    """Return the text that stands for an image in texts for people."""
     return f"{MARK[:-1]} {name_of(source)}>"
 
 
 def in_place(text: str, *, images: Sequence[Image], reader: ImageReader | None) -> str:
-    """A rendered text whose `MARK`s are one after another what stands for an image in a prompt."""
+    """Return a rendered text in which each `MARK` is replaced by the placeholders of the next image."""
     assert reader is not None, "nobody reads images"
     before, *texts = text.split(MARK)
     words = reader.placeholders
@@ -88,7 +88,7 @@ def in_place(text: str, *, images: Sequence[Image], reader: ImageReader | None) 
 
 
 def in_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of texts and images, as chat templates of models that see take them."""
+    """Return messages with lists of texts and images as contents, as chat templates of vision models take them."""
     return [message | {"content": _parts(message["content"])} for message in messages]
 
 

@@ -1,7 +1,7 @@
-"""Images of records: where they are, their pixels by a checkpoint's image processor, and their place in a prompt.
+"""Images of records: references, pixels from a checkpoint's image processor, and positions in a prompt.
 
-A prompt carries images by reference. Whoever computes with an image opens it from where it is and processes it there,
-so that no pixels travel with prompts; images that episodes show are where they were shown.
+A prompt carries images by reference. Each process that computes with an image opens and preprocesses the image itself,
+so that no pixels travel with prompts. Images of episodes stay where they were shown, and are loaded from there.
 """
 
 import base64
@@ -28,24 +28,24 @@ from jaxrlhf.episode import ShownImage
 from jaxrlhf.pictures import upright_rgb
 
 MARK = "<image>"
-"""Text of a prompt that stands for the next image of its record."""
+"""Text in a prompt that stands for the next image of its record."""
 
 _UNQUOTED = "".join(map(chr, range(32, 127))).replace("#", "").replace("%", "")
-"""Letters of a field's name that stay as they are where it is part of a reference."""
+"""Characters of a field name that are not quoted in a reference."""
 
 _KEPT_BYTES = 4 << 30
-"""Bytes of patches that a process keeps, those used last."""
+"""Maximum bytes of patches that an image reader caches; the least recently used patches are dropped."""
 
 
 @dataclass(frozen=True)
 class Placeholders:
-    """Text of an image in a prompt, before and after it is known how many features it has.
+    """Text of an image in a prompt, before and after its number of features is known.
 
     Attributes:
-      mark: Text that chat templates write for an image, and beside it what begins and ends one.
-      shown: All of that, for tokenizers whose template knows of no images.
-      expanded: Function of the number of features to the text that is tokenised.
-      token: Id that each feature has in it.
+      mark: Text that chat templates write once for each image; begin and end tokens may surround it.
+      shown: Mark together with begin and end tokens, for tokenizers whose template knows no images.
+      expanded: Function from the number of features to the text that replaces `mark` before tokenization.
+      token: Token id that stands for one feature.
     """
 
     mark: str
@@ -56,11 +56,11 @@ class Placeholders:
 
 @dataclass(eq=False)
 class ImageReader:
-    """Reads images by reference, with the image processor of a checkpoint.
+    """Reader of images by reference, with the image processor of a checkpoint.
 
     Attributes:
       patch_size: Side of a patch in pixels.
-      merge: Side in patches of the square that becomes one feature.
+      merge: Side, in patches, of the square that becomes one feature.
     """
 
     processor: Any
@@ -73,14 +73,14 @@ class ImageReader:
     _grids: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
     def refer(self, source: Hashable, *, place: str) -> Image:
-        """Reference to an image that is not in a prompt yet: it begins at token 0.
+        """Return a reference to an image that has no position in a prompt yet; its start is 0.
 
         Raises:
-          Refusal: There is no such image, or it is damaged.
+          Refusal: The image is missing or damaged.
         """
         if isinstance(source, str) and source.startswith("data:"):
             source = ShownImage.of(source)
-        if str(source).startswith("shapes:"):  # the name says all, and no picture has to be drawn
+        if str(source).startswith("shapes:"):  # the name determines the picture, which need not be drawn
             size, content = PICTURE, str(source).encode()
         else:
             picture = opened(source, place=place)
@@ -89,7 +89,7 @@ class ImageReader:
         return Image(source, digest, grid, 0, int(np.prod(grid)) // self.merge**2)
 
     def patches(self, image: Image) -> np.ndarray:
-        """`[Q, C]` patches of an image, a square that becomes one feature after another."""
+        """Return the `[Q, C]` patches of an image; the patches of one feature are consecutive."""
         found = self._patches.get(image.digest)
         if found is None:
             found, grid = self._processed(opened(image.source, place=f"{image.source:.60}"))
@@ -101,8 +101,8 @@ class ImageReader:
         return found
 
     def _keep(self, digest: str, patches: np.ndarray) -> None:
-        """Keep patches as those used last."""
-        with self._lock:  # an engine and a trainer may read images at once
+        """Cache patches as the most recently used ones."""
+        with self._lock:  # an engine and a trainer may read images concurrently
             if self._patches.pop(digest, None) is None:
                 self._bytes += patches.nbytes
             self._patches[digest] = patches
@@ -110,7 +110,7 @@ class ImageReader:
                 self._bytes -= self._patches.pop(next(iter(self._patches))).nbytes
 
     def _grid(self, size: tuple[int, int], *, place: str) -> tuple[int, int, int]:
-        """Frames, rows and columns of patches of an image of some width and height."""
+        """Return the numbers of frames, rows and columns of patches of an image of this width and height."""
         import PIL.Image
 
         if size not in self._grids:
@@ -129,7 +129,7 @@ class ImageReader:
         if "image_grid_thw" in given:
             frames, high, wide = map(int, given["image_grid_thw"][0])
             return pixels, (frames, high, wide)
-        colours, high, wide = pixels.shape[1:]  # one size for all, not cut into patches yet
+        colours, high, wide = pixels.shape[1:]  # resized to one size, but not split into patches yet
         side, merge = self.patch_size, self.merge
         shape = colours, high // side // merge, merge, side, wide // side // merge, merge, side
         cut = pixels[0].reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
@@ -137,14 +137,14 @@ class ImageReader:
 
 
 def opened(source: Hashable, *, place: str) -> Any:
-    """A picture by reference, as of `upright_rgb`.
+    """Open an image by reference, converted by `upright_rgb`.
 
     Args:
       source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, `shapes:...`, a data URL, or an image that an episode shows.
-      place: Words for where the reference is from, for messages.
+      place: Origin of the reference, for error messages.
 
     Raises:
-      Refusal: There is none, or it is damaged.
+      Refusal: The image is missing or damaged.
     """
     import PIL.Image
 
@@ -163,17 +163,17 @@ def opened(source: Hashable, *, place: str) -> Any:
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        unknown = isinstance(error, PIL.UnidentifiedImageError)  # it says where in memory the bytes are
+        unknown = isinstance(error, PIL.UnidentifiedImageError)  # its message is a memory address
         reason = "of no format that PIL reads" if unknown else reason_of(error)
         raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
 
 
 def source_of(value: Any, record: str, path: Path) -> str:
-    """Reference to an image of a record: its file if the record names one, else its place in the record.
+    """Return the reference to an image of a record: its file if the record names one, else its place in the record.
 
     Args:
-      record: The place, `PATH#NUMBER/KEY/INDEX`.
-      path: File of the record, beside which those lie that it names.
+      record: Place of the image, `PATH#NUMBER/KEY/INDEX`.
+      path: Record file; relative image paths resolve against its folder.
     """
     named = held(value)
     if isinstance(named, str) and named and not named.startswith("data:"):
@@ -184,18 +184,18 @@ def source_of(value: Any, record: str, path: Path) -> str:
 
 
 def record_place(record: str, key: str, index: int) -> str:
-    """Place of an image: `PATH#NUMBER` of its record, the field's name with its signs `#` quoted, and its number."""
+    """Return the place of an image: `PATH#NUMBER` of its record, the field's name with `#` quoted, and its index."""
     return f"{record}/{quote(key, safe=_UNQUOTED)}/{index}"
 
 
 def _path_of(named: str) -> str:
-    """Path of a `file://` URL; anything else stays."""
+    """Return the path of a `file://` URL; any other text is unchanged."""
     kind, mark, rest = named.partition("://")
     return unquote(rest.removeprefix("localhost")) if mark and kind.lower() == "file" else named
 
 
 def portable(source: Hashable) -> str:
-    """An image of a record as any record may have it: a file's whole path, or a data URL."""
+    """Return an image's value for use in any other record: a file's absolute path, or a data URL."""
     kind, _, rest = str(source).partition(":")
     if kind == "file":
         return str(Path(rest).absolute())
@@ -204,12 +204,12 @@ def portable(source: Hashable) -> str:
 
 
 def data_url(content: bytes) -> str:
-    """An encoded image as a data URL; readers go by the content, whatever it says that it is."""
+    """Return an encoded image as a data URL; it always says PNG, since readers detect the format by the content."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def name_of(source: Hashable) -> str:
-    """A reference as people read it: the file's name, or the record's place in its file."""
+    """Return a short name of a reference for people: the file's name, or the record's place in its file."""
     kind, _, rest = str(source).partition(":")
     if kind == "record":
         path, _, where = rest.rpartition("#")
@@ -218,7 +218,7 @@ def name_of(source: Hashable) -> str:
 
 
 def image_values(value: Any) -> list[Any]:
-    """Images of a field: one image, a list, or the images that parts of messages name."""
+    """Return the images of a field: one image, a list of images, or the images in parts of messages."""
     if value is None:
         return []
     values = [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
@@ -228,7 +228,7 @@ def image_values(value: Any) -> list[Any]:
 
 
 def _of_record(where: str, *, place: str) -> bytes | Path:
-    """Encoded bytes of the image at `PATH#NUMBER/KEY/INDEX`, or its file."""
+    """Return the encoded bytes of the image at `PATH#NUMBER/KEY/INDEX`, or its file."""
     path, _, inside = where.rpartition("#")
     number, field = inside.split("/", 1)
     key, _, index = field.rpartition("/")
@@ -239,7 +239,7 @@ def _of_record(where: str, *, place: str) -> bytes | Path:
 
 
 def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
-    """Encoded bytes of an image in a record, or its file."""
+    """Return the encoded bytes of an image in a record, or its file."""
     told, value = value, held(value)
     if isinstance(value, bytes):
         return value
@@ -261,18 +261,18 @@ def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
 
 @lru_cache(maxsize=64)
 def _pictures(images: tuple[tuple[Hashable, str], ...]) -> tuple[Any, ...]:
-    """Pictures by reference and digest: a file that is written anew has other pictures at the same places."""
+    """Open images by reference; the digest is part of the cache key, since a file may be rewritten in between."""
     return tuple(opened(source, place=f"{source:.60}") for source, _ in images)
 
 
 def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
-    """The record of a problem with its pictures under `images`, for reward functions."""
+    """Return the record of a problem with its opened images under `images`, for reward functions."""
     named = tuple((image.source, image.digest) for image in images)
     return {**record, "images": [*_pictures(named)]} if images else record
 
 
 def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place: str) -> tuple[Image, ...]:
-    """Images at their placeholders in a tokenised prompt.
+    """Return the images with the positions of their placeholders in a tokenized prompt.
 
     Raises:
       Refusal: There are more or fewer placeholders than features.

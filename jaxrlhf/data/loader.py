@@ -1,4 +1,4 @@
-"""Loader of the problems of each step: shuffled, endless, and resumable to the very batch."""
+"""Loader of the problems of each step: shuffled, endless, and resumable at the exact batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxrlhf.config import Refusal
 
 @dataclass(frozen=True)
 class Part:
-    """Problems of one source, of which a step draws in proportion to its weight.
+    """Problems of one source; a step takes problems of each source in proportion to the source's weight.
 
     Attributes:
-      index: Indices of its problems, in their order.
-      name: Name of the source; "" where there is one only.
+      index: Indices of the source's problems, in order.
+      name: Name of the source; "" if there is only one.
     """
 
     index: np.ndarray
@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean scores of problems that are neither too hard nor too easy, bounds included."""
+    """Range of mean scores, bounds included, of problems that are neither too hard nor too easy."""
 
     lowest: float
     highest: float
@@ -35,20 +35,20 @@ class Band:
 class Loader:
     """Full batches of problems, reshuffled in every epoch.
 
-    The order of an epoch is a function of the seed and the epoch alone, so the whole state is
-    a position. It is the sorting permutation of raw Philox words, a sequence that numpy
-    keeps across versions. Problems that do not fill a batch at the end of an epoch wait for a
-    later one, or without shuffling come together with the first of the next: a batch never holds
-    a problem twice, since its id names its group.
+    The order of an epoch depends only on the seed and the epoch, so a position in the data is the whole state. The
+    order is the sorting permutation of raw Philox words, a sequence that numpy keeps across versions. Problems that do
+    not fill a batch at the end of an epoch wait for a later epoch. Without shuffling they share a batch with the first
+    problems of the next epoch. A batch never holds a problem twice, because a problem's id names its group.
 
     Args:
-      fingerprint: A text that is another one for other problems; a saved position is of these alone.
-      parts: Sources that a batch is drawn of, side by side, each in epochs of its own; None is all problems.
+      fingerprint: Text that identifies the problems; a saved position can only be restored with the same text.
+      parts: Sources that every batch mixes, each with its own epochs; None is one source with all problems.
       shuffle: False keeps the order of each part in every epoch.
-      band: Leaves out of later epochs what was observed outside of it, as long as enough is left; None leaves out none.
+      band: Range of scores. Problems observed outside of it are left out of later epochs, as long as enough problems
+        remain. None keeps all problems.
 
     Raises:
-      Refusal: fewer problems than `per_step`, or than a step draws of a part.
+      Refusal: There are fewer problems than `per_step`, or than a step takes from a part.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Loader:
         self._seed, self._fingerprint = seed, fingerprint
         self._drawn = [0] * len(self._parts)
         self._observed: dict[int, float] = {}
-        self._left_out = [np.zeros(0, np.int64) for _ in self._parts]  # of the epoch under way
-        self._index_of: dict[int, int] = {}  # by prompt id, of problems that were drawn
+        self._left_out = [np.zeros(0, np.int64) for _ in self._parts]  # in the current epoch
+        self._index_of: dict[int, int] = {}  # by prompt id, of problems that were used
         self._epoch, self._offset = [0] * len(self._parts), [0] * len(self._parts)
         self._order = [self._ordered(number, 0) for number in range(len(self._parts))]
 
@@ -86,12 +86,12 @@ class Loader:
                 )
 
     def _most(self, number: int) -> int:
-        """Problems that a step draws of a part, at most."""
+        """Return the maximum number of problems that a step takes from a part."""
         share = self._shares[number]
         return self._per_step if share == 1 else min(self._per_step, int(self._per_step * share) + 2)
 
     def next(self) -> list[Problem]:
-        """The next `per_step` problems."""
+        """Return the next `per_step` problems."""
         wanted = self._quotas()
         chosen = [index for number, count in enumerate(wanted) for index in self._take(number, count)]
         problems = [self._problems[index] for index in chosen]
@@ -100,7 +100,7 @@ class Loader:
         return problems
 
     def _quotas(self) -> list[int]:
-        """Problems of each part in the next batch: whoever lacks most of its share comes first."""
+        """Return the number of problems of each part in the next batch; the part most below its share comes first."""
         wanted = [0] * len(self._parts)
         if len(self._parts) == 1:
             wanted[0] = self._per_step
@@ -114,7 +114,7 @@ class Loader:
     def _take(self, number: int, count: int) -> list[int]:
         rest: list[int] = []
         if self._offset[number] + count > len(self._order[number]):
-            if not self._shuffle:  # the same would be left over in every epoch, the hardest of a curriculum
+            if not self._shuffle:  # else every epoch would skip the same problems, the hardest of a curriculum
                 rest = self._order[number][self._offset[number] :].tolist()
             self._epoch[number], self._offset[number] = self._epoch[number] + 1, 0
             self._left_out[number] = self._outside(number)
@@ -123,12 +123,12 @@ class Loader:
         return rest + self._order[number][start : self._offset[number]].tolist()
 
     def observe(self, scores: Mapping[int, float]) -> None:
-        """Note mean scores of problems that were drawn, by prompt id."""
+        """Record mean scores of problems that were used, by prompt id."""
         if self._band is not None:
             self._observed |= {self._index_of[prompt]: score for prompt, score in scores.items()}
 
     def state(self) -> dict[str, Any]:
-        """Position in the data, as JSON takes it."""
+        """Return the position in the data, as JSON-compatible values."""
         several = len(self._parts) > 1
         position: dict[str, Any] = {"epoch": self._epoch[0], "offset": self._offset[0]}
         if several:
@@ -143,14 +143,13 @@ class Loader:
         return {"seed": self._seed, "problems": len(self._problems), "records": self._fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state()` was taken.
+        """Continue exactly where `state()` was taken.
 
         Raises:
-          Refusal: the state is of another seed, another number of problems or others in the same number, or of other
-            sources.
+          Refusal: The state has another seed, number of problems, fingerprint or number of sources.
         """
         for name, here in self._identity().items():
-            if state.get(name, here) != here:  # an earlier version did not save all
+            if state.get(name, here) != here:  # earlier versions did not save all of these
                 raise Refusal(
                     f"the saved data position has {name}={state[name]} and this run has {name}={here}; "
                     "resume with the same data and seed, or start a new run"
@@ -164,7 +163,7 @@ class Loader:
                 "resume with the same data and seed, or start a new run"
             )
         self._epoch, self._offset, self._drawn = epoch, offset, [0] * len(self._parts)
-        if state.get("shares", self._shares) == self._shares:  # else what was drawn by other weights would be made up
+        if state.get("shares", self._shares) == self._shares:  # under new weights, counts restart
             self._drawn = [*state.get("drawn", self._drawn)]
         self._observed = {int(index): float(score) for index, score in state.get("observed", ())}
         if "left_out" in state:
@@ -172,7 +171,7 @@ class Loader:
         self._order = [self._ordered(number, epoch) for number, epoch in enumerate(self._epoch)]
 
     def _ordered(self, number: int, epoch: int) -> np.ndarray:
-        """Indices of a part in the order of an epoch."""
+        """Return the indices of a part in the order of an epoch."""
         index = self._parts[number].index
         index = index[~np.isin(index, self._left_out[number])]
         if not self._shuffle:
@@ -182,7 +181,7 @@ class Loader:
         return index[np.argsort(words, kind="stable")]
 
     def _outside(self, number: int) -> np.ndarray:
-        """Indices of a part that were observed outside of the band; none if that would leave too few."""
+        """Return the indices of a part whose scores are outside of the band; none if too few would remain."""
         index, band = self._parts[number].index, self._band
         if band is None:
             return np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Records of JSON lines, JSON and parquet; what is wrong is said with file, line and key."""
+"""Readers of JSON-lines, JSON and parquet files; errors name the file, the line and the key."""
 
 import codecs
 import json
@@ -19,20 +19,20 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.data.files.lines import lines_of
 
 RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet)$")
-"""Names of files with records."""
+"""Pattern of the names of record files."""
 
 _DEEPEST = 64
-"""Lists and objects within each other; Python's parser, which reads a record again in every step, ends somewhere."""
+"""Maximum nesting depth of lists and objects: Python's recursive parser reads a record again in every step."""
 
 Stored = Mapping[str, Any] | bytes
-"""A record as it is kept: the JSON text of its line, which takes less memory than its objects, or the objects."""
+"""Stored form of a record: the JSON text of its line, which takes less memory than parsed objects, or the objects."""
 
 Messages = list[dict[str, Any]]
 """Chat messages, each with the texts `role` and `content`."""
 
 
 def restored(record: Stored) -> Mapping[str, Any]:
-    """The objects of a kept record."""
+    """Return the parsed fields of a stored record."""
     return json.loads(record) if isinstance(record, bytes) else record
 
 
@@ -40,7 +40,7 @@ _NONE = object()
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """The field `key`; or, where it is `a.b` and there is none, field `b` of field `a`; `_NONE` if there is neither."""
+    """Return field `key`; if there is none, `a.b` reads field `b` of field `a`. Return `_NONE` if both are missing."""
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
@@ -49,7 +49,7 @@ def field_of(record: Mapping[str, Any], key: str) -> Any:
 
 
 def without_field(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The record without the field that `field_of` finds."""
+    """Return the record without the field that `field_of` finds."""
     outer, _, inner = key.partition(".")
     if key in record or not isinstance(record.get(outer), Mapping):
         return {name: value for name, value in record.items() if name != key}
@@ -57,12 +57,12 @@ def without_field(record: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 class Row(NamedTuple):
-    """A record and where it stands, such as `train.jsonl, line 3`.
+    """Record with its place for error messages, such as `train.jsonl, line 3`.
 
     Attributes:
-      stored: Form in which the record is kept.
-      source: File and number of the record, as `record_at` takes them.
-      narrow: Floats of fewer than 64 bits that the file has, `float16` or `float32`, by the name of their field.
+      stored: Record in its stored form.
+      source: File and number of the record for `record_at`, as `PATH#NUMBER`; empty without a file.
+      narrow: Type of each field with floats of fewer than 64 bits, `float16` or `float32`, by field name.
     """
 
     place: str
@@ -72,14 +72,14 @@ class Row(NamedTuple):
     narrow: Mapping[str, str] = MappingProxyType({})
 
     def has(self, key: str) -> bool:
-        """True if the record has the field `key`."""
+        """Return True if the record has the field `key`."""
         return field_of(self.record, key) is not _NONE
 
     def value(self, key: str, setting: str | None = None) -> Any:
-        """The field `key`, `a.b` being `b` of `a`; `Refusal` if the record has none.
+        """Return field `key`, where `a.b` reads field `b` of field `a`. Raise `Refusal` if it is missing.
 
         Args:
-          setting: Setting that names the field, for the refusal.
+          setting: Setting that names the field, for the error message.
         """
         value = field_of(self.record, key)
         if value is _NONE:
@@ -88,7 +88,7 @@ class Row(NamedTuple):
         return value
 
     def text(self, key: str, setting: str | None = None, advice: str = "") -> str:
-        """The field `key` as text; numbers become text, without an exponent; else a `Refusal` with some advice."""
+        """Return field `key` as text, numbers without an exponent. Raise `Refusal` with `advice` for other types."""
         value = self.value(key, setting)
         match value:
             case str():
@@ -103,11 +103,11 @@ class Row(NamedTuple):
 
 
 class PairPart(NamedTuple):
-    """The rejected answer of a pair, and what is known of both.
+    """Rejected answer of a preference pair, and labels of both answers.
 
     Attributes:
-      margin: Least difference of the scores.
-      safe: Whether chosen and rejected are harmless; None if that is not known.
+      margin: Minimum difference between the scores of the two answers.
+      safe: (chosen, rejected), each True if the answer is harmless; None if unknown.
     """
 
     rejected: str | Messages
@@ -116,12 +116,12 @@ class PairPart(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """A solution whose steps are labelled.
+    """Solution whose steps are labeled.
 
     Attributes:
       steps: Texts of the steps, without separators.
-      labels: Whether each step is right.
-      separator: Text after each step, the last one too.
+      labels: True for each step that is right.
+      separator: Text after each step, including the last.
     """
 
     steps: tuple[str, ...]
@@ -130,17 +130,17 @@ class StepPart(NamedTuple):
 
 
 class SourceRecord(NamedTuple):
-    """A record whose parts are known, not yet tokenised.
+    """Record split into prompt, answer and solution, not yet tokenized.
 
     Attributes:
-      place: Where it comes from, for error messages.
-      prompt: A user's text, or chat messages.
+      place: Origin of the record, for error messages.
+      prompt: User's text, or chat messages.
       answer: Reference answer for the rewards.
       solution: Worked solution for supervised training: a text, or messages of several turns.
-      record: The source record, as it is kept.
-      pair: The rest of the pair whose chosen answer is `solution`; None if the record is none.
-      images: References to images, of which each has a `MARK` in the prompt.
-      steps: The labelled steps of its solution, which is then None; None if they are not.
+      record: Source record in its stored form.
+      pair: Rejected answer and labels of a preference pair whose chosen answer is `solution`; None if it is no pair.
+      images: References to images; the prompt has one `MARK` for each.
+      steps: Labeled steps of the solution (`solution` is then None); None without labels.
       further: Other worked solutions.
     """
 
@@ -166,15 +166,15 @@ class SourceRecord(NamedTuple):
 
 
 def texts_of(said: str | Messages) -> list[str]:
-    """Texts of a prompt or an answer."""
+    """Return the texts of a prompt or an answer."""
     return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """The records of a file, one after another.
+    """Yield the records of a file, in order.
 
     Raises:
-      Refusal: missing or empty file, one of another kind than `RECORDS` names, or a record that is not a JSON object.
+      Refusal: The file is missing, empty or not named as in `RECORDS`, or a record is not a JSON object.
     """
     path = Path(path)
     if RECORDS.search(path.name) is None:
@@ -195,7 +195,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def _advice(path: Path) -> str:
-    """Advice on a file of another kind: what makes one of it that is read."""
+    """Return advice on how to convert a file of an unsupported kind; empty if there is none."""
     if path.suffix in (".csv", ".tsv", ".xlsx"):
         kind = "excel" if path.suffix == ".xlsx" else "csv"
         more = ", sep='\\t'" if path.suffix == ".tsv" else ""
@@ -209,7 +209,7 @@ def _advice(path: Path) -> str:
 
 
 def arrow_advice(folder: str | Path, names: Iterable[str]) -> str:
-    """Advice on a folder that `datasets` saved to disk; empty for another one."""
+    """Return advice on a folder that `save_to_disk` of `datasets` wrote; empty for other folders."""
     files = {Path(name).name for name in names}
     split = "['train']" if "dataset_dict.json" in files else ""
     if not split and not any(name.endswith(".arrow") for name in files):
@@ -221,7 +221,7 @@ def arrow_advice(folder: str | Path, names: Iterable[str]) -> str:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Rows of JSON lines, or of one list of objects in a `.json` file."""
+    """Yield the rows of JSON lines, or of a `.json` file that holds one list of objects."""
     if not _is_list(path):
         yield from _read_jsonl(path)
         return
@@ -232,7 +232,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _is_list(path: Path) -> bool:
-    """True if a file named `.json` is one list, which may stand on several lines."""
+    """Return True if a `.json` file holds one list, possibly over several lines."""
     if not re.search(r"\.json(\.|$)", path.name):
         return False
     lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines_of(path))
@@ -275,7 +275,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def _deeper(value: Any, deepest: int) -> bool:
-    """True if lists or objects are nested more than so many deep."""
+    """Return True if lists or objects are nested more than `deepest` levels deep."""
     level = [value]
     for _ in range(deepest):
         level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
@@ -292,7 +292,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:  # a part of it at a time is in memory
+        with pyarrow.parquet.ParquetFile(path) as file:  # only one batch of rows at a time is in memory
             narrow = dict(_narrow(file.schema_arrow))
             for batch in file.iter_batches(batch_size=1024):
                 for record in _whole_microseconds(pyarrow.Table.from_batches([batch])).to_pylist():
@@ -303,7 +303,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _narrow(fields: Any, outer: str = "") -> Iterator[tuple[str, str]]:
-    """Names of fields with floats of fewer than 64 bits, `a.b` being `b` of `a`, and what they are."""
+    """Yield name and type of each field with floats of fewer than 64 bits; `a.b` is field `b` of field `a`."""
     import pyarrow
 
     for field in fields:
@@ -314,7 +314,7 @@ def _narrow(fields: Any, outer: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _whole_microseconds(table: Any) -> Any:
-    """A table of pyarrow whose times are whole microseconds, as Python has them, cut where they are nanoseconds."""
+    """Return a pyarrow table whose nanosecond times are truncated to microseconds, the resolution of Python's times."""
     import pyarrow
 
     schema = pyarrow.schema([field.with_type(_in_microseconds(field.type)) for field in table.schema])
@@ -337,7 +337,7 @@ def _in_microseconds(kind: Any) -> Any:
 
 
 def record_at(path: str, number: int) -> Mapping[str, Any]:
-    """The record with a number, from 1, of a file that was read before."""
+    """Return record `number` (of JSON lines: line `number`), counted from 1, of a file that was read before."""
     try:
         state = os.stat(path)
         return _numbered(path, state.st_mtime_ns, state.st_size, state.st_ino)(number - 1)
@@ -349,7 +349,7 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=4)
 def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
-    """Function of an index to the record there, which is made when it is asked for, of one state of a file."""
+    """Return a function from index to record, parsed on demand; other arguments are the file's state, as cache key."""
     if path.endswith(".parquet"):
         import pyarrow.parquet
 

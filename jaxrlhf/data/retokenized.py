@@ -1,4 +1,4 @@
-"""Responses as another tokenizer has them: which of its tokens are the same text as which of the policy's."""
+"""Responses in the tokens of another model, aligned by text with the policy's tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,14 +15,14 @@ _NO_CHARACTER = "\ufffd"
 
 
 class Aligned(NamedTuple):
-    """A response in the tokens of another tokenizer.
+    """Response in the tokens of another tokenizer, aligned with the policy's tokens.
 
-    Spans are the shortest stretches of text that begin and end between two tokens of both.
+    A span is a shortest stretch of text that begins and ends at a token boundary of both tokenizers.
 
     Attributes:
-      tokens: Ids of the other tokenizer, its EOS included where the response ended by one.
-      span_S: Span of each of the policy's tokens, counted from 0; `NO_SPAN` behind the last place where both cut, and
-        from bytes on that are no character.
+      tokens: Token ids of the other tokenizer, with its EOS if the response ended with EOS.
+      span_S: Span of each of the policy's tokens, counted from 0; `NO_SPAN` after the last common boundary, and from
+        the first bytes that are no character.
       span_T: Span of each of the other tokenizer's tokens.
     """
 
@@ -31,10 +31,10 @@ class Aligned(NamedTuple):
     span_T: np.ndarray
 
     def sums(self, logp_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Span of each of the policy's tokens, and the sum of the other's log-probabilities over it.
+        """Return the span of each of the policy's tokens, and the sum of the other model's log-probabilities over it.
 
         Args:
-          logp_T: Log-probabilities of the first of the other tokens; a span that goes on behind them is none.
+          logp_T: Log-probabilities of the first tokens of `tokens`; a span that extends beyond them becomes `NO_SPAN`.
         """
         count = len(logp_T)
         whole = self.span_T[count] if count < len(self.span_T) else NO_SPAN
@@ -45,7 +45,7 @@ class Aligned(NamedTuple):
         return span_S, np.where(span_S == NO_SPAN, 0.0, sums[span_S])
 
     def partner_S(self) -> np.ndarray:
-        """Index in `tokens` of the other token that is one span with each of the policy's; `NO_SPAN` where more are."""
+        """Return for each policy token the index in `tokens` of the token with the same text; `NO_SPAN` without one."""
         partner_S = np.full(len(self.span_S), NO_SPAN)
         count_S, count_T = (np.bincount(one[one >= 0], minlength=1) for one in (self.span_S, self.span_T))
         alone = [span for span, count in enumerate(count_S) if count == count_T[span] == 1]
@@ -55,13 +55,13 @@ class Aligned(NamedTuple):
 
 
 class Retokenizer:
-    """Prompts and responses of a policy in the tokens of another model.
+    """Conversion of a policy's prompts and responses to the tokens of another model.
 
     Args:
-      other: Tokenizer of the other model, whose chat template prompts are written in.
+      other: Tokenizer of the other model; its chat template renders the prompts.
 
     Raises:
-      Refusal: The other tokenizer cannot say where in a text its tokens are.
+      Refusal: The other tokenizer does not report the offsets of tokens in a text.
     """
 
     def __init__(self, policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
@@ -75,39 +75,39 @@ class Retokenizer:
         self._own_id: dict[int, int] | None = None
 
     def prompt(self, problem: Problem) -> list[int]:
-        """Token ids of a prompt: its messages in the other chat template or, without either, its text."""
+        """Return the token ids of a prompt: its messages in the other chat template; without either, its text."""
         if self._other.chat_template is None or not problem.messages:
             return self._ids(problem.prompt, special=True)[0]
         messages = [dict(message) for message in problem.messages]
         return self._ids(str(render_chat(self._other, messages, add_generation_prompt=True)), special=False)[0]
 
     def response(self, tokens: Sequence[int], *, finished: bool) -> Aligned:
-        """The response's text in other tokens, side by side with the policy's.
+        """Return the response in the other model's tokens, aligned with the policy's.
 
         Args:
-          finished: False where a limit cut it, so that it has no EOS.
+          finished: False if a limit truncated the response, so that it has no EOS.
         """
         ends = finished and bool(tokens) and tokens[-1] in self._special
         said = list(tokens[:-1] if ends else tokens)
         pieces = pieces_of(said, self._decode)
-        # Bytes of half a character are no text that another model could be asked about, and what follows them goes on.
+        # Another model cannot score bytes of half a character, so the response is truncated before them.
         pieces = pieces[: next((index for index, piece in enumerate(pieces) if _NO_CHARACTER in piece), len(pieces))]
         ends = ends and len(pieces) == len(said)
         ids, end_T = self._ids("".join(pieces), special=False)
-        # A piece without text belongs to the token that completes its character; of the other tokenizer, all tokens of
-        # a character end behind it.
+        # A policy token without text belongs to the token that completes its character. The other tokenizer reports
+        # the end of the character as the end of each of the character's tokens.
         place_S = np.cumsum([len(piece) for piece in pieces], dtype=int)
         cuts_S = {int(place): index for index, place in reversed([*enumerate(place_S)]) if pieces[index]}
         cuts_T = {int(place): index for index, place in enumerate(end_T)}
         shared = sorted(cuts_S.keys() & cuts_T.keys())
         span_S = _spans([cuts_S[place] for place in shared], len(tokens))
         span_T = _spans([cuts_T[place] for place in shared], len(ids))
-        if ends:  # the two say that they are done, which is a span by itself
+        if ends:  # the EOS tokens of both form a span of their own
             ids, span_S[-1], span_T = [*ids, self._other.eos_token_id], len(shared), np.append(span_T, len(shared))
         return Aligned(ids, span_S, span_T)
 
     def own_id_V(self, vocab: int) -> np.ndarray:
-        """The policy's token of the same text as each of the other's, -1 where it has none; int32, `[vocab]`."""
+        """Return for each id of the other model the policy's id of the same text, -1 without one; int32, `[vocab]`."""
         if self._own_id is None:
             own, other = _ids_by_text(self._policy), _ids_by_text(self._other)
             self._own_id = {other[text]: own[text] for text in other.keys() & own.keys()}
@@ -117,20 +117,20 @@ class Retokenizer:
         return own_id_V
 
     def _ids(self, text: str, *, special: bool) -> tuple[list[int], list[int]]:
-        """Token ids of a text, and where in it each ends."""
+        """Return the token ids of a text, and the offset in the text at which each token ends."""
         encoded = self._other(text, add_special_tokens=special, return_offsets_mapping=True)
         return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
 
 
 def _spans(last: Sequence[int], count: int) -> np.ndarray:
-    """Span of each of `count` tokens, given the index of each span's last."""
+    """Return the span of each of `count` tokens, from the index of the last token of each span."""
     span = np.searchsorted(np.asarray(last, int), np.arange(count))
     return np.where(span < len(last), span, NO_SPAN)
 
 
 def _ids_by_text(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of tokens by their text in the middle of another; half characters have none, and EOS is the empty text."""
-    # Behind a token, because a tokenizer may write the first of a text in another way.
+    """Return token ids by their text in the middle of a text, without half characters; the empty text is EOS."""
+    # Decode after another token, because a tokenizer may decode the first token of a text differently.
     [before] = tokenizer.encode("a", add_special_tokens=False)[-1:]
     start = len(tokenizer.decode([before]))
     texts = tokenizer.batch_decode([[before, token] for token in range(len(tokenizer))], skip_special_tokens=True)

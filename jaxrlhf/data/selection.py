@@ -1,4 +1,4 @@
-"""Selection of problems: repeated ones and those of the wrong difficulty left out, and the order of the rest."""
+"""Selection of problems: leaves out repeated problems and those of the wrong difficulty, and orders the rest."""
 
 import hashlib
 from collections import defaultdict
@@ -13,7 +13,7 @@ from jaxrlhf.data.table.problem_table import ProblemTable
 
 
 class Selected(NamedTuple):
-    """Indices of the problems that are used, in their order, and the number of those left out."""
+    """Indices of the problems that are used, in order, and the numbers of repeated and out-of-band problems."""
 
     kept: np.ndarray
     repeated: int
@@ -21,10 +21,10 @@ class Selected(NamedTuple):
 
 
 def selected(problems: ProblemTable, index: np.ndarray, selection: Selection) -> Selected:
-    """Select among the problems at some indices.
+    """Select and order the problems at some indices.
 
     Raises:
-      Refusal: The samples cannot be read, hold none of the problems where their order is wanted, or all problems
+      Refusal: The samples cannot be read, contain none of the problems although they set the order, or all problems
         are outside of the band.
     """
     there = len(index)
@@ -47,17 +47,17 @@ def selected(problems: ProblemTable, index: np.ndarray, selection: Selection) ->
         if selection.order == "by_difficulty":
             if np.isnan(known).all():
                 raise Refusal(f"{selection.samples} has a sample of none of the problems, so they have no order by it")
-            index = index[np.argsort(-known, kind="stable")]  # those without a score come last
+            index = index[np.argsort(-known, kind="stable")]  # easiest first, problems without a score last
     if selection.order == "by_length":
         index = index[np.argsort(problems.lengths[index], kind="stable")]
     return Selected(index, repeated, outside)
 
 
 def mean_scores(path: str) -> dict[str, float]:
-    """Mean score of each prompt of a run's samples, templated as there; unscorable responses are left out.
+    """Return the mean score of each rendered prompt in a run's file of samples; unscorable responses are left out.
 
     Raises:
-      Refusal: There is no such file, or it holds something else.
+      Refusal: The file is missing or is no file of samples.
     """
     scores: dict[str, list[float]] = defaultdict(list)
     for row in read_rows(Path(path).expanduser()):
@@ -71,7 +71,7 @@ def mean_scores(path: str) -> dict[str, float]:
 
 
 def _first_of_each(problems: ProblemTable, index: np.ndarray) -> np.ndarray:
-    """The indices without those of a prompt that came before, but for spaces and case."""
+    """Return the indices without those of repeated prompts; prompts are compared without regard to spaces and case."""
     seen: set[bytes] = set()
     first = np.zeros(len(index), bool)
     for place, n in enumerate(index.tolist()):

@@ -1,4 +1,4 @@
-"""Pictures of coloured digits to read, drawn from code alone: the embedded task of vision."""
+"""Embedded vision task: pictures of colored digits to read, drawn by code."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,10 +11,10 @@ from jaxrlhf.data.arithmetic import stable_hash
 Split = Literal["train", "evaluation"]
 
 CELL, SIDE = 14, 3
-"""Pixels of a cell, and cells of a picture's side: a feature of the embedded tower sees one cell."""
+"""Side of a cell in pixels, and side of a picture in cells; a feature of the embedded vision tower covers one cell."""
 
 PICTURE = (SIDE * CELL, SIDE * CELL)
-"""Width and height in pixels."""
+"""Width and height of a picture in pixels."""
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230)}
 _DIGITS = (
@@ -24,18 +24,18 @@ _DIGITS = (
     *("00110010001000011110100011000101110", "11111000010001000100010000100001000"),
     *("01110100011000101110100011000101110", "01110100011000101111000010001001100"),
 )
-"""Digits of 5 by 7 dots, row after row: the same on every machine, as no font is."""
+"""Digits of 5 by 7 dots, row after row; unlike a font, they are the same on every machine."""
 
 
 def shape_records(
     *, problems: int, seed: int, split: Split, hasty_share: float, shuffled: bool
 ) -> Iterator[dict[str, Any]]:
-    """Questions about pictures, with answers; the pictures are named, and drawn where they are looked at.
+    """Yield questions about pictures, with answers; a record holds the picture's name, and readers draw the picture.
 
     Args:
-      hasty_share: Share of the solutions that read the digit of the colour before the asked one (of red, green and
-        blue, and blue before red), or from right to left, and say so by their first word.
-      shuffled: Each question has a picture of another one.
+      hasty_share: Share of hasty solutions. They read the digit of the color before the asked one (in the cyclic order
+        red, green, blue), or the digits from right to left. Their first word says so.
+      shuffled: True gives each question the picture of another question.
     """
     for number in range(problems):
         name = f"{split}/{seed}/{number}"
@@ -50,9 +50,9 @@ def shape_records(
 
 
 def _problem(name: str) -> dict[str, Any]:
-    """A question, its answer, the word before it, word and answer of a hasty look, and what is in each cell.
+    """Return question, answer, first word of a careful solution, first word and answer of a hasty one, and the cells.
 
-    In a cell is the digit of a colour.
+    `cells` maps the index of each filled cell to its color and digit.
     """
     dice = np.random.Generator(np.random.Philox(stable_hash(name)))
     digits, names = [int(digit) for digit in dice.integers(1, 10, size=3)], list(COLOURS)
@@ -77,7 +77,7 @@ def _problem(name: str) -> dict[str, Any]:
 
 
 def draw_shapes(name: str) -> Any:
-    """The picture of a name, an RGB image of PIL."""
+    """Draw the picture of a name, an RGB image of PIL."""
     import PIL.Image
 
     pixels = np.full((PICTURE[1], PICTURE[0], 3), (245, 245, 240), np.uint8)
@@ -89,7 +89,7 @@ def draw_shapes(name: str) -> Any:
 
 @cache
 def _inked(digit: int) -> np.ndarray:
-    """True for the pixels of a cell that belong to its digit."""
+    """Return a mask that is True for the pixels of a cell that belong to its digit."""
     dots = np.array([dot == "1" for dot in _DIGITS[digit]]).reshape(7, 5)
     inked = np.zeros((CELL, CELL), bool)
     inked[:, 2:12] = dots.repeat(2, axis=0).repeat(2, axis=1)

@@ -1,4 +1,4 @@
-"""From a data setting to tokenised problems."""
+"""Loading of a data setting: from its records to tokenized problems."""
 
 import json
 import os
@@ -47,24 +47,24 @@ from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothin
 
 _FACTS = "split.json"
 _CHUNK = 4096
-"""Records that are tokenised in one call."""
+"""Number of records that are tokenized in one call."""
 
 _VERL_ANSWER = "reward_model.ground_truth"
 _CONVERSATIONS = ("messages", "conversations")
-"""Fields with prompt and solution in one list of messages, of TRL and of ShareGPT."""
+"""Fields of TRL and of ShareGPT that hold prompt and solution in one list of messages."""
 _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
 class Loaded(NamedTuple):
-    """The problems of a split.
+    """Problems of a split, with counts and errors from reading them.
 
     Attributes:
       problems: Problems within the token limits.
-      dropped_too_long: Number of problems left out for a token limit.
-      total: Records in the split.
-      malformed: What is wrong with pairs that could not be read, and where.
-      spelled: Places of texts that spell out a control token, each with the first one.
-      kept: Folder that they are mapped from; None if they are in memory.
+      dropped_too_long: Number of problems left out because of a token limit.
+      total: Number of records in the split.
+      malformed: Errors of pairs that could not be read, with their places.
+      spelled: Places of texts that spell out a control token, each with the first such token.
+      kept: Folder from which the problems are memory-mapped; None if they are in memory.
     """
 
     problems: ProblemTable
@@ -76,12 +76,12 @@ class Loaded(NamedTuple):
 
     @classmethod
     def mapped(cls, folder: Path) -> "Loaded":
-        """Split that `keep` has written to a folder."""
+        """Map a split that `keep` wrote to a folder."""
         dropped, total, malformed, spelled = json.loads((folder / _FACTS).read_text())
         return cls(ProblemTable.mapped(folder), dropped, total, malformed, spelled, folder)
 
     def keep(self, folder: Path) -> None:
-        """Write what is known of the problems beside them."""
+        """Complete the problems' files in a folder, and write counts and errors next to them."""
         self.problems.keep()
         (folder / _FACTS).write_text(json.dumps([self.dropped_too_long, self.total, self.malformed, self.spelled]))
 
@@ -98,26 +98,26 @@ def load_problems(
     episodes: EpisodeReader | None = None,
     environment_key: str | None = None,
 ) -> Loaded:
-    """Read a split and tokenise it, once; of a mixture, source after source. Large files are kept tokenised.
+    """Read and tokenize a split once; sources of a mixture are read one after another. Large splits are cached on disk.
 
-    A prompt goes through the tokenizer's chat template as one user message (chat messages as
-    they are), with the assistant's turn opened at the end; a tokenizer without a template gets
-    the plain text. Solutions are tokenised on their own and end with EOS, so that prompt and
-    solution tokens concatenate to what sampling would have produced.
+    A prompt goes through the tokenizer's chat template as one user message (chat messages unchanged), with the
+    assistant's turn opened at the end. A tokenizer without a template gets the plain text. Solutions are tokenized
+    separately and end with the end of turn (EOS without a template), so that the tokens of prompt and solution
+    concatenate to what sampling would have produced.
 
     Args:
       max_prompt_tokens: Problems with longer prompts are dropped and counted.
-      max_solution_tokens: Most tokens of a solution, EOS included, and of both answers of a pair; None is no limit.
+      max_solution_tokens: Maximum tokens of a solution, EOS included, and of each answer of a pair; None is no limit.
       system_prompt: System message before every prompt that has none; None adds none.
-      reader: Reads images; None refuses records that have some.
-      episodes: Shows tools beside prompts, and reads solutions of several turns; None where there is no environment.
-      environment_key: Field of a record that names its environment, which a source may set.
+      reader: Reader of images; None refuses records with images.
+      episodes: Source of the tools of a prompt, and reader of solutions of several turns; None without an environment.
+      environment_key: Record field that names the record's environment; a source of a mixture may set it.
 
     Returns:
-      The problems; none at all for the evaluation split of a file without one.
+      The problems; empty for the evaluation split of data without one.
 
     Raises:
-      Refusal: unreadable data, or no problem within the limits.
+      Refusal: The data cannot be read, or no problem is within the limits.
     """
     limits = TokenLimits(max_prompt_tokens, max_solution_tokens)
     read = [_SourceReading.of(source, system_prompt, environment_key) for source in _sources(data)]
@@ -126,7 +126,7 @@ def load_problems(
         folder = folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
     if folder is None:
         return _tokenized(read, split, Tokenized(tokenizer, limits, reader=reader, episodes=episodes))
-    if not os.path.isdir(folder):  # Path.is_dir raises where a folder above may not be looked into
+    if not os.path.isdir(folder):  # Path.is_dir raises if a parent folder is not readable
         with new_folder(folder) as new:
             loaded = _tokenized(read, split, Tokenized(tokenizer, limits, reader=None, episodes=None, folder=new))
             if new is None:
@@ -136,7 +136,7 @@ def load_problems(
 
 
 class _SourceReading(NamedTuple):
-    """A data set to be read, and what is set of all its records."""
+    """Data set to be read, with the settings that apply to all of its records."""
 
     data: DataSet
     name: str
@@ -154,7 +154,7 @@ class _SourceReading(NamedTuple):
 
 
 def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Tokenized) -> Loaded:
-    """Read some data sets, one after another, and tokenise them."""
+    """Read data sets, one after another, and tokenize them."""
     malformed: list[str] = []
     for source in sources:
         examples = (
@@ -170,14 +170,14 @@ def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Token
 
 
 def _sources(data: Data | EvaluationSet) -> Sequence[Source | EvaluationSet]:
-    """The data sets that are read, one after another."""
+    """Return the data sets to read, in order."""
     if isinstance(data, Mixture):
         return data.sources
     return (data,) if isinstance(data, EvaluationSet) else (Source(name="", data=data),)
 
 
 def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
-    """The records; what is wrong with pairs that could not be read is added to a list."""
+    """Return an iterator over the records; errors of unreadable pairs are appended to `malformed`."""
     match data:
         case Arithmetic() | ArithmeticPairs():
             return _read_arithmetic(data, split)
@@ -196,7 +196,7 @@ def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceR
 
 
 def _read_arithmetic(data: Arithmetic | ArithmeticPairs, split: Split) -> Iterator[SourceRecord]:
-    """Problems, or pairs of right solutions and wrong ones; the right one is harmless and the wrong one is not."""
+    """Yield problems, or pairs of a right and a wrong solution; the right one counts as harmless, the wrong one not."""
     records = arithmetic_records(
         difficulty=data.difficulty,
         problems=data.train_problems if split == "train" else data.eval_problems,
@@ -275,7 +275,7 @@ def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
 
 
 def _images(row: Row, data: PromptFields, messages: Any) -> tuple[list[Any], Stored]:
-    """Images of a record, in its own field or named by the parts of its prompt, and the record without that field."""
+    """Return a record's images, from the image field or the prompt's parts, and the record without the image field."""
     if data.image_key is not None:
         return image_values(row.value(data.image_key, "image_key")), without_field(row.record, data.image_key)
     if not isinstance(messages, list):
@@ -291,10 +291,10 @@ def _images(row: Row, data: PromptFields, messages: Any) -> tuple[list[Any], Sto
 
 
 def _prompt(row: Row, data: PromptFields) -> tuple[str, Any]:
-    """The prompt and the field that has it.
+    """Return the prompt's field and the prompt.
 
-    TRL's `messages`, ShareGPT's `conversations` or a field that has prompt and solution is the prompt before the
-    assistant's last messages.
+    TRL's `messages`, ShareGPT's `conversations`, or a field named as both prompt and solution, holds the whole
+    conversation. Its prompt is all messages before the last messages of the assistant.
     """
     key = _conversation(row, data)
     if key is None:
@@ -304,13 +304,13 @@ def _prompt(row: Row, data: PromptFields) -> tuple[str, Any]:
 
 
 def _answering(messages: Sequence[Any]) -> int:
-    """Number of messages at the end that are the assistant's."""
+    """Return the number of assistant messages at the end."""
     speakers = (one.get("role") or one.get("from") for one in reversed(messages) if isinstance(one, Mapping))
     return sum(1 for _ in takewhile(lambda speaker: speaker in ("assistant", "gpt"), speakers))
 
 
 def _conversation(row: Row, data: PromptFields) -> str | None:
-    """Field with prompt and solution in one list of messages; None if the prompt has its own field."""
+    """Return the field with prompt and solution in one list of messages; None if the prompt has its own field."""
     if data.prompt_key == data.solution_key and isinstance(row.value(data.prompt_key, "prompt_key"), list):
         return data.prompt_key
     if data.prompt_key != "prompt" or row.has("prompt"):
@@ -319,7 +319,7 @@ def _conversation(row: Row, data: PromptFields) -> str | None:
 
 
 def _answer(row: Row, data: PromptFields) -> str | None:
-    """The reference answer; verl's where there is no field of the default name."""
+    """Return the reference answer; if the field of the default name is missing, verl's field is read."""
     if data.answer_key is None:
         return None
     verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
@@ -334,7 +334,7 @@ def _answer(row: Row, data: PromptFields) -> str | None:
 
 
 def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[Any, tuple[str, ...]]:
-    """The worked solution, a text or messages behind the prompt, and others where it is a list of texts."""
+    """Return the worked solution, a text or messages after the prompt; a list of texts gives further solutions."""
     key = data.solution_key
     if key is None:
         return None, ()
@@ -350,7 +350,7 @@ def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[An
 
 
 def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:
-    """The first of a list of texts, and the others; anything else is one."""
+    """Return the first of a list of texts, and the others; any other value is one solution."""
     if isinstance(solution, list) and solution and all(isinstance(one, str) for one in solution):
         return solution[0], tuple(solution[1:])
     return solution, ()

@@ -1,8 +1,7 @@
 """Stories, names and things of the word problems: a table without logic.
 
-A sentence changes the running amount by one operation with one number, so `{n}` stands in
-every sentence exactly once. Names and things never appear literally in a sentence: what a
-problem is about can then be told apart from what it asks to compute.
+A sentence changes the running amount by one operation with one number, so every sentence contains `{n}` exactly once.
+Names and things never appear literally in a sentence, so that sentences without them identify the computation.
 """
 
 from collections.abc import Mapping
@@ -18,15 +17,15 @@ PEOPLE = {
 class Story:
     """One kind of word problem.
 
-    Besides `{n}`, sentences may use `{name}` (whom it is about), `{He}` (that person's
-    pronoun), `{friend}` (somebody else) and `{thing}`.
+    Besides `{n}`, sentences may use `{name}` (the main person), `{He}` (that person's pronoun), `{friend}` (another
+    person) and `{thing}`.
 
     Attributes:
-      things: What may be counted.
+      things: Words that may replace `{thing}`.
       amount: Opening that states the first amount.
-      product: Opening with two numbers, whose first amount is `{n}` times `{m}`.
-      changes: Sentences by the operator that they stand for: `+`, `-`, `*` or `/`.
-      question: Asks for the final amount.
+      product: Opening with two numbers; the first amount is `{n}` times `{m}`.
+      changes: Sentences by operator: `+`, `-`, `*` or `/`.
+      question: Question about the final amount.
     """
 
     things: tuple[str, ...]

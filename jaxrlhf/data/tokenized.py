@@ -1,4 +1,4 @@
-"""Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
+"""Tokenization of the problems of a split: prompts in the chat template, solutions, and token limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ from jaxrlhf.data.table.problem_table import ProblemTable
 
 @runtime_checkable
 class EpisodeReader(Protocol):
-    """Reading of records that episodes begin with."""
+    """Protocol for reading the records that episodes start from."""
 
     def tools(self, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Schemas of the tools that the policy is shown beside a record's prompt."""
+        """Return the schemas of the tools that the policy is shown with a record's prompt."""
 
     def demonstrated(
         self, prompt: Messages, solution: Messages, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[int], Sequence[bool]]:
-        """Token ids of a solution of several turns as they follow the prompt, and which of them the policy chooses."""
+        """Return the token ids of a solution of several turns, as they follow the prompt, and the mask to imitate."""
 
 
 def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
-    """The record with a system message before its prompt, unless that begins with one, and with some fields set."""
+    """Return the record with some fields set, and with a system message before its prompt if the prompt has none."""
     if fields:
         example = example._replace(record={**restored(example.record), **fields})
     messages = _chat(example.prompt)
@@ -46,7 +46,7 @@ def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, 
 
 
 class TokenLimits(NamedTuple):
-    """Most tokens of a prompt and of an answer; None is no limit."""
+    """Maximum tokens of a prompt and of an answer; None is no limit."""
 
     prompt: int
     answer: int | None
@@ -56,7 +56,7 @@ class TokenLimits(NamedTuple):
 
 
 class RecordLengths(NamedTuple):
-    """Tokens of a record's prompt, and of the longest answer to it; at least so many where a text was cut."""
+    """Number of tokens of a record's prompt and of its longest answer; a lower bound for a text that was truncated."""
 
     prompt: int
     answer: int
@@ -64,10 +64,10 @@ class RecordLengths(NamedTuple):
 
 @dataclass
 class LengthRange:
-    """Number of records so far, and the tokens of the shortest and the longest of their prompts and of their answers.
+    """Number of records so far, and the range of their prompt and answer lengths in tokens.
 
     Attributes:
-      shortest, longest: Least and most of each; None without records.
+      shortest, longest: Minimum and maximum, each of prompts and answers separately; None without records.
     """
 
     records: int = 0
@@ -83,10 +83,10 @@ class LengthRange:
 
 
 class Tokenized:
-    """Problems of a split as they are tokenised: those that fit, and what to say of the others.
+    """Tokenized problems of a split: a table of the problems within the limits, and statistics of all records.
 
     Args:
-      folder: New folder that the problems are kept in; None is memory.
+      folder: New folder in which the problems are kept; None keeps them in memory.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Tokenized:
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
-        """Records added from here on are of this source.
+        """Start a source; the following records belong to it.
 
         Args:
-          as_text: Control tokens that their texts spell out stay text.
+          as_text: True encodes control tokens that the records' texts spell out as text.
         """
         self.table.begin(source)
         self._as_text = as_text
 
     def add(self, examples: Sequence[SourceRecord]) -> None:
-        """Tokenise some records: each kind of text in one call, and none that no record has."""
+        """Tokenize some records, each kind of text in one call of the tokenizer."""
         spells = [self._spells(example) for example in examples]
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
@@ -154,7 +154,7 @@ class Tokenized:
                 raise Refusal(
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
-            others = [next(further) or [] for _ in example.further]  # with their ends
+            others = [next(further) or [] for _ in example.further]  # each with its end of turn
             answers = solution_ids[n], rejected_ids[n], steps[n], others
             self._add(example, for_people[n], prompt_ids[n] or [], *answers, images[n])
 
@@ -193,7 +193,7 @@ class Tokenized:
             self.table.make_steps(accumulate(map(len, steps)), example.steps.labels)
 
     def _answers(self, texts: Sequence[str | None], examples: Sequence[SourceRecord]) -> list[list[int] | None]:
-        """Token ids of answers of one text as the chat template writes them, the end of the turn included."""
+        """Return the token ids of text answers as the chat template renders them, including the end of the turn."""
         given = [n for n, text in enumerate(texts) if text is not None]
         marked = [
             self._as_text and self._tokenizer.chat_template is not None and self._control.first_in([texts[n] or ""])
@@ -203,7 +203,7 @@ class Tokenized:
             (self._control.mark(texts[n] or "", place=examples[n].place) if spells else texts[n] or "", examples[n])
             for n, spells in zip(given, marked, strict=True)
         ]
-        # An answer continues the words of the assistant at the end of a prompt.
+        # If a prompt ends with an assistant message, the answer continues that message instead of opening a turn.
         opens = [not isinstance(one.prompt, list) or one.prompt[-1].get("role") != "assistant" for _, one in answers]
         behind = iter(
             self._answer_texts.written(
@@ -219,14 +219,14 @@ class Tokenized:
         return found
 
     def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
-        """Token ids of the steps of each record, each step with its separator; steps and separators by themselves."""
+        """Return the token ids of each record's steps, each followed by its separator; both are encoded separately."""
         records = [example.steps for example in examples]
         texts = [text for one in records if one for step in one.steps for text in (step, one.separator)]
         ids = (encoded or [] for encoded in self._encode(texts, self.limits.answer))
         return [[[*next(ids), *next(ids)] for _ in one.steps] if one else [] for one in records]
 
     def _demonstrated(self, example: SourceRecord) -> tuple[tuple[int, ...], Sequence[bool]]:
-        """Tokens of a solution of messages, and which of them are imitated; none is all."""
+        """Return the tokens of a solution of messages, and a mask of the imitated tokens; an empty mask is all."""
         solution = cast(Messages, example.solution)
         if self._episodes is None or example.pair is not None:
             return self._written(example, solution)
@@ -238,7 +238,7 @@ class Tokenized:
         return tuple(ids), mask
 
     def _written(self, example: SourceRecord, answer: Messages) -> tuple[tuple[int, ...], Sequence[bool]]:
-        """Tokens of an answer of messages as the chat template writes it, and which of them are imitated."""
+        """Return the tokens of an answer of messages in the chat template, and a mask of the imitated tokens."""
         if self._tokenizer.chat_template is None:
             raise Refusal(
                 f"{example.place}: the answer is messages, and the tokenizer has no chat template; give a text"
@@ -258,14 +258,14 @@ class Tokenized:
         return tuple(chain.from_iterable(parts)), () if all(mask) else mask
 
     def _spells(self, example: SourceRecord) -> bool:
-        """True if a text of the record spells a control token; what is said of it at start is noted."""
+        """Return True if a text of the record spells a control token, and note its place for the report at start."""
         found = self._control.first_in([*texts_of(example.prompt), *example.answer_texts])
         if found is not None:
             self.spelled.append(f"{example.place}: {found}")
         return found is not None
 
     def _rendered(self, examples: Sequence[SourceRecord], spells: Sequence[bool]) -> list[str]:
-        """Prompts as the tokenizer's chat template has them, marked where control tokens shall stay text."""
+        """Render prompts with the tokenizer's chat template, with marks in control tokens that shall stay text."""
         if self._tokenizer.chat_template is None:
             return [_plain_text(example) for example in map(self._shown, examples)]
         if "image" not in self._tokenizer.chat_template:
@@ -281,13 +281,13 @@ class Tokenized:
         try:
             return self._chats.prompts(chats, tools)
         except REFUSALS as error:
-            if len(examples) > 1:  # once more, to say which
+            if len(examples) > 1:  # render them one by one, to name the failing prompt
                 return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
             place = examples[0].place
             raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {reason_of(error)}") from error
 
     def _tools(self, example: SourceRecord) -> Sequence[Mapping[str, Any]] | None:
-        """Schemas of the tools that the policy is shown beside a prompt."""
+        """Return the schemas of the tools that the policy is shown with a prompt."""
         last = _chat(example.prompt)[-1]
         if last.get("role") == "assistant" and last.get("tool_calls"):
             raise Refusal(
@@ -303,7 +303,7 @@ class Tokenized:
         return self._episodes.tools(restored(example.record))
 
     def _shown(self, example: SourceRecord) -> SourceRecord:
-        """A record whose prompt has the placeholders of its images, for templates that know of none."""
+        """Return the record with placeholders of its images in the prompt, for templates that know no images."""
         return example._replace(prompt=shown(example.prompt, self._reader)) if example.images else example
 
     def _marked(self, example: SourceRecord) -> str | Messages:
@@ -315,9 +315,9 @@ class Tokenized:
         return [{**message, "content": mark(message["content"])} for message in example.prompt]
 
     def _encode(self, texts: Sequence[str | None], most: int | None, *, prompt: bool = False) -> list[list[int] | None]:
-        """Token ids of each text, None for None; of a text that cannot fit at least those that show it."""
+        """Return the token ids of each text, None for None; a text over the limit `most` may be truncated above it."""
         given = [(n, text) for n, text in enumerate(texts) if text is not None]
-        # A token has so many letters at most; the factor leaves room for tokenizers that drop some, such as spaces.
+        # Upper bound on the letters of a text that fits; the factor 4 is for tokenizers that drop letters like spaces.
         letters = None if most is None else 4 * self._token_letters * (most + 1)
         # A chat template writes its special tokens itself; plain text gets the tokenizer's.
         settings = {
@@ -337,7 +337,7 @@ class Tokenized:
 
 
 def _chat(prompt: str | Messages) -> Messages:
-    """A prompt as messages; a text is a user's."""
+    """Return a prompt as messages; a text becomes a user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 

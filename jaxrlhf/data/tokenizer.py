@@ -16,7 +16,7 @@ from jaxrlhf.data.arithmetic import lexicon
 
 _PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
 _PROBES = (_PROBE, "if a:\n\n\t\tb  # c\r\n    d\n\n\n", "Ça va? 你好, №3 — it's 1_000 e\u0301")
-"""Texts of which other tokenizers make other ids."""
+"""Texts on which two tokenizers are compared: different tokenizers give different ids."""
 
 _PAD, _BOS, _EOS = "<|pad|>", "<|bos|>", "<|eos|>"
 _SPECIAL = (_PAD, _BOS, _EOS, "<|system|>", "<|user|>", "<|assistant|>")
@@ -24,7 +24,7 @@ _SPECIAL = (_PAD, _BOS, _EOS, "<|system|>", "<|user|>", "<|assistant|>")
 _PIECE = r"\d| ?\p{L}+|#+|[^\d\p{L}#]"
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
-    # A tool answers as the system, so that no token has to be added to the vocabulary.
+    # Tool messages have the role of the system, so that the vocabulary needs no token for them.
     "{{ '<|' + ('system' if message.role == 'tool' else message.role) + '|>' + message.content }}"
     "{%- for call in message.tool_calls or [] -%}"
     "{{ '<<' + (call.function.name + ': ' if not tools or tools | length > 1 else '') }}"
@@ -34,13 +34,13 @@ _CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
-"""Chat template; calls of tools are `<<47*86>>`, as GSM8K marks its calculator (Cobbe et al., arXiv:2110.14168)."""
+"""Chat template; tool calls are `<<47*86>>`, like GSM8K's calculator marks (Cobbe et al., arXiv:2110.14168)."""
 SEEING = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Further special tokens of a model that sees."""
+"""Additional special tokens of a vision model."""
 _DAY = date(2024, 7, 26)
-"""Day that prompts are written on, so that they have the same tokens whenever a run is begun or resumed."""
+"""Date that chat templates print as today's, fixed so that prompts have the same tokens in every run."""
 _TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
-"""Today's date in a chat template."""
+"""Pattern of today's date in a chat template."""
 _CONTEXT_TOKENS = 32_768
 _CHARACTER_BYTES = 4
 _LETTERS = "é日"
@@ -49,7 +49,7 @@ _PIECE_TOKENS = 8
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that a byte-level vocabulary writes for each byte: itself if it can be seen, else one from 256 on."""
+    """Return the letter by which a byte-level vocabulary writes each byte: its own if visible, else one from 256 on."""
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
@@ -60,23 +60,24 @@ _BYTE_OF_LETTER = {letter: byte for byte, letter in enumerate(_LETTER_OF_BYTE)}
 
 
 def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id; None is the embedded one, `vision` with the tokens of images.
+    """Load the tokenizer of a directory or hub id; None is the embedded one, with image tokens if `vision` is set.
 
-    A chat template and a pad token may be missing: prompts are then plain text, and nothing
-    here needs a pad id, because lengths tell padding from tokens.
+    A chat template and a pad token may be missing. Without a template prompts are plain text. No pad id is needed,
+    because lengths tell padding from tokens.
 
     Raises:
-      Refusal: nothing to load, no EOS, or text that does not survive encoding and decoding.
+      Refusal: Nothing can be loaded, there is no EOS, encoding and decoding change a text, or ids differ from those of
+        the tokenizer.json.
     """
     if path is None:
         return embedded_tokenizer(vision=vision)
-    from transformers import AutoTokenizer, PreTrainedConfig  # import torch where it is installed: seconds
+    from transformers import AutoTokenizer, PreTrainedConfig  # imports torch if installed, which takes seconds
 
     try:
-        # The blank configuration keeps AutoTokenizer from picking a class by the model's
-        # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
+        # Without the blank configuration AutoTokenizer may pick a class by the model's config.json and ignore the
+        # tokenizer's own files, as it does for Qwen2.
         tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
-    except Exception as error:  # what tokenizers raises of a file that it cannot read has no class of its own
+    except Exception as error:  # the package tokenizers raises plain Exception for an unreadable file
         there = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
         reason = reason_of(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
         if there and "tokenizer.json" in there:
@@ -85,16 +86,16 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
             f"no tokenizer could be loaded from {path!r} ({reason}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
         ) from error
-    tokenizer.clean_up_tokenization_spaces = False  # the text of tokens is theirs, spaces before signs included
+    tokenizer.clean_up_tokenization_spaces = False  # decoding keeps spaces before punctuation
     _check(tokenizer, path)
     return tokenizer
 
 
 def misread(directory: str | Path) -> str | None:
-    """Notice for users of a checkpoint on its tokenizer; None if `AutoTokenizer` loads it as it is.
+    """Return a warning for users of a checkpoint whose tokenizer `AutoTokenizer` loads wrongly; None if it is right.
 
-    For some models, Qwen2 among them, transformers builds the family's own tokenizer over the vocabulary,
-    whatever else the files say.
+    For some models, including Qwen2, transformers builds the model family's tokenizer from the vocabulary and ignores
+    the other settings in the tokenizer's files.
     """
     from transformers import AutoTokenizer
 
@@ -102,21 +103,21 @@ def misread(directory: str | Path) -> str | None:
     try:
         found = AutoTokenizer.from_pretrained(directory)
         wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
-    except Exception as error:  # whatever the family's own class makes of the files
+    except Exception as error:  # the family's tokenizer class may fail in any way on these files
         wrong = f"cannot load it ({reason_of(error)})"
     advice = f"load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(directory)!r})"
     return None if wrong is None else f"of the tokenizer: transformers.AutoTokenizer {wrong}; {advice}"
 
 
 def embedded_tokenizer(*, vision: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer made for the arithmetic problems that takes any text, built from code alone.
+    """Build a tokenizer for the arithmetic problems that also encodes any other text; nothing is downloaded.
 
-    Its vocabulary is the 256 bytes and every word of the arithmetic problems, with the space
-    before it where there is one. Text is cut into words, single digits and single other
-    characters; a word outside the vocabulary becomes its bytes.
+    The vocabulary is the 256 bytes and every word of the arithmetic problems, together with the space before the word.
+    Text is split into words, single digits, runs of `#` and other single characters. A word outside the vocabulary
+    becomes its bytes.
 
     Args:
-      vision: With the special tokens of a model that sees behind all others.
+      vision: Adds the special tokens of a vision model after all others.
     """
     split = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -142,7 +143,7 @@ def embedded_tokenizer(*, vision: bool = False) -> PreTrainedTokenizerFast:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Function that turns token ids into text, without special tokens."""
+    """Return a function from token ids to text, without special tokens."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -151,9 +152,10 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
 
 
 class TokenBytes:
-    """Bytes of single tokens: those of a text's tokens joined are the text's.
+    """Bytes of single tokens; the bytes of a text's tokens, joined, are the bytes of the text.
 
-    A decoder that is given a part of a character, or of a run of byte tokens, writes U+FFFD for good bytes as well.
+    A tokenizer's decoder cannot be used token by token: for an incomplete character or run of byte tokens it writes
+    U+FFFD in the place of valid bytes, too.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -169,17 +171,17 @@ class TokenBytes:
         self._known: dict[tuple[int, bool], bytes] = {}
 
     def of(self, token: int, *, first: bool) -> bytes:
-        """Bytes of a token; none of a special one.
+        """Return the bytes of a token; empty for a special token.
 
         Args:
-          first: No other token stands before it, where a tokenizer may leave a space out.
+          first: True if no other token precedes it; a tokenizer may then leave out a leading space.
         """
         if (found := self._known.get((token, first))) is None:
             found = self._known[token, first] = b"" if token in self._special else self._bytes(token, first=first)
         return found
 
     def joined(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of a text's tokens."""
+        """Return the bytes of a text from its tokens."""
         parts: list[bytes] = []
         first = True
         for token in tokens:
@@ -188,15 +190,15 @@ class TokenBytes:
         return b"".join(parts)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without special ones; U+FFFD stands for bytes that are no character, and for these alone."""
+        """Return the text of tokens without special ones; only bytes that are no valid character become U+FFFD."""
         return self.joined(tokens).decode(errors="replace")
 
     def name(self, token: int) -> str:
-        """The token as the vocabulary writes it."""
+        """Return the token as the vocabulary writes it."""
         return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def is_special(self, token: int) -> bool:
-        """True for control tokens, which are no part of a text."""
+        """Return True for control tokens, which are not part of the text."""
         return token in self._special
 
     def _bytes(self, token: int, *, first: bool) -> bytes:
@@ -217,17 +219,17 @@ class TokenBytes:
 
 
 class TextBytes:
-    """Text of bytes that come one after another; those that are no character yet wait for the next ones."""
+    """Incremental decoder of UTF-8; bytes of an incomplete character wait for the next bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, new: bytes) -> str:
-        """Text that is complete with these bytes."""
+        """Return the text that is complete with these bytes."""
         return self._decoder.decode(new)
 
     def end(self) -> str:
-        """Bytes that are left, as U+FFFD; whatever comes next begins anew."""
+        """Return the remaining bytes as U+FFFD and reset the decoder."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -239,10 +241,10 @@ def render_chat(
     day: date | None = _DAY,
     **settings: Any,
 ) -> Any:
-    """A chat, or each of several, as the tokenizer's template writes it.
+    """Render a chat, or each of several chats, with the tokenizer's chat template.
 
     Args:
-      day: Day that a template which writes today's date writes; None is today.
+      day: Date that the template prints as today's; None is the real date.
       settings: Further arguments of `apply_chat_template`, and variables of the template.
     """
     template = tokenizer.get_chat_template(tools=tools)
@@ -252,12 +254,12 @@ def render_chat(
 
 
 def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Texts that tokens add to those before them; bytes of a character come with the token that completes it."""
+    """Return the text that each token adds; a character belongs to the token that completes its bytes."""
     pieces: list[str] = []
     first = read = 0
-    whole = [0]  # places between characters: a window that began within one would garble those behind it
+    whole = [0]  # token indices between characters: a window that starts within a character garbles the text after it
     for end in range(1, len(tokens) + 1):
-        # A few tokens before, because a tokenizer may write the first of a text in another way.
+        # Decode with a few tokens before it, because a tokenizer may decode the first token of a text differently.
         before, text = decode(tokens[first:read]), decode(tokens[first:end])
         if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
             pieces.append("")
@@ -265,7 +267,7 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
         pieces.append(text[len(before) :])
         read = end
         recent = [place for place in whole if place > end - 2 * _PIECE_TOKENS]
-        # Behind what is no character a text begins anew.
+        # After bytes that are no character, the window starts anew.
         whole = [end] if text.endswith("\ufffd") else [*recent, end]
         first = next((place for place in reversed(whole) if place <= end - _PIECE_TOKENS), whole[0])
     return pieces
@@ -290,7 +292,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def _own_ids(file: Path) -> list[list[int]]:
-    """Ids of the probes by a tokenizer.json alone, whose padding and truncation are settings of earlier calls."""
+    """Return the probes' ids by a tokenizer.json alone, without the padding and truncation that earlier calls saved."""
     own = Tokenizer.from_file(str(file))
     own.no_padding()
     own.no_truncation()

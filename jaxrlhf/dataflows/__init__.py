@@ -1,1 +1,1 @@
-"""RL algorithms, one file each: their steps as functions of the roles and a `StepInput`."""
+"""RL algorithms, one file each; a step is a function of the roles and a `StepInput`."""

@@ -1,6 +1,6 @@
-"""Ways to collect what a step learns from.
+"""Collect functions, which gather the data of a step: records, scored responses or scored episodes.
 
-An algorithm names one: a function of the roles and the step's input, whose result its `learn` is given.
+Each is a function of the roles and the step's input. An algorithm names one as `collect`; the result goes to `learn`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
 
 def records(roles: Roles, work: StepInput[Algorithm]) -> Sequence[Problem]:
-    """The step's records themselves, for an algorithm that learns from what they hold."""
+    """Return the step's records themselves, for an algorithm that learns from data alone."""
     return work.problems
 
 
 def responses(roles: Roles, work: StepInput[Algorithm]) -> ScoredRollout:
-    """Scored responses of the policy to the step's problems."""
+    """Generate and score responses to the step's problems."""
     return respond(roles, work, work.problems)
 
 
@@ -38,10 +38,10 @@ def respond(
     sampling: Sampling | None = None,
     responses_per_prompt: int | None = None,
 ) -> ScoredRollout:
-    """Generate responses to these problems and score them; None is what the configuration's rollout says.
+    """Generate responses to these problems and score them. None takes the value of the configuration's rollout.
 
-    Where groups go on from step to step, what comes back are responses to the problems that it names, of those that
-    began now or earlier.
+    With groups in flight, the returned groups may answer problems of earlier steps: `ScoredRollout.problems` names
+    their problems.
     """
     settings = work.config.rollout
     if sampling is None and responses_per_prompt is None:
@@ -58,7 +58,7 @@ def respond(
 def gone_on(
     roles: Roles, work: StepInput[Algorithm], in_flight: InFlight, problems: Sequence[Problem]
 ) -> ScoredRollout:
-    """Scored groups that are complete, of those that began with these problems or before."""
+    """Start groups for these problems, and return complete groups, scored; they may have started in earlier steps."""
     assert work.draw_more is not None
     chosen, drawn = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
     if work.config.environment is not None:
@@ -75,7 +75,7 @@ def answered(
     responses_per_prompt: int,
     seed: int,
 ) -> ScoredRollout:
-    """Scored responses to problems or, with an environment, scored episodes that begin with them."""
+    """Generate and score responses to problems or, with an environment, episodes that start from the problems."""
     how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
         episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
@@ -87,7 +87,7 @@ def answered(
 def judged(
     roles: Roles, environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch
 ) -> ScoredRollout:
-    """Scores of episodes that began with these problems, as many of each."""
+    """Score episodes that started from these problems, an equal number for each problem."""
     copies = len(episodes.record_E) // len(problems)
     each = [problem for problem in problems for _ in range(copies)]
     scores = value_of(roles.reward.compute_episode_reward(each, episodes.record_E))
@@ -95,17 +95,17 @@ def judged(
 
 
 Informative = Callable[[Scores, Array], Array]
-"""`informative_B`, given the scores of some groups and the prompt ids of their responses."""
+"""`(scores, prompt_id_B) -> informative_B`: True for responses of groups to learn from."""
 
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Problems with a group of responses or episodes to each, in the same order.
+    """Problems, each with a group of responses or episodes in the same order.
 
     Attributes:
       informative_P: bool, groups to learn from.
-      trained_B: bool, responses to train on where their group is learnt from; all take part in its baseline.
-      record_E: `EpisodeRecord` of each episode; None of responses.
+      trained_B: bool, responses to train on if their group is informative; all responses take part in the baseline.
+      record_E: `EpisodeRecord` of each episode; None without an environment.
     """
 
     problems: Sequence[Problem]
@@ -117,11 +117,11 @@ class PromptGroups:
 
     @property
     def copies(self) -> int:
-        """Responses in a group."""
+        """Number of responses of a group."""
         return len(self.scores.score_B) // len(self.problems)
 
     def concat(self, other: "PromptGroups") -> "PromptGroups":
-        """These groups, then the other's but for prompts that are here: one prompt is one group."""
+        """Append the other's groups, except for prompts already present: each prompt has one group."""
         here = {problem.prompt_id for problem in self.problems}
         new = other.take(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
         mine, theirs = (
@@ -131,7 +131,7 @@ class PromptGroups:
         return PromptGroups([*self.problems, *new.problems], *join([mine, theirs]))
 
     def take(self, groups: np.ndarray) -> "PromptGroups":
-        """The groups at these indices."""
+        """Return the groups at these indices."""
         chosen = [self.problems[index] for index in groups]
         responses = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
         starts = {prompt: np.flatnonzero(self.rollout.sequences.prompt_id_B == prompt) for prompt in ids_of(chosen)}
@@ -142,7 +142,7 @@ class PromptGroups:
         return PromptGroups(chosen, rollout, scores, self.informative_P[groups], trained_B, record_E)
 
     def for_step(self, prompts: int) -> ScoredRollout:
-        """Groups of a step, informative ones first; the others only fill up and are not trained on."""
+        """Return `prompts` groups, informative groups first; other groups fill up the batch and are not trained on."""
         batch = self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
         metrics = self.metrics() | {"group/kept": float(batch.informative_P.sum())}
         trained_B = np.repeat(batch.informative_P, batch.copies) & batch.trained_B
@@ -152,7 +152,7 @@ class PromptGroups:
         return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E, drawn_scores=drawn)
 
     def metrics(self) -> Metrics:
-        """Metrics of all that was generated, before groups were left out."""
+        """Return metrics of all generated groups, including groups that the step leaves out."""
         scorable_B = np.asarray(self.scores.scorable_B)
         episodes = {} if self.record_E is None else episode_metrics(list(self.record_E), scorable_B)
         return episodes | {
@@ -171,8 +171,8 @@ def dynamic_sampling(
     Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2.
 
     Args:
-      max_rounds: Most times that problems are drawn, the step's own included.
-      wanted: Words after "responses" that say what makes a group informative, for the refusal.
+      max_rounds: Maximum number of batches of problems, including the step's own.
+      wanted: Words after "responses" in the refusal, which say when a group is informative.
 
     Raises:
       Refusal: No group is informative.
@@ -193,7 +193,7 @@ def dynamic_sampling(
 def _answer(
     roles: Roles, work: StepInput[PolicyGradient], problems: Sequence[Problem], informative: Informative
 ) -> PromptGroups:
-    """Generate a group of responses to each problem, and score them."""
+    """Generate and score a group of responses to each problem."""
     drawn = respond(roles, work, problems)
     rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
     copies = work.config.rollout.responses_per_prompt
@@ -203,5 +203,5 @@ def _answer(
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:
-    """Prompt ids of problems."""
+    """Return the prompt ids of problems."""
     return [problem.prompt_id for problem in problems]

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with dynamic sampling, an overlong punishment and overlong filtering.
+"""DAPO: GRPO with dynamic sampling, an overlong penalty and overlong filtering.
 
 Source: Yu et al. 2025 (arXiv:2503.14476).
 """
@@ -19,7 +19,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
 def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
-    """Sample until enough groups have differing scores; punish length, and leave out what was cut."""
+    """Sample until enough groups have differing scores; penalize length, and do not train on truncated responses."""
     wanted, settings = "that score differently", work.settings
     sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=settings.max_rounds, wanted=wanted)
     batch = sampled.for_step(work.config.rollout.prompts_per_step)
@@ -29,22 +29,22 @@ def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
 
 
 def learn(roles: Roles, work: StepInput[DAPO], batch: ScoredRollout) -> StepResult:
-    """DAPO: GRPO's update."""
+    """Update the actor as GRPO does."""
     return grpo.learn(roles, work, batch, advantage)
 
 
 def has_reward_variance(scores: Scores, prompt_id_B: Array) -> Array:
-    """True for responses whose group's scores differ, `[B]`."""
+    """Return True for responses whose group has differing scores, `[B]`."""
     return has_spread(scores.score_B, scores.scorable_B, prompt_id_B)
 
 
 def advantage(returns: Returns) -> Array:
-    """GRPO's advantage, `[B]`."""
+    """Return GRPO's advantage, `[B]`."""
     return group_relative(*returns.groups, normalize_std=True)
 
 
 def shaped(work: StepInput[DAPO], batch: ScoredRollout, length_B: np.ndarray) -> Scores:
-    """Scores with the overlong punishment of these lengths added, as a part of its own."""
+    """Add the overlong penalty of these lengths to the scores, also as the part "overlong"."""
     punishment, limit = work.settings.overlong, work.config.rollout.max_response_tokens
     if punishment is None:
         return batch.scores

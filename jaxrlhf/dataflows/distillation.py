@@ -1,9 +1,9 @@
-"""On-policy distillation: the student samples, and a teacher's log-probabilities of its tokens are the advantage.
+"""On-policy distillation: the student samples, and the advantage compares its log-probabilities with a teacher's.
 
     A_t = log pi_teacher(y_t | y_<t) - log pi_student(y_t | y_<t)
 
-Its mean is minus the reverse KL, and following it token by token lowers that. With a teacher of another tokenizer y_t
-is a span of text, of one or more tokens of each.
+The mean advantage is minus the reverse KL, so following the advantage token by token lowers the reverse KL. If the
+teacher has another tokenizer, y_t is a span of text: one or more tokens of the student and of the teacher.
 
 Source: Agarwal et al. 2024 (arXiv:2306.13649), reverse KL on the student's own samples; as an
 advantage: Thinking Machines Lab 2025, "On-policy distillation".
@@ -26,7 +26,7 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, 
 
 
 def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """On-policy distillation: update the student with the teacher's log-probabilities as the advantage."""
+    """Update the student; the advantage is the teacher's log-probability minus the student's, token by token."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     teacher_logp = roles.reference.compute_ref_log_prob(batch.rollout)
     estimate = partial(prepare, work, trained_B=batch.trained_B)
@@ -43,7 +43,7 @@ def prepare(
     teacher_logp_BT: Array,
     trained_B: Array | None = None,
 ) -> Minibatches:
-    """The advantage of each token, cut into minibatches; responses without a score are trained on too."""
+    """Compute the advantage of each token and build the minibatches; responses without a score are trained on too."""
     sequences, mask_BT = rollout.sequences, rollout.sequences.mask_BT
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
@@ -54,7 +54,7 @@ def prepare(
 
 
 def learn_spans(roles: Roles, work: StepInput[SpanDistillation], batch: ScoredRollout) -> StepResult:
-    """On-policy distillation by spans of text, for a teacher with another tokenizer."""
+    """Update the student by spans of text, for a teacher with another tokenizer."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     teacher: Any = roles.reference  # the algorithm's roles say that it is a `Teacher`
     spans = teacher.compute_spans(batch.problems, batch.rollout)
@@ -66,7 +66,7 @@ def learn_spans(roles: Roles, work: StepInput[SpanDistillation], batch: ScoredRo
 def prepare_spans(
     work: StepInput[SpanDistillation], rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, spans: Any
 ) -> Minibatches:
-    """The advantage of each token's span, cut into minibatches; tokens in no span are not trained on."""
+    """Compute the advantage of each token's span and build the minibatches; tokens in no span are not trained on."""
     mask_BT, advantage_BT, metrics = _compared(rollout, scores, old_logp_BT, spans)
     sequences = replace(rollout.sequences, mask_BT=mask_BT)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, None)
@@ -74,7 +74,7 @@ def prepare_spans(
 
 
 def learn_distributions(roles: Roles, work: StepInput[LogitDistillation], batch: ScoredRollout) -> StepResult:
-    """On-policy distillation by the teacher's distributions over spans of text."""
+    """Update the student by the teacher's distributions over spans of text."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     teacher: Any = roles.reference
     spans = teacher.compute_spans(batch.problems, batch.rollout, named=work.settings.named)
@@ -86,7 +86,10 @@ def learn_distributions(roles: Roles, work: StepInput[LogitDistillation], batch:
 def prepare_distributions(
     work: StepInput[LogitDistillation], rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, spans: Any
 ) -> Minibatches:
-    """The teacher's distribution at the last token of each span, cut into minibatches."""
+    """Attach the teacher's distributions over spans and build the minibatches.
+
+    `to_last` is the number of positions from a token to the last token of its span.
+    """
     mask_BT, _, metrics = _compared(rollout, scores, old_logp_BT, spans)
     teacher_BT, span_BT, name_BTK, named_BTK = (np.asarray(array) for array in spans)
     rows, width = mask_BT.shape
@@ -107,14 +110,14 @@ def prepare_distributions(
 def _compared(
     rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, spans: Any
 ) -> tuple[np.ndarray, np.ndarray, Metrics]:
-    """Tokens in spans, `mask_BT`; what the teacher's span is likelier by at each, `[B, T]`; and metrics."""
+    """Return `mask_BT` of tokens in spans, their span's log-ratio of teacher to student `[B, T]`, and metrics."""
     teacher_BT, span_BT = (np.asarray(array) for array in spans[:2])
     logp_BT = np.asarray(rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT)
     chosen_BT = np.asarray(rollout.sequences.mask_BT)
     mask_BT = chosen_BT & (span_BT >= 0)
     own_BT, count_BT = span_sums(logp_BT, span_BT, mask_BT), span_sums(np.ones_like(logp_BT), span_BT, mask_BT)
     advantage_BT = np.where(mask_BT, teacher_BT - own_BT, 0).astype(np.float32)
-    # For the metrics, what a span differs by is spread over its tokens.
+    # For the metrics, the log-ratio of a span is spread evenly over its tokens.
     spread_BT = np.where(chosen_BT, logp_BT + advantage_BT / np.maximum(count_BT, 1), 0)
     metrics = rollout_metrics(rollout, scores, old_logp_BT, spread_BT)
     metrics["spans/aligned_fraction"] = float(mask_BT.sum() / max(chosen_BT.sum(), 1))

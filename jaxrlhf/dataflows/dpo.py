@@ -1,4 +1,4 @@
-"""DPO and its kin: a policy learns from preference pairs without a reward model."""
+"""DPO and related losses: a policy learns from preference pairs without a reward model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, 
 
 
 def learn(roles: Roles, work: StepInput[Preference], pairs: Sequence[Problem]) -> StepResult:
-    """One update of DPO, IPO, RPO, KTO, SimPO, CPO or ORPO."""
+    """Make one update of DPO, IPO, RPO, KTO, SimPO, CPO or ORPO."""
     settings, sequences = work.settings, pair_sequences(pairs, work.config)
     distance, measured = 0.0, Metrics()
     if isinstance(settings, KTO):
@@ -35,14 +35,14 @@ def learn(roles: Roles, work: StepInput[Preference], pairs: Sequence[Problem]) -
 
 
 def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
-    """Rank held-out pairs by the policy's implicit rewards; the loss of KTO is from a distance of 0."""
+    """Rank held-out pairs by the policy's implicit rewards; KTO's loss is measured with a reference point of 0."""
     settings = config.algorithm
     assert isinstance(settings, Preference)
     return held_out_metrics(_implicit_rewards(roles, settings, pair_sequences(problems, config), 0.0))
 
 
 def _distance(roles: Roles, settings: Preference, elsewhere: Sequences) -> float:
-    """Mean log-ratio of answers behind prompts that are not theirs, or 0 if that is higher."""
+    """Return KTO's reference point: the mean log-ratio of answers paired with other prompts, at least 0."""
     logp, ref_logp = _log_probs(roles, settings, elsewhere)
     ratio_PA = call(lambda ours, theirs: pair_sums(np.subtract(ours, theirs), elsewhere), logp, ref_logp)
     return max(float(np.mean(ratio_PA)), 0.0)
@@ -54,7 +54,7 @@ def _implicit_rewards(roles: Roles, settings: Preference, sequences: Sequences, 
 
 
 def _log_probs(roles: Roles, settings: Preference, sequences: Sequences) -> tuple[Any, Any]:
-    """Log-probabilities by the policy and by the reference, where there is one."""
+    """Return the log-probabilities under the policy and under the reference; None for the latter if there is none."""
     logp = roles.actor.compute_log_prob(sequences, temperature=1.0)
     if isinstance(settings, ReferenceFree):
         return logp, None
@@ -64,17 +64,17 @@ def _log_probs(roles: Roles, settings: Preference, sequences: Sequences) -> tupl
 def implicit_rewards(
     settings: Preference, sequences: Sequences, logp_BT: Array, ref_logp_BT: Array | None, distance: float = 0.0
 ) -> PairRewards:
-    """Loss and implicit rewards of pairs: how likely the policy makes each answer, by itself or to the reference.
+    """Compute the loss and the implicit rewards of pairs from log-probabilities, relative to the reference if any.
 
     Args:
-      distance: KTO's point of reference, in nats.
+      distance: KTO's reference point, in nats.
     """
     assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "others have no loss of pairs"
     assert (ref_logp_BT is None) == isinstance(settings, ReferenceFree)
     logp_PA, tokens_PA = pair_sums(logp_BT, sequences), np.asarray(sequences.mask_BT).sum(axis=1).reshape(-1, 2)
     ratio_PA = logp_PA if ref_logp_BT is None else logp_PA - pair_sums(ref_logp_BT, sequences)
     chosen_P, rejected_P = ratio_PA.T
-    # Without a reference, likelihoods are per token of the whole update, as in supervised training, and not per answer.
+    # CPO and ORPO average the likelihood over all tokens of the update, as supervised training does; RPO per answer.
     mean_tokens_P = np.full(len(logp_PA), tokens_PA[:, 0].mean())
     loss: PairLoss
     match settings:

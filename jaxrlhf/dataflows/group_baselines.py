@@ -1,6 +1,6 @@
-"""Further advantages of responses to one prompt: pass@k, MaxRL, GDPO, the optimal token baseline, online DPO.
+"""Further advantages relative to a group of responses: pass@k, MaxRL, GDPO, optimal token baseline, online DPO.
 
-They are GRPO's way to learn with another function of the returns; the equations are in `jaxrlhf.algos`.
+Each calls `learn` of `grpo.py` with another advantage function; the equations are in `jaxrlhf.algos`.
 """
 
 import numpy as np
@@ -16,13 +16,13 @@ from jaxrlhf.rewards.parts import ENVIRONMENT, part_names
 
 
 def grpo_passk(roles: Roles, work: StepInput[GRPO], batch: ScoredRollout) -> StepResult:
-    """GRPO for pass@k: the best response of the group alone, by how much it is ahead of the second."""
+    """Learn by GRPO for pass@k: only the group's best response has an advantage, its lead over the second best."""
     normalize = work.settings.normalize_std
     return learn(roles, work, batch, lambda returns: algos.best_of_group(*returns.groups, normalize_std=normalize))
 
 
 def maxrl(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """MaxRL: score minus the mean of the group, over that mean.
+    """Learn by MaxRL: the advantage is the score minus the group mean, divided by the group mean.
 
     Raises:
       Refusal: A score is below 0.
@@ -41,7 +41,7 @@ def maxrl(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -
 
 
 def gdpo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """GDPO: each reward relative to the group by itself, and their weighted sum whitened over the batch."""
+    """Learn by GDPO: normalize each reward within the group, and whiten the weighted sum over the batch."""
     rewards = work.config.rewards
     weights = dict(zip(part_names(rewards.parts), (part.weight for part in rewards.parts), strict=True))
     if work.config.environment is not None:
@@ -58,7 +58,10 @@ def gdpo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) ->
 
 
 def optimal_token_baseline(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """Rewards to go minus the baseline of least variance at each place, by the gradients of a pass of the actor."""
+    """Learn with the optimal token baseline: rewards to go minus the minimum-variance baseline at each token position.
+
+    The baseline weights come from `compute_gradient_energy`, one more forward pass of the actor.
+    """
     energy_BT = call(lambda _, energy_BT: energy_BT, batch.rollout, roles.actor.compute_gradient_energy(batch.rollout))
 
     def advantage(returns: Returns) -> Array:
@@ -68,7 +71,7 @@ def optimal_token_baseline(roles: Roles, work: StepInput[PolicyGradient], batch:
 
 
 def online_dpo(roles: Roles, work: StepInput[OnlineDPO], batch: ScoredRollout) -> StepResult:
-    """Online DPO: the best response to each prompt is preferred to the worst."""
+    """Learn by online DPO: the best response to each prompt is preferred to the worst."""
 
     def advantage(returns: Returns) -> Array:
         assert returns.log_ratio_BT is not None, "the role is there"

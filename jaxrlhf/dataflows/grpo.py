@@ -1,7 +1,7 @@
-"""GRPO and its kin without a critic: RLOO, Dr. GRPO, OPO, GPG, REINFORCE++, ReMax.
+"""Critic-free policy gradients: GRPO, Dr. GRPO, RLOO, OPO, GPG, REINFORCE++, ReMax.
 
-They share one way to learn and differ in the advantage, a function of the responses' returns. The equations are in
-`jaxrlhf.algos`. An algorithm of yours calls `learn` with another function.
+The algorithms share `learn` and differ in the advantage, a function of the responses' returns. The equations are in
+`jaxrlhf.algos`. An algorithm of yours calls `learn` with another advantage function.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 @dataclass(frozen=True)
 class Returns:
-    """Rewards of a step's responses, of which an advantage is a function.
+    """Rewards of a step's responses: the argument of an advantage function.
 
     Attributes:
       reward_BT: Reward paid when token t is emitted, KL penalty already subtracted.
-      mask_BT: Tokens of scorable responses.
-      scorable_B: Rows that have a score; the others take part in nothing.
-      prompt_id_B: Rows with the same id answer the same prompt.
-      episodes: Turns of episodes; None where rows are responses to a prompt.
+      mask_BT: bool, tokens of scorable responses.
+      scorable_B: bool, rows that have a score; rows without a score take part in nothing.
+      prompt_id_B: Group key: rows with the same id answer the same prompt.
+      episodes: Turns of episodes; None if rows are responses to a prompt.
       log_ratio_BT: log pi_old - log pi_ref of each token, 0 outside the mask; None without a reference.
-      paid_B: Sum of each row's rewards as it was scored, where equal ones are equal to the last digit; None adds up.
+      paid_B: Score of each row as reported, so that equal scores stay equal to the last digit; None sums `reward_BT`.
     """
 
     reward_BT: Array
@@ -53,42 +53,42 @@ class Returns:
 
     @property
     def length_B(self) -> np.ndarray:
-        """Tokens of each response."""
+        """Number of tokens of each response."""
         return np.asarray(self.mask_BT).sum(axis=1)
 
     @property
     def groups(self) -> tuple[Array, Array, Array]:
-        """Scores, which of them exist, and prompt ids: the first arguments of group baselines."""
+        """Scores, scorable rows and prompt ids: the first arguments of group baselines."""
         return self.score_B, self.scorable_B, self.prompt_id_B
 
 
 Advantage = Callable[[Returns], Array]
-"""The advantage of each response, `[B]`, or of each token, `[B, T]` and 0 outside the mask."""
+"""Function that returns the advantage of each response, `[B]`, or of each token, `[B, T]` and 0 outside the mask."""
 
 
 def grpo(roles: Roles, work: StepInput[GRPO], batch: ScoredRollout) -> StepResult:
-    """GRPO: score minus the mean of the group, over its standard deviation; without the division it is Dr. GRPO."""
+    """Learn by GRPO: score minus the group mean, over the group's standard deviation; undivided it is Dr. GRPO."""
     normalize = work.settings.normalize_std
     return learn(roles, work, batch, lambda returns: algos.group_relative(*returns.groups, normalize_std=normalize))
 
 
 def rloo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """RLOO: score minus the mean of the other responses of the group."""
+    """Learn by RLOO: the advantage is the score minus the mean of the other responses of the group."""
     return learn(roles, work, batch, lambda returns: algos.rloo(*returns.groups))
 
 
 def opo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """OPO: score minus the length-weighted mean of the group."""
+    """Learn by OPO: the advantage is the score minus the length-weighted mean of the group."""
     return learn(roles, work, batch, lambda returns: algos.length_weighted(*returns.groups, returns.length_B))
 
 
 def gpg(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """GPG: score minus the mean of the group, scaled up to make up for groups whose scores are all equal."""
+    """Learn by GPG: score minus the group mean, scaled up to make up for groups whose scores are all equal."""
     return learn(roles, work, batch, lambda returns: algos.group_policy_gradient(*returns.groups))
 
 
 def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus], batch: ScoredRollout) -> StepResult:
-    """REINFORCE++: returns per token, whitened over the batch; no groups."""
+    """Learn by REINFORCE++: the advantage is the return of each token, whitened over the batch; no groups."""
 
     def advantage(returns: Returns) -> Array:
         return_BT = algos.discounted_returns(returns.reward_BT, returns.mask_BT, gamma=work.settings.gamma)
@@ -98,7 +98,7 @@ def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus], batch:
 
 
 def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """REINFORCE++-baseline: score minus the mean of the group, then whitened over the batch."""
+    """Learn by REINFORCE++-baseline: the advantage is the score minus the group mean, whitened over the batch."""
 
     def advantage(returns: Returns) -> Array:
         centred_B = algos.group_relative(*returns.groups, normalize_std=False)
@@ -108,14 +108,14 @@ def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient], 
 
 
 def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> ScoredRollout:
-    """Sampled responses, and beside them a greedy one to each of their problems."""
+    """Sample responses, and decode one greedy response to each of their problems, returned as `beside`."""
     sampled, likeliest = responses(roles, work), replace(work.config.rollout.sampling, greedy=True)
     greedy = respond(roles, work, sampled.problems, sampling=likeliest, responses_per_prompt=1)
     return replace(sampled, beside=greedy)
 
 
 def remax(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """ReMax: rewards to go minus the score of the greedy response to the same prompt."""
+    """Learn by ReMax: rewards to go minus the score of the greedy response to the same prompt."""
     greedy, copies = batch.beside, work.config.rollout.responses_per_prompt
     assert greedy is not None
 
@@ -128,7 +128,7 @@ def remax(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -
 
 
 def with_beside(result: StepResult, name: str, beside: ScoredRollout) -> StepResult:
-    """A step's result with the mean score of further responses as a metric of this name, and their tokens counted."""
+    """Add further responses to a step's metrics: their mean score as `name`, and their tokens to `tokens/generated`."""
     scores, tokens = value_of(beside.scores), float(value_of(beside.rollout).sequences.mask_BT.sum())
     known_P = np.asarray(scores.scorable_B)
     metrics = result.metrics | {
@@ -157,7 +157,7 @@ def prepare(
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
 ) -> Minibatches:
-    """Rewards and advantages, cut into minibatches."""
+    """Compute rewards and advantages, and build the minibatches."""
     sequences = scorable(rollout.sequences, scores)
     mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
@@ -176,10 +176,10 @@ def prepare(
 
 
 def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> np.ndarray:
-    """The result of an advantage function, as an array.
+    """Return the result of an advantage function as an array.
 
     Raises:
-      Refusal: It is not one finite number for each response, or for each token.
+      Refusal: The result is not one finite number for each response, or for each token.
     """
     given, (rows, tokens) = np.asarray(returned), mask_BT.shape
     finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())

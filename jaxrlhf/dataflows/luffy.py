@@ -1,4 +1,4 @@
-"""LUFFY: GRPO on groups of sampled responses and worked solutions of the data.
+"""LUFFY: GRPO on groups of sampled responses and the data's worked solutions.
 
 Source: Yan et al. 2025 (Learning to reason under off-policy guidance, arXiv:2504.14945).
 """
@@ -23,7 +23,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
 def collect(roles: Roles, work: StepInput[LUFFY]) -> ScoredRollout:
-    """Sampled responses, and beside them the solutions of each problem, which complete its group.
+    """Sample responses, and score the worked solutions that complete each group, returned as `beside`.
 
     Raises:
       Refusal: A problem has too few solutions.
@@ -36,18 +36,19 @@ def collect(roles: Roles, work: StepInput[LUFFY]) -> ScoredRollout:
 
 
 def learn(roles: Roles, work: StepInput[LUFFY], batch: ScoredRollout) -> StepResult:
-    """LUFFY: advantages over responses and solutions, and an update on both."""
+    """Compute advantages over responses and solutions, and update the actor on both."""
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
-    taught = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)  # programs are lowered without
+    # `beside` is None when programs are lowered.
+    taught = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)
     prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *taught)
     actor = roles.actor.update_actor(prepared.policy, objective=algos.guided_objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
 def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> RolloutBatch:
-    """The first `each` solutions of each problem as responses, prompt-major.
+    """Return the first `each` solutions of each problem as responses, prompt-major.
 
-    They are of version -1, and their author was sure of their tokens: log-probabilities of 0.
+    Their version is -1, and their log-probabilities are 0: the author counts as certain of every token.
     """
     own = [[*filter(None, (problem.solution_tokens, *problem.further_solutions))] for problem in problems]
     missing = [problem for problem, solutions in zip(problems, own, strict=True) if len(solutions) < each]
@@ -78,7 +79,7 @@ def prepare(
     solutions: RolloutBatch | None = None,
     solution_scores: Scores | None = None,
 ) -> Minibatches:
-    """Advantages over whole groups, cut into minibatches; what is measured of a rollout is of sampled responses."""
+    """Compute advantages over whole groups and build the minibatches; rollout metrics cover sampled responses alone."""
     metrics, sampled = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT), len(scores.score_B)
     if solutions is not None and solution_scores is not None:
         metrics["luffy/solution_score"] = _mean_score(solution_scores)

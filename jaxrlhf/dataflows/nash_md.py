@@ -18,7 +18,7 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, value_
 
 
 def collect(roles: Roles, work: StepInput[NashMD]) -> ScoredRollout:
-    """Sampled responses, and beside them one to each problem that the mixture draws by other random numbers."""
+    """Sample responses, and with another seed one opponent response per problem from the mixture, as `beside`."""
     sampled = responses(roles, work)
     seed = int(np.random.SeedSequence([work.seed, 1]).generate_state(1)[0] >> 1)
     drawn = roles.actor.generate_opponents(sampled.problems, work.config.rollout.sampling, seed=seed)
@@ -27,9 +27,9 @@ def collect(roles: Roles, work: StepInput[NashMD]) -> ScoredRollout:
 
 
 def learn(roles: Roles, work: StepInput[NashMD], batch: ScoredRollout) -> StepResult:
-    """Nash-MD: how much likelier than not a response is preferred, less its log-ratio to the reference."""
+    """Learn by Nash-MD: probability of being preferred, minus 1/2, minus beta times the log-ratio to the reference."""
     settings, copies = work.settings, work.config.rollout.responses_per_prompt
-    opponents = batch.beside  # None: programs are lowered without any
+    opponents = batch.beside  # None when programs are lowered
     metrics: Metrics = {}
 
     def advantage(returns: Returns) -> Array:

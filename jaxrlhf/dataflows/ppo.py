@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: estimate advantages of scored responses, update critic and actor.
+"""Proximal policy optimization: estimate advantages of scored responses, update critic and actor.
 
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
@@ -28,14 +28,14 @@ def learn(roles: Roles, work: StepInput[PPO], batch: ScoredRollout) -> StepResul
 def actor_critic(
     roles: Roles, work: StepInput[PPO], batch: ScoredRollout, prepare: Callable[..., Minibatches], objective: Any
 ) -> StepResult:
-    """Updates of an algorithm with a critic, given its estimates and its objective."""
+    """Update critic and actor, with an algorithm's own `prepare` and policy objective."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     ref_logp = ref_log_prob(roles, work, batch.rollout)
     value = roles.critic.compute_values(batch.rollout)
     estimate = partial(prepare, work, trained_B=batch.trained_B)
     prepared = call(estimate, batch.rollout, batch.scores, old_logp, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=work.settings.value)
-    actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
+    actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # no policy update while the critic warms up
     if work.index >= work.settings.critic_warmup_steps:
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(critic, actor))
@@ -53,11 +53,11 @@ def prepare(
     lam: Array | None = None,
     marks: Mapping[str, Array] | None = None,
 ) -> Minibatches:
-    """Rewards per token, advantages and returns, cut into minibatches.
+    """Compute rewards per token, advantages and returns, and build the minibatches.
 
     Args:
-      lam: Lambda of the policy's advantages; None is that of the critic's returns.
-      marks: Further fields for the actor's objective.
+      lam: Lambda of the policy's advantages; None takes the lambda of the critic's returns.
+      marks: `[B, T]` arrays by name, further fields for the actor's objective.
     """
     settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
@@ -77,7 +77,7 @@ def prepare(
 def advantages(
     settings: PPO, rollout: RolloutBatch, reward_BT: Array, value_BT: Array, mask_BT: Array, *, lam: float | Array
 ) -> Targets:
-    """GAE with the actions of the settings, tokens or turns of an episode."""
+    """Compute GAE over the settings' actions: tokens, or turns of an episode."""
     if settings.actions == "tokens":
         return gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam)
     assert rollout.episodes is not None, "turns without episodes are refused with the configuration"
@@ -85,7 +85,7 @@ def advantages(
 
 
 def action_counts(settings: PPO, rollout: RolloutBatch, mask_BT: Array) -> np.ndarray:
-    """Actions of each row: tokens, or turns of an episode."""
+    """Count the actions of each row: tokens, or turns of an episode."""
     if settings.actions == "tokens" or rollout.episodes is None:
         return np.count_nonzero(mask_BT, axis=1)
     return turn_counts(mask_BT, rollout.episodes.turn_BT)

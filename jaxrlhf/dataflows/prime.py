@@ -1,4 +1,4 @@
-"""PRIME: outcome rewards beside the token rewards of an implicit process reward model, trained online on outcomes.
+"""PRIME: outcome rewards plus token rewards of an implicit process reward model, trained online on outcomes.
 
 Source: Cui et al. 2025 (arXiv:2502.01456), algorithm 1.
 """
@@ -21,7 +21,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
 def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:
-    """Sample prompts of middling difficulty."""
+    """Sample until enough prompts have a share of right responses within the settings' range."""
     settings = work.settings
     share = f"of which a share from {settings.least_accuracy} to {settings.most_accuracy} is right"
     in_range = partial(in_band, settings)
@@ -30,7 +30,7 @@ def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:
 
 
 def learn(roles: Roles, work: StepInput[PRIME], batch: ScoredRollout) -> StepResult:
-    """PRIME: reward tokens by the process reward model, and update it and the actor."""
+    """Reward tokens by the process reward model, then update the process reward model and the actor."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     ref_logp = ref_log_prob(roles, work, batch.rollout)
     logp = roles.process_reward.compute_log_prob(batch.rollout)
@@ -44,7 +44,7 @@ def learn(roles: Roles, work: StepInput[PRIME], batch: ScoredRollout) -> StepRes
 
 
 def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
-    """True for responses to prompts whose share of right responses is in the range to train on, `[B]`."""
+    """Return True for responses to prompts whose share of right responses is in the range to train on, `[B]`."""
     right_B, scorable_B = np.asarray(scores.score_B) > settings.success, np.asarray(scores.scorable_B)
     _, group_B = np.unique(prompt_id_B, return_inverse=True)
     right_P, count_P = (np.bincount(group_B, weights=counted_B) for counted_B in (right_B & scorable_B, scorable_B))
@@ -55,7 +55,7 @@ def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
 def prepare(
     work: StepInput[PRIME], batch: ScoredRollout, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
 ) -> Minibatches:
-    """Advantages from outcomes and token rewards for the actor; further minibatches for the process reward model."""
+    """Build the actor's minibatches, from outcomes and token rewards, and the process reward model's as `further`."""
     settings, rollout, scores, trained_B = work.settings, batch.rollout, batch.scores, batch.trained_B
     assert trained_B is not None
     sequences = scorable(rollout.sequences, scores)
@@ -81,7 +81,7 @@ def prepare(
 
 
 def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, returns: Returns) -> Array:
-    """RLOO of outcomes and of token rewards to go, whitened together."""
+    """Compute leave-one-out returns of outcomes and of token rewards, and whiten their sum."""
     process_BT = settings.process_weight * algos.normalized_rewards(ratio_BT, mask_BT)
     outcome_BT = algos.token_rewards(returns.score_B, None, returns.mask_BT, kl_coefficient=0.0)
     return_BT = algos.process_returns(outcome_BT, process_BT, mask_BT, returns.prompt_id_B, gamma=settings.gamma)
@@ -89,9 +89,9 @@ def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, returns:
 
 
 def pair_accuracy(ratio_B: np.ndarray, right_B: np.ndarray, prompt_id_B: np.ndarray) -> float:
-    """Share of pairs of a right and a wrong response to one prompt in which the right one has the higher log-ratio.
+    """Return how often a right response has a higher log-ratio than a wrong response to the same prompt.
 
-    A pair of equal ratios counts as half; NaN where no prompt has both.
+    A pair of equal log-ratios counts as half. The result is NaN if no prompt has both kinds of response.
     """
     compared_BB = (prompt_id_B[:, None] == prompt_id_B) & right_B[:, None] & ~right_B
     ahead = np.sign(ratio_B[:, None] - ratio_B)[compared_BB]

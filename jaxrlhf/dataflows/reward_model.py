@@ -1,4 +1,4 @@
-"""Reward models and cost models, trained on preference pairs, and process reward models, trained on labelled steps."""
+"""Reward models and cost models, trained on preference pairs, and process reward models, trained on labeled steps."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, 
 
 
 def learn(roles: Roles, work: StepInput[RewardModel], pairs: Sequence[Problem]) -> StepResult:
-    """One update of a reward model or a cost model."""
+    """Make one update of a reward model or a cost model."""
     sequences = pair_sequences(pairs, work.config)
     values = roles.critic.compute_values(sequences)
     rewards = call(pair_rewards, work.settings, pairs, sequences, values)
@@ -39,7 +39,7 @@ def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metri
 def pair_rewards(
     settings: RewardModel, problems: Sequence[Problem], sequences: Sequences, value_BT: Array
 ) -> PairRewards:
-    """Loss and rewards of pairs by the score of each answer."""
+    """Compute the loss and the rewards of pairs from the score of each answer."""
     chosen_P, rejected_P = pair_sums(value_BT, sequences).T
     pairs = [problem for problem in problems if isinstance(problem, Pair)]
     if isinstance(settings, CostModel):
@@ -50,14 +50,14 @@ def pair_rewards(
 
 
 def learn_steps(roles: Roles, work: StepInput[ProcessRewardModel], problems: Sequence[Problem]) -> StepResult:
-    """One update of a process reward model, on the mean over the steps of its solutions."""
+    """Make one update of a process reward model, on the mean loss over all labeled steps."""
     batch = step_experience(problems, work.config)
     critic = roles.critic.update_critic([batch], objective=algos.step_objective, settings=None)
     return StepResult(merged(critic))
 
 
 def evaluate_steps(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
-    """Judge the steps of held-out solutions; `eval/accuracy` is the share that is judged as labelled."""
+    """Judge the steps of held-out solutions; `eval/accuracy` is the share of steps judged as labeled."""
     batch = step_experience(problems, config)
     value_BT, mask_BT = value_of(roles.critic.compute_values(batch.sequences)), batch.sequences.mask_BT
     judged = algos.step_objective(value_BT, mask_BT, batch.weight_BT, batch.fields, None).metrics
@@ -70,7 +70,10 @@ def evaluate_steps(roles: Roles, config: Config, problems: Sequence[Problem]) ->
 
 
 def step_experience(problems: Sequence[Problem], config: Config) -> Experience:
-    """Prompts followed by their solutions; a critic is read at the place after each step, which any token fills."""
+    """Build prompts followed by their solutions; the mask marks the position after each step, with any token in it.
+
+    A critic values the prefix before a position, so the value there judges the step.
+    """
     count, width = len(problems), config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     token_BT, length_B = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
     mask_BT, label_BT = np.zeros((count, width), bool), np.zeros((count, width), np.float32)

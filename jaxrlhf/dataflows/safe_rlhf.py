@@ -1,4 +1,4 @@
-"""Safe RLHF (PPO-Lagrangian): PPO for a reward less a cost, whose multiplier keeps the mean cost below a limit.
+"""Safe RLHF (PPO-Lagrangian): PPO on reward minus cost, with a multiplier that keeps the mean cost below a limit.
 
 Source: Dai et al. 2023 (arXiv:2310.12773), section 3.3 and appendix B.
 """
@@ -25,7 +25,7 @@ from jaxrlhf.rewards.parts import part_names
 
 
 def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> StepResult:
-    """PPO-Lagrangian: update the critics of rewards and of costs, and the actor."""
+    """Update the critics of rewards and of costs, and the actor."""
     settings, rollout = work.settings, batch.rollout
     old_logp, ref_logp = old_log_prob(roles, work, rollout), ref_log_prob(roles, work, rollout)
     value, cost_value = roles.critic.compute_values(rollout), roles.cost_critic.compute_values(rollout)
@@ -33,7 +33,7 @@ def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> Step
     prepared = call(estimate, rollout, batch.scores, old_logp, ref_logp, value, cost_value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     cost_critic = roles.cost_critic.update_critic(prepared.further, objective=value_objective, settings=settings.value)
-    actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critics warm up, the policy rests
+    actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # no policy update while the critics warm up
     if work.index >= settings.critic_warmup_steps:
         objective = policy_objective if settings.ptx is None else algos.mixed_objective
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
@@ -52,13 +52,16 @@ def prepare(
     cost_value_BT: Array,
     trained_B: Array | None = None,
 ) -> Minibatches:
-    """One advantage of reward and cost, returns for each critic (`further` is of costs), examples beside responses."""
+    """Build the minibatches: one advantage of reward and cost for the actor, returns for each critic.
+
+    `further` is for the critic of costs. With `ptx`, the actor's minibatches also hold examples.
+    """
     settings = work.settings
     scores, costs = reward_and_cost(work, scores)
     sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
     kl_share = 0.5 if settings.halve_kl else 1.0
-    # What an environment paid for a turn is reward, and no cost.
+    # Payments of an environment for a turn are reward, not cost.
     paid = (rollout, scores), (replace(rollout, episodes=None), replace(costs, score_B=-costs.score_B))
     reward_BT, minus_cost_BT = (
         np.clip(
@@ -91,7 +94,7 @@ def prepare(
 
 
 def reward_and_cost(work: StepInput[SafeRLHF], scores: Scores) -> tuple[Scores, Scores]:
-    """The scores of responses that have both a reward and a cost, and their costs."""
+    """Return the rewards and the costs of responses; a response is scorable only if it has both."""
     cost_B = np.asarray(scores.parts[part_names(work.config.rewards.parts)[work.settings.constraint.part]])
     both_B = np.asarray(scores.scorable_B) & np.isfinite(cost_B)
     scores = replace(scores, scorable_B=both_B)
@@ -99,7 +102,7 @@ def reward_and_cost(work: StepInput[SafeRLHF], scores: Scores) -> tuple[Scores, 
 
 
 def multiplier_metrics(work: StepInput[SafeRLHF], costs: Scores) -> Metrics:
-    """Metrics of the responses' costs, and the multiplier that follows from them."""
+    """Return metrics of the responses' costs, and the next multiplier as `cost/multiplier`."""
     constraint, multiplier = work.settings.constraint, work.state["multiplier"]
     cost_B = np.asarray(costs.score_B)[costs.scorable_B]
     if not len(cost_B):

@@ -14,14 +14,14 @@ from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, merged
 
 
 def learn(roles: Roles, work: StepInput[SFT], problems: Sequence[Problem]) -> StepResult:
-    """One update on `-log pi(solution | prompt)`, averaged over solution tokens."""
+    """Make one update on `-log pi(solution | prompt)`, averaged over solution tokens."""
     batch = supervised_batch(problems, width=work.config.rollout.width)
     actor = roles.actor.update_actor([batch], objective=nll_objective, settings=work.settings, temperature=1.0)
     return StepResult(merged(actor))
 
 
 def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
-    """`eval/loss`, `-log pi(solution | prompt)` averaged over the tokens of held-out solutions that fit."""
+    """Return `eval/loss`: `-log pi(solution | prompt)`, averaged over the tokens of held-out solutions that fit."""
     most = config.rollout.max_response_tokens
     batch = supervised_batch(
         [problem for problem in problems if 0 < len(problem.solution_tokens) <= most], width=config.rollout.width
@@ -34,7 +34,7 @@ def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metri
 
 
 def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
-    """Prompts followed by their solutions; the solutions are trained on."""
+    """Build prompts followed by their solutions; the solutions are trained on."""
     count = len(problems)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     for row, problem in enumerate(problems):
@@ -51,9 +51,9 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
 def with_examples(
     batches: Sequence[Experience], problems: Sequence[Problem], *, each: int, coefficient: float
 ) -> list[Experience]:
-    """Minibatches of responses, with the solutions of the next `each` problems below each of them.
+    """Append the solutions of the next `each` problems to each minibatch of responses.
 
-    Fields of the responses are 0 for solutions, which `mixed_objective` imitates.
+    The responses' fields are 0 in rows of solutions. `mixed_objective` imitates the solutions.
     """
     assert each * len(batches) <= len(problems)  # minibatches without a token to train on were left out
     parts = [problems[index * each : (index + 1) * each] for index in range(len(batches))]
@@ -62,7 +62,7 @@ def with_examples(
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
     examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
-    # The prompts are of another source, so their ids must not meet the responses'.
+    # The prompts are from another data set, so their ids must not coincide with the responses' ids.
     prompt_id_B = -1 - np.asarray(examples.sequences.prompt_id_B)
     solutions = replace(unsampled(examples.sequences, batch.sequences), prompt_id_B=prompt_id_B)
     tokens = [np.sum(part.mask_BT) for part in (batch.sequences, solutions)]
@@ -78,7 +78,7 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
 
 
 def unsampled(sequences: Sequences, beside: Sequences) -> Sequences:
-    """Sequences that no policy sampled, with empty records of experts and kept tokens where those beside have some."""
+    """Give sequences that no policy sampled empty records (-1) of experts and kept tokens, if `beside` has records."""
     empty: dict[str, Any] = {}
     for name in ("choice_BTLk", "kept_BTK"):
         if (recorded := getattr(beside, name)) is not None:

@@ -14,7 +14,7 @@ from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 if TYPE_CHECKING:
     from jaxrlhf.dataflows.batches.in_flight import InFlight
     from jaxrlhf.single_controller.pools import Roles as Roles
-else:  # an algorithm is read, tested and planned without the workers
+else:  # algorithms are read, tested and planned without importing the workers
     Roles = Any
 
 Metrics = dict[str, float]
@@ -27,11 +27,11 @@ class StepInput(Generic[AlgorithmSettings]):
     """One step's work, for an algorithm with these settings.
 
     Attributes:
-      index: 0 for the first step of the run.
+      index: Number of the step; 0 for the first step of the run.
       state: Numbers that the algorithm carries from step to step.
-      draw_more: Draws as many records again; the run's data position moves on with every call.
-      examples: Records of the algorithm's own data, if it has some.
-      in_flight: Groups that go on from step to step; None where each step's begin and end in it.
+      draw_more: Function that returns the next batch of records; every call advances the run's data position.
+      examples: Records of the algorithm's own data set, if it has one.
+      in_flight: Groups that continue over several steps; None if every step completes its own groups.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class StepInput(Generic[AlgorithmSettings]):
 
     @property
     def seed(self) -> int:
-        """Seed that differs from step to step and from run to run."""
+        """Seed of the step, derived from the run's seed and the step's index."""
         return int(np.random.SeedSequence([self.config.seed, self.index]).generate_state(1)[0] >> 1)
 
 
@@ -58,9 +58,9 @@ class StepResult:
     """Metrics and state after a step's learning.
 
     Attributes:
-      logp_BT: Log-probabilities of the rollout by the trainer, for the samples file; None if there are none.
-      updates: Metrics of models that may still be in training; they join the step's.
-      entropy_BT: Entropies of the rollout's first rows before the update, for the samples file; None if there are none.
+      logp_BT: The trainer's log-probabilities of the rollout, for the samples file; None if not computed.
+      updates: Metrics of models that may still be in training; `with_updates` merges them into the step's metrics.
+      entropy_BT: Entropies of the rollout's first rows before the update, for the samples file; None if not computed.
     """
 
     metrics: Metrics
@@ -70,12 +70,12 @@ class StepResult:
     entropy_BT: Any = None
 
     def with_updates(self) -> "StepResult":
-        """The result with the metrics of all updates, once they are made."""
+        """Return the result with the metrics of all updates merged in, waiting for the updates."""
         return replace(self, metrics=merged(self.metrics, *self.updates), updates=())
 
 
 def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
-    """One dict out of several that share no name, waiting for those that are futures."""
+    """Merge disjoint dicts of metrics, waiting for futures."""
     together: Metrics = {}
     for part in map(value_of, parts):
         assert not together.keys() & part.keys(), f"two parts report {sorted(together.keys() & part.keys())}"
@@ -84,10 +84,10 @@ def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
 
 
 def call(function: Callable[..., Any], rollout: Any, *args: Any) -> Any:
-    """Run array maths of the controller on the results of futures, the sequences of each episode side by side."""
+    """Run an array function of the controller on the results of futures, with each episode's sequences in one row."""
     return function(*side_by_side(value_of(rollout), tuple(map(value_of, args))))
 
 
 def value_of(value: Any) -> Any:
-    """A future's result; anything else as it is."""
+    """Return the result of a future, or any other value unchanged."""
     return value.result() if isinstance(value, Future) else value

@@ -1,4 +1,4 @@
-"""Credit for the turns of an episode: by the same turn, by the same state, or by who made it."""
+"""Turn-level advantages of episodes: turns are compared by turn number, by state, or by player."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
 def turn_grpo(roles: Roles, work: StepInput[TurnGRPO], batch: ScoredRollout) -> StepResult:
-    """Turn-level GRPO: rewards to go of a turn, relative to the group's episodes in that turn."""
+    """Learn by turn-level GRPO: rewards to go of a turn, relative to the group's episodes in the same turn."""
     settings = work.settings
 
     def advantage(returns: Returns) -> Array:
@@ -30,13 +30,13 @@ def turn_grpo(roles: Roles, work: StepInput[TurnGRPO], batch: ScoredRollout) -> 
 
 
 def gigpo(roles: Roles, work: StepInput[GiGPO], batch: ScoredRollout) -> StepResult:
-    """GiGPO: the episode's advantage, plus that of each turn among the group's turns in the same state."""
+    """Learn by GiGPO: the episode's advantage, plus each turn's advantage among the group's turns in the same state."""
     settings = work.settings
 
     def advantage(returns: Returns) -> Array:
         episodes, normalize_std = _turns(returns), settings.normalize_std
         turn_N, anchor_N = (np.asarray(x)[np.asarray(returns.mask_BT)] for x in (episodes.turn_BT, episodes.anchor_BT))
-        # A step of first turns alone may be one whose replies all ended their episode.
+        # A step may hold first turns alone because every first reply ended its episode.
         if turn_N.max(initial=0) > 0 > anchor_N.max(initial=-1):
             raise Refusal(
                 "GiGPO compares turns that were made in one state, and the environment named none in this step; set "
@@ -58,7 +58,7 @@ def gigpo(roles: Roles, work: StepInput[GiGPO], batch: ScoredRollout) -> StepRes
 
 
 def rae(roles: Roles, work: StepInput[RAE], batch: ScoredRollout) -> StepResult:
-    """REINFORCE of self-play: a player's return minus the moving average of its role in this game.
+    """Learn by REINFORCE for self-play: a player's return minus the moving average of the player's role in the game.
 
         b <- decay * b + (1 - decay) * mean(R),  A = R - b
 

@@ -19,17 +19,17 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
 def learn(roles: Roles, work: StepInput[VAPO], batch: ScoredRollout) -> StepResult:
-    """VAPO: PPO's updates, with other estimates and an objective that imitates successes."""
+    """Update critic and actor as PPO does, with VAPO's estimates and an objective that imitates successes."""
     return ppo.actor_critic(roles, work, batch, prepare, imitating_objective)
 
 
 def prepare(
     work: StepInput[VAPO], rollout: RolloutBatch, scores: Scores, *said: Any, trained_B: Array | None = None
 ) -> Minibatches:
-    """PPO's minibatches, with a lambda of their own for policy and critic and the weights of imitated tokens.
+    """Build PPO's minibatches with separate lambdas for policy and critic, and with weights of imitated tokens.
 
     Args:
-      said: Log-probabilities by the actor and the reference, and values.
+      said: Log-probabilities under the actor and the reference, and the critic's values.
     """
     settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = np.asarray(sequences.mask_BT)
@@ -45,7 +45,7 @@ def prepare(
 
 
 def weighted(batch: Experience, coefficient: float) -> Experience:
-    """The minibatch with the marks of imitated tokens turned into weights over their number."""
+    """Turn the marks of imitated tokens into weights: the coefficient divided by the number of marked tokens."""
     marked_BT = np.asarray(batch.fields["imitation_weight"])
     weight_BT = coefficient * marked_BT / max(float(marked_BT.sum()), 1.0)
     return replace(batch, fields={**batch.fields, "imitation_weight": weight_BT.astype(np.float32)})

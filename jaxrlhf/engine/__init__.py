@@ -1,4 +1,4 @@
-"""Generation: an engine that answers requests with the weights of one version at a time."""
+"""Rollout generation: an engine that answers requests with one version of the weights at a time."""
 
 from jaxrlhf.engine.engine import Engine
 from jaxrlhf.engine.interruptible import InterruptibleEngine

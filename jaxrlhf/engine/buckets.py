@@ -1,4 +1,4 @@
-"""The sizes that programs are compiled for; of lengths few, and none much longer than what it serves."""
+"""Bucket sizes that programs are compiled for: few lengths, none of which pads an input by much."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ SHORTEST_BUCKET = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that a program is compiled for, beside the lengths that vary between programs.
+    """Compile-time sizes that all programs of an engine share; lengths vary between programs and are not here.
 
     Attributes:
-      replicas: Parts that the slots are split into.
-      most_stop_tokens: Ids that may end a response.
-      tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
-      records_routing: Which experts tokens go through is kept.
-      most_kept: K, tokens at most that a recorded draw is among; 0 records none.
+      replicas: Number of parts that the slots are split into.
+      most_stop_tokens: Maximum number of stop token ids of a response.
+      tokens_per_dispatch: Maximum number of tokens that a slot samples in one `decode`.
+      records_routing: True to record the experts that each token goes through.
+      most_kept: K, maximum size of a recorded sampling mask (`Sampled.kept_BK`); 0 records none.
     """
 
     config: AnyModel
@@ -32,15 +32,14 @@ class Shape:
 
     @property
     def counts_apart(self) -> bool:
-        """Return whether positions behind images are not the indices of tokens."""
+        """True if the positions of tokens after images differ from the tokens' indices (M-RoPE)."""
         return self.config.vision is not None and self.config.vision.sections is not None
 
 
 def length_buckets(longest: int) -> tuple[int, ...]:
-    """Lengths that programs are compiled for: two significant bits, the last one `longest`.
+    """Return the lengths that programs are compiled for: numbers of two significant bits, and last `longest`.
 
-    16, 24, 32, 48, 64, 96, …: at most a third of a bucket is padding, and twice the length
-    costs two more programs.
+    16, 24, 32, 48, 64, 96, ...: at most a third of a bucket is padding, and twice the length costs two more programs.
     """
     lengths = []
     power = SHORTEST_BUCKET
@@ -51,7 +50,7 @@ def length_buckets(longest: int) -> tuple[int, ...]:
 
 
 def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
-    """`longest` and its halves, rounded up, down to `shortest`; ascending."""
+    """Return `longest` and its repeated halves (rounded up) down to `shortest`, ascending."""
     assert shortest > 1, "a length of 1 is its own half"
     lengths = [longest]
     while (half := -(-lengths[-1] // 2)) >= shortest:
@@ -60,10 +59,10 @@ def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
 
 
 def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: int) -> tuple[int, ...]:
-    """The buckets that would be the right one often enough, and all that hold the longest length.
+    """Return the buckets that hold a whole random batch at least once in twenty times.
 
-    A bucket is filled by `together` lengths at a time, so a short one waits for all of them to
-    be short. If a random draw does that less than once in twenty times, a longer bucket serves.
+    A batch has `together` prompts, so a short bucket is usable only if all of them are short. Batches of a dropped
+    bucket are padded to the next longer bucket. Every bucket that holds the longest length stays.
     """
     return tuple(
         bucket
@@ -73,24 +72,24 @@ def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: in
 
 
 FEWEST_SLOTS = 8
-"""A token takes hardly less time in fewer slots of one replica."""
+"""Smallest number of slots of a replica; decoding fewer slots is hardly faster."""
 
 MOST_SLOT_COUNTS = 4
-"""Each compiles programs of its own."""
+"""Maximum number of slot counts; each slot count compiles its own programs."""
 
 
 def slot_counts(most: int) -> tuple[int, ...]:
-    """Slots of a replica that are decoded together: all, or of its halves, ascending."""
+    """Return the numbers of slots that a replica may decode together: all of them, and repeated halves, ascending."""
     return halving_buckets(most, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
 
 
 def whole(lengths: Sequence[int], *, multiple: int) -> tuple[int, ...]:
-    """Ascending lengths rounded up to a multiple, each once."""
+    """Return the distinct lengths rounded up to a multiple, ascending."""
     return tuple(sorted({-(-length // multiple) * multiple for length in lengths}))
 
 
 def fit(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length`."""
+    """Return the smallest bucket that holds `length`."""
     return buckets[bisect_left(buckets, length)]
 
 
@@ -98,30 +97,31 @@ CAPACITY_STEP = 32
 
 
 MOST_CAPACITIES = 8
-"""The cache of all slots grows with the longest response in equal parts: few programs, and little read in vain."""
+"""Maximum number of cache capacities. The cache of all slots grows with the longest response in this many equal parts:
+few programs to compile, and little unused cache to read."""
 
 
 def cache_capacities(longest: int) -> tuple[int, ...]:
-    """Tokens that the cache of a slot may hold: the last is `longest`, the others multiples of one size."""
+    """Return the capacities of a slot's cache, in tokens: multiples of one size, and last `longest`."""
     size = CAPACITY_STEP * -(-longest // (MOST_CAPACITIES * CAPACITY_STEP))
     return (*range(size, longest, size), longest)
 
 
 RING_STEP = 64
-"""Tokens that are known of a prompt are a multiple of it, where rings keep less than all of a slot."""
+"""Granularity of prefix reuse where layers keep rings: the reused tokens of a prompt are a multiple of this number."""
 
 
 def ring_behind(tokens_per_dispatch: int) -> tuple[int, int]:
-    """Tokens that the newest one in a ring may be ahead of the end of a response and of a prompt that goes on from it.
+    """Return how far the newest token of a ring may be past the end of a response, and past a prompt that continues it.
 
-    Two dispatches are on their way at most, and a prompt may leave out the end of a response.
+    At most two dispatches are in flight, and a prompt may leave out the end of the response that it continues.
     """
     ahead = 2 * tokens_per_dispatch
     return ahead, ahead + 2 * RING_STEP
 
 
 def ring_entries(config: AnyModel, *, longest: int, tokens_per_dispatch: int) -> int | None:
-    """R of layers with a window; None where that is no less than the longest sequence has."""
+    """Return R, the ring size of sliding-window layers; None if R is not below the longest sequence."""
     if not isinstance(config, ModelConfig) or config.sliding_window is None or config.latent is not None:
         return None
     entries = config.sliding_window + ring_behind(tokens_per_dispatch)[1]
@@ -130,7 +130,7 @@ def ring_entries(config: AnyModel, *, longest: int, tokens_per_dispatch: int) ->
 
 
 def with_rings(config: AnyModel, execution: Execution, *, longest: int, tokens_per_dispatch: int) -> Execution:
-    """The execution with rings for layers with a window, where a cache in slots has them."""
+    """Return the execution with the ring size of sliding-window layers set; a paged cache has no rings."""
     if execution.pages_kernel is not None:
         return execution
     entries = ring_entries(config, longest=longest, tokens_per_dispatch=tokens_per_dispatch)

@@ -1,4 +1,4 @@
-"""Refusals of an engine: sizes that fit neither model nor mesh, and requests that it cannot answer."""
+"""Validation of an engine's sizes against model and mesh, and of its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from jaxrlhf.models.config import ModelConfig, Vision
 from jaxrlhf.models.vision.rows import check_placeholders
 
 STOP_TOKENS = 8
-"""Ids that a request may name to end it, at least."""
+"""Minimum number of stop token ids that any request may name."""
 
 
 def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...], **sizes: int) -> None:
-    """Raise `Refusal` if the engine could not generate with this model.
+    """Raise `Refusal` if sizes do not fit the model.
 
     Args:
-      capacity: Tokens that a slot's cache holds.
-      sizes: Other knobs, which count something.
+      capacity: Number of tokens that a slot's cache holds.
+      sizes: Other settings that are counts, each of which must be 1 or more.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -55,10 +55,10 @@ def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_a
 
 
 def check_shared(config: AnyModel, execution: Execution, *, shortest_chunk: int) -> None:
-    """Raise `Refusal` if devices cannot share the positions of a slot.
+    """Raise `Refusal` if devices cannot share the positions of a slot (decode context parallelism).
 
     Args:
-      shortest_chunk: Tokens of the shortest chunk of a prompt, of which every device takes as many.
+      shortest_chunk: Number of tokens of the shortest prompt chunk, which is split evenly over the devices.
     """
     ways = execution.cache_ways
     if ways == 1:
@@ -78,7 +78,7 @@ def check_shared(config: AnyModel, execution: Execution, *, shortest_chunk: int)
 
 
 def check_laid_out(params: Params, mesh: Mesh) -> None:
-    """Raise `ValueError` if weights are elsewhere than on all devices of the mesh."""
+    """Raise `ValueError` if a weight is not on exactly the devices of the mesh."""
     devices = set(mesh.devices.flat)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding.device_set != devices:
@@ -86,21 +86,22 @@ def check_laid_out(params: Params, mesh: Mesh) -> None:
 
 
 def check_routing(config: AnyModel, *, records_routing: bool) -> None:
-    """Raise `Refusal` if experts are to be recorded of a model that has none."""
+    """Raise `Refusal` if experts are to be recorded and the model has none."""
     if records_routing and config.experts is None:
         raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Requests that an engine answers, and what ends those that do not say.
+    """Limits of an engine's requests, and the default end conditions of responses.
 
     Attributes:
-      capacity: Most tokens of prompt and response together.
-      most_tokens, most_stops: Most tokens of any response, and of those that may end it.
-      stop_tokens, stop_texts: End of a response whose request names none.
-      decodes: Stop texts can be found.
-      vision: Tower of the model; None takes no images.
+      capacity: Maximum number of tokens of prompt and response together.
+      vocab: Size of the vocabulary.
+      most_tokens, most_stops: Maximum number of response tokens, and of stop token ids.
+      stop_tokens, stop_texts: Defaults for requests that name none.
+      decodes: True if the engine has a detokenizer, so that it can find stop texts.
+      vision: Vision tower of the model; None refuses images.
     """
 
     capacity: int
@@ -113,13 +114,13 @@ class RequestLimits:
     vision: Vision | None
 
     def begun(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
-        """State of a request before it is queued.
+        """Validate a request and return its state, not queued yet.
 
         Args:
-          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on nothing else.
+          seed: Integer in [0, 2**32). A response depends on the seed, its request_id and its prompt, on nothing else.
 
         Raises:
-          Refusal: A request that cannot be answered, or a seed out of range.
+          Refusal: The request cannot be answered, or the seed is out of range.
         """
         limit = self.most_tokens if request.max_tokens is None else request.max_tokens
         stops = self.stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
@@ -167,7 +168,7 @@ class RequestLimits:
 
 
 def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
-    """Raise `Refusal` if stop texts cannot be found, for want of a function that decodes or of letters."""
+    """Raise `Refusal` if stop texts cannot be found: no detokenizer, an empty text, or half of a surrogate pair."""
     if texts and not decodes:
         raise Refusal(f"stop_texts={texts}, and the engine was built without `decode`; give it one, or stop_tokens")
     if "" in texts:
@@ -178,6 +179,6 @@ def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
 
 
 def check_unique(requests: Sequence[Request]) -> None:
-    """Raise `ValueError` if two requests of a batch would be drawn alike."""
+    """Raise `ValueError` if two requests of a batch have the same request_id and so would be sampled alike."""
     if len({request.request_id for request in requests}) < len(requests):
         raise ValueError("two requests have the same request_id and would be drawn alike; make the ids unique")

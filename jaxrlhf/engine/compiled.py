@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time and kept by the sizes they serve, and the shardings of their arrays."""
+"""Cache of ahead-of-time compiled programs, keyed by size, and the shardings of their arrays."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,23 +18,23 @@ from jaxrlhf.sharding.described import are_here, described
 Size = str | int | None
 
 BY_POSITION = ("tpu",)
-"""Platforms whose caches in slots lie position by position in memory, as decoding there reads and writes them.
+"""Platforms on which slot caches are stored position by position in memory, the order in which decoding uses them.
 
-XLA would bring all of a cache that lies otherwise into that order at every dispatch, and hold it twice.
+In any other order XLA would transpose the whole cache at every dispatch, and hold it twice.
 """
 
 
 class Compiled:
-    """The compiled programs of one engine; another size compiles another, anything else that differs is an error.
+    """Compiled programs of one engine. A new size compiles a new program; any other difference is an error.
 
     Args:
       whole: Sharding of arguments that come from the host.
 
     Attributes:
-      shape: Sizes that all programs are compiled for.
-      programs: By name and sizes.
-      here: False if the devices are only described: programs are lowered, and give shapes with shardings.
-      lowered: Programs that were lowered instead of run, by name and sizes.
+      shape: Sizes that all programs share.
+      programs: Compiled programs by name and sizes.
+      here: False if the devices are only described: programs are lowered, not run, and return shapes with shardings.
+      lowered: Lowered programs by name and sizes, if the devices are only described.
     """
 
     def __init__(self, shape: Shape, whole: NamedSharding) -> None:
@@ -46,11 +46,11 @@ class Compiled:
         return len(self.programs)
 
     def put(self, arrays: Any, sharding: Any) -> Any:
-        """Host arrays on the devices."""
+        """Put host arrays on the devices."""
         return jax.device_put(arrays, sharding) if self.here else described(arrays, sharding)
 
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
-        """Call a program compiled for these sizes, of which the first is its name; compile it the first time."""
+        """Call the program for these sizes, compiling it at the first call; `sizes[0]` is the program's name."""
         if sizes not in self.programs or not self.here:
             layout = jax.tree.map(lambda leaf: _placement(leaf) or self._whole, arguments)
             jitted = jax.jit(
@@ -63,14 +63,14 @@ class Compiled:
         return self.programs[sizes](*arguments)
 
     def _outputs(self, sizes: tuple[Size, ...], lowered: jax.stages.Lowered, out: Any) -> Any:
-        """Outputs of a program that does not run; where they are is the compiler's choice if `out` is None."""
+        """Return the shapes and shardings of the outputs without running; the compiler shards them if `out` is None."""
         name, *rest = map(str, sizes)
         self.lowered[f"{name}[{', '.join(rest)}]" if rest else name] = lowered
         return described(lowered.out_info, lowered.compile().output_shardings if out is None else out)
 
 
 def _placement(leaf: Any) -> Any:
-    """Sharding of an argument, with its order in memory if that is not the usual one; None of an array of the host."""
+    """Return the sharding of an argument, with its memory layout if that is not the default; None for a host array."""
     given = getattr(leaf, "format", None)
     if given is None:
         return None
@@ -81,9 +81,9 @@ def _placement(leaf: Any) -> Any:
 class EngineShardings:
     """Shardings of the arrays of the engine's programs.
 
-    A prefill splits its rows, but what it returns is whole on every replica (heads stay
-    split), so that any slot can take any prompt: one all-gather for a prefill, none for an insertion.
-    What belongs to a layer lies on the devices of its stage only.
+    A prefill splits its rows. Its result is replicated on every replica (heads stay split), so that any slot can take
+    any prompt: one all-gather per prefill, none per insertion. The arrays of a layer are on the devices of the layer's
+    pipeline stage only.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EngineShardings:
     ) -> None:
         stages = pipeline.axes if pipeline else ()
 
-        # Any, because the trees below hold shardings where their types say arrays.
+        # Any, because the trees below hold shardings although their types say arrays.
         def sharding(*axes: Any) -> Any:
             return NamedSharding(mesh, PartitionSpec(*axes))
 
@@ -115,7 +115,7 @@ class EngineShardings:
         self._head_ways = mesh.shape[kv_head_axis] if kv_head_axis else 1
 
     def of_slots(self, cache: Any) -> Any:
-        """Shardings of a cache in slots, or of one of its layers, and the order in memory where it is not the usual."""
+        """Return the shardings of a slot cache or of one of its layers, with memory layouts other than the default."""
         if self._alike and not self._by_position:
             return self.cache
         return jax.tree.map(self._of_layer, cache, is_leaf=lambda stored: isinstance(stored, LayerCache))
@@ -126,7 +126,7 @@ class EngineShardings:
         layout: Any = (self.cache, self.cache) if is_ring(stored) else (self._of_keys, self._of_values)
         if not self._by_position:
             return type(stored)(*layout)
-        # The last two dimensions are what registers tile: one head would fill an eighth of them.
+        # Registers tile the last two dimensions: a single head would fill an eighth of a register.
         one_head = stored.key_BKHS.shape[1] <= self._head_ways
         key, value = ((0, 1, 3, 2), (0, 1, 2, 3)) if one_head else ((0, 3, 1, 2), (0, 2, 1, 3))
         formats: Any = [
@@ -136,7 +136,11 @@ class EngineShardings:
 
 
 def same_layout(old: tuple[bool, list], new: tuple[bool, list]) -> bool:
-    """True if programs compiled for the old arrays take the new ones, whose layers have a stack if they did."""
+    """Return True if programs compiled for the old weights accept the new weights.
+
+    Args:
+      old, new: Flag for stacked layers, and shape, dtype and sharding of each leaf.
+    """
     (stacked, before), (still_stacked, now) = old, new
     return (
         stacked == still_stacked

@@ -1,13 +1,13 @@
 """Continuous batching over slots: prefill prompts, insert them, decode all slots together.
 
 One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over `kv_head_axis`, layers over
-the stages of its `Execution`, and positions over its `cache_axes`. Programs are compiled ahead of time and kept by the
-lengths they serve, so a call that would recompile anything else is an error instead of a pause.
+the pipeline stages of the `Execution`, and cache positions over its `cache_axes`. Programs are compiled ahead of time,
+one for each size. A call that would recompile for any other reason is an error instead of a pause.
 
-    engine.add(request, sampling, seed=0)  # at any time, also while others are under way
+    engine.add(request, sampling, seed=0)  # at any time, also while other requests are in progress
     completions = engine.step()
 
-`engine.generate(requests, sampling, seed=0)` is that loop for a batch.
+`engine.generate(requests, sampling, seed=0)` runs this loop for a batch.
 """
 
 import math
@@ -39,29 +39,29 @@ from jaxrlhf.models.vision.rows import Pixels, no_pixels
 
 
 class Engine:
-    """Generates responses with one set of weights at a time.
+    """Continuous-batching generation engine, with one version of the weights at a time.
 
     Args:
-      mesh: Auto axes.
-      slots: Responses decoded together; rounded up to a multiple of the replicas.
-      prompts: Prompts that come at a time, if that is known: a prefill has no more rows than they fill.
-      stop_tokens: Ids that end a response unless its request names others; they are kept in it.
-      decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
+      mesh: Device mesh with Auto axes.
+      slots: Number of responses decoded together; rounded up to a multiple of the replicas.
+      prompts: Number of prompts of a batch, if known; it limits the rows of a prefill.
+      stop_tokens: Ids that end a response unless its request names others; they are kept in the response.
+      decode_tokens_per_dispatch: Maximum number of tokens per slot decoded by one program call before slots refill.
       slot_axes: Mesh axes that split the slots.
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
-      execution: For this mesh; its stages divide the cache as well.
-      records_routing: Completions say which experts their tokens went through.
-      most_kept: Responses sampled with a `top_k` up to this say what each token was drawn among, as `sampling` records.
-      goes_ahead: Where no request waits for a slot, dispatch tokens before the last are read; None is False on CPU.
+      execution: Execution on this mesh; its pipeline stages split the cache too.
+      records_routing: True to record in completions the experts of their tokens.
+      most_kept: Responses sampled with a `top_k` up to this number record the sampling mask of each token.
+      goes_ahead: True to dispatch the next window before the last is read, if no request waits; None is False on CPU.
 
     Attributes:
-      slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
-      context_tokens, response_tokens: Most tokens of prompt and response together, and of a response.
-      insertions, prefill: Rows of an insertion, and runs of prompts with their counts.
-      compiled, cache, book, weights: Programs, keys and values, state of the slots, and the version loaded, if one is.
+      slots: Number of slots after rounding; while no request waits, only the slots in use are decoded.
+      context_tokens, response_tokens: Maximum tokens of prompt and response together, and of a response.
+      insertions, prefill: Rows of an insertion, and the prefill runner with its counts.
+      compiled, cache, book, weights: Programs, KV cache, host state of the slots, and the loaded weights, if any.
 
     Raises:
-      Refusal: Sizes that do not fit the model or the mesh.
+      Refusal: Sizes do not fit the model or the mesh.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
         counts = {"slots": slots, **lengths, "decode_tokens_per_dispatch": decode_tokens_per_dispatch}
         checks.check_sizes(config, capacity=capacity, stop_tokens=stop_tokens, **counts)
         if isinstance(config, ModelConfig) and config.latent is not None:
-            kv_head_axis = None  # a rotated key and a latent serve all heads
+            kv_head_axis = None  # all heads share a rotated key and a latent (MLA)
         checks.check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
         checks.check_shared(config, execution, shortest_chunk=CHUNK_TOKENS // CHUNK_PARTS[0])
         checks.check_routing(config, records_routing=records_routing)
@@ -128,30 +128,30 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
         return len(self.compiled)
 
     @property
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """Programs by name and sizes, if the devices are not here and nothing can run."""
+        """Lowered programs by name and sizes, if the devices are only described and nothing can run."""
         return self.compiled.lowered
 
     @property
     def unfinished(self) -> bool:
-        """A request was added whose completion was not returned."""
+        """True if a request was added and has not ended."""
         return self._scheduler.unfinished
 
     def load(self, params: Params, version: int, *, spent: Any = None) -> None:
         """Set the weights, already in the generation layout.
 
         Args:
-          spent: Tree of bools: which of `params` nobody else reads. Those of layers are deleted once layers lie apart,
-            as decoding reads them; beside others (None: all are) the stack stays, too.
+          spent: Tree of bools, True for leaves of `params` that nobody else reads. Decoding reads unstacked layers.
+            Spent layer leaves are deleted once the layers are unstacked; with none (or None) the stack stays too.
 
         Raises:
-          RuntimeError: Responses are under way: their cache belongs to the old weights.
-          ValueError: The weights lie elsewhere than on the mesh, or differ from those loaded
-            before in shape, dtype or layout, so that programs would not fit.
+          RuntimeError: Responses are in progress, and their cache belongs to the old weights.
+          ValueError: The weights are not on the mesh, or differ from earlier weights in shape, dtype or layout, so that
+            the compiled programs would not fit.
         """
         if self.book.active:
             raise RuntimeError(
@@ -172,12 +172,12 @@ class Engine:
         self.load(weights.params, weights.version, spent=weights.spent)
 
     def unload(self) -> None:
-        """Let go of the weights and the cache; compiled programs stay."""
+        """Free the weights and the cache; compiled programs stay."""
         self.free()
         self.weights = None
 
     def free(self) -> None:
-        """Drop the cache, and with it all requests that are unfinished."""
+        """Free the cache and drop all unfinished requests."""
         self.cache.free()
         if self.weights:
             self.weights.drop_copies()
@@ -189,18 +189,18 @@ class Engine:
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile every program that prompts of these lengths need; for the largest cache if devices are not here."""
+        """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""
         for length in self.prefill.only_busy(prompt_lengths):
             prefilled = self.prefill.run([(0,) * length], self._loaded(), self.cache, self._contents)
             for size in self.cache.sizes_for(length)[0 if self.compiled.here else -1 :]:
                 self.cache.grow(size)
                 self._insert(prefilled, [])
-                self._dispatch()  # ends at once, as no slot is active
+                self._dispatch()  # the program ends at once, as no slot is active
                 self.book.forget()
             self.free()
 
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
-        """Start up to `insertions` responses in free slots, and draw their first tokens."""
+        """Start up to `insertions` responses in free slots, and sample their first tokens."""
         weights = self._loaded()
         old, new = prefilled.version, weights.version
         assert old == new, f"prompts prefilled by version {old} cannot be continued by version {new}"
@@ -224,14 +224,14 @@ class Engine:
         return insertion_of(placements, **sizes)
 
     def _slots_there(self) -> programs.Slots:
-        """State of all slots; none is active at first."""
+        """Return the device state of the slots; at first no slot is active."""
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
         return self._slots
 
     def _dispatch(self) -> None:
-        """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
+        """Dispatch up to `decode_tokens_per_dispatch` tokens of every active slot, without waiting for them."""
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
@@ -248,21 +248,21 @@ class Engine:
         self.book.dispatched(window)
 
     def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """Put a request in the queue; `step` answers it, and `cancel` drops it. See `RequestLimits.begun`."""
+        """Queue a request; `step` answers the request, and `cancel` drops it. See `RequestLimits.begun`."""
         sequence = self.begun(request, sampling, seed=seed)
         self.enqueue(sequence)
         return sequence
 
     def enqueue(self, sequence: SequenceState) -> None:
-        """Put a request in the queue that was begun by itself, such as in another thread."""
+        """Queue a request whose state was made by `begun`, for example in another thread."""
         self._scheduler.add(sequence)
 
     def begun(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """State of a request before it is queued; see `RequestLimits.begun`."""
+        """Validate a request and return its state, not queued yet; see `RequestLimits.begun`."""
         return self._limits.begun(request, sampling, seed=seed)
 
     def step(self) -> list[Completion]:
-        """Give free slots to requests that wait, draw tokens in all slots, and return the responses that ended.
+        """Fill free slots with waiting requests, sample tokens in all slots, and return the responses that ended.
 
         Raises:
           RuntimeError: No weights are loaded.
@@ -284,7 +284,7 @@ class Engine:
             return []
         if not self.book.unread:
             self._dispatch()
-        # While requests wait, slots that become free would wait for them a window longer.
+        # Not while requests wait: a second window would delay the refill of slots that become free.
         if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
             self._dispatch()
         ended = self._read()
@@ -293,7 +293,7 @@ class Engine:
         return [sequence.complete(version) for sequence in ended]
 
     def _read(self) -> list[SequenceState]:
-        """Wait for the oldest window, and end the responses that ended in it."""
+        """Wait for the oldest window, and free the slots of responses that ended in it."""
         ended = []
         for drawn in self.book.read():
             sequence = self._scheduler.placed(drawn.slot)
@@ -304,23 +304,23 @@ class Engine:
         return ended
 
     def finish_windows(self) -> list[Completion]:
-        """Read tokens that were dispatched ahead, dispatch no others, and return the responses that ended."""
+        """Read all dispatched windows without dispatching others, and return the responses that ended."""
         ended = [sequence for _ in range(self.book.unread) for sequence in self._read()]
         return [sequence.complete(self._loaded().version) for sequence in ended]
 
     def release(self, request_id: int) -> None:
-        """Keep what was computed for a request no longer."""
+        """Release the cache that `keep` holds for a request."""
         self._contents.release(request_id)
 
     def cancel(self, sequence: SequenceState) -> None:
-        """Drop a request and free its slot; nothing happens if it has ended."""
+        """Drop a request and free its slot; do nothing if the request has ended."""
         if self._scheduler.is_placed(sequence):
             self._end([sequence])
         else:
             self._scheduler.drop(sequence)
 
     def _end(self, sequences: Sequence[SequenceState]) -> None:
-        """Free slots, and have those draw no more that would have."""
+        """Free the slots of sequences, and stop the slots that would sample further tokens."""
         going = []
         for sequence in sequences:
             slot = self._scheduler.end(sequence)
@@ -332,7 +332,7 @@ class Engine:
             self.book.stop(going)
 
     def _rearrange(self, arrangement: Arrangement) -> None:
-        """Have other rows than before, or fewer that go on."""
+        """Rearrange the rows of the device's arrays, or stop some of them."""
         row_GB, goes_on_GB, slot_B = arrangement
         if slot_B is not self.book.slot_B:
             self.cache.keep(row_GB)
@@ -349,20 +349,20 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Answer all requests. Arguments and errors are those of `add` and `step`.
+        """Answer all requests; arguments and errors are as in `add` and `step`.
 
         The cache is freed at the end, unless one of the requests has `keep`.
 
         Args:
-          progress: Called after every step with the completions so far and in all.
+          progress: Called after every step with the number of completions so far and the number of requests.
           on_completion: Called with each completion as it is read.
 
         Returns:
-          One completion for each request, in their order.
+          One completion per request, in the order of the requests.
 
         Raises:
           RuntimeError: Other requests are unfinished.
-          ValueError: Two requests have one request_id.
+          ValueError: Two requests have the same request_id.
         """
         self._loaded()
         checks.check_unique(requests)

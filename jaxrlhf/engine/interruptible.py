@@ -1,7 +1,6 @@
-"""Interruptible generation: responses that stop in their slots and go on later, under weights that came meanwhile.
+"""Interruptible generation: responses are interrupted in their slots and continue later under newer weights.
 
-Source: AReaL (arXiv:2505.24298), which computes keys and values again, and PipelineRL (arXiv:2509.19128), which keeps
-them.
+Source: AReaL (arXiv:2505.24298), which recomputes the KV cache, and PipelineRL (arXiv:2509.19128), which keeps it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 
 
 class InterruptibleEngine(Engine):
-    """An engine whose responses may be interrupted, and go on from the keys and values that they had."""
+    """Engine whose responses may be interrupted, and continue from the keys and values they had."""
 
     def check_holds(self) -> None:
-        """Raise `Refusal` if keys and values are not all that the model keeps of a response."""
+        """Raise `Refusal` if the caches of responses cannot be taken out of their slots."""
         if not can_hold(self._shape.config):
             raise Refusal(
                 "rollout.on_new_weights='keep' has responses go on from their keys and values, and this model keeps "
@@ -33,9 +32,9 @@ class InterruptibleEngine(Engine):
             )
 
     def held(self, sequences: Sequence[SequenceState]) -> list[HeldCache | None]:
-        """Keys and values of responses under way, copied to the host for `go_on`; None of those without a slot.
+        """Copy the keys and values of responses in progress to the host, for `go_on`; None for a response without slot.
 
-        No window may be unread: it would write to the cache.
+        No window may be unread, since a window writes to the cache.
         """
         assert not self.book.unread, "finish_windows() comes first"
         placed = [place for place, sequence in enumerate(sequences) if self._scheduler.is_placed(sequence)]
@@ -50,13 +49,13 @@ class InterruptibleEngine(Engine):
         return [found.get(place) for place in range(len(sequences))]
 
     def go_on(self, sequences: Sequence[SequenceState], held: Sequence[HeldCache]) -> None:
-        """Have responses go on from what was held of them, whatever weights that is of, before others take slots.
+        """Continue responses from their held caches, of whatever weights, before other requests take slots.
 
-        The prompts of their requests are all that they had, of which the newest token is run next. There are slots for
-        all of them.
+        The prompts of their requests contain all tokens so far; the newest token is run next. There must be enough free
+        slots for all of them.
         """
-        assert len(self.book.slot_B) == self.slots and not self.book.unread, "a round begins with them"
-        assert len(sequences) <= self.slots - self.book.active, "others are enqueued"
+        assert len(self.book.slot_B) == self.slots and not self.book.unread, "go_on needs all rows and no unread window"
+        assert len(sequences) <= self.slots - self.book.active, "more held responses than free slots; enqueue the rest"
         for group in together([one.length for one in held], self.prefill):
             own = [held[place] for place in group.places]
             placements = [self._scheduler.seat(sequences[place], row) for row, place in enumerate(group.places)]
@@ -76,19 +75,20 @@ class InterruptibleEngine(Engine):
         progress: Callable[[int, int], None],
         on_completion: Callable[[Completion], None] | None = None,
     ) -> Iterator[list[Completion]]:
-        """Answer requests as `generate` does, and give groups as they are complete, which is a matter of counts alone.
+        """Answer requests as `generate` does, and yield groups of responses as soon as they are complete.
 
-        Nothing goes on between two of what it gives. The cache is freed before the last.
+        The order in which groups complete depends on numbers of tokens, not on time. Generation pauses between two
+        yields. The cache is freed before the last yield.
 
         Args:
-          copies: Requests of a group, side by side.
-          counts: Groups that are given at a time, which add up to all.
+          copies: Number of requests of a group; they are adjacent in `requests`.
+          counts: Number of groups of each yield; they add up to all groups.
 
         Yields:
-          Completions of the first groups that are complete, each time in the order of the requests.
+          Completions of the next complete groups, in the order of the requests.
         """
         checks.check_unique(requests)
-        assert not self.unfinished, "those of the step before are complete"
+        assert not self.unfinished, "requests of an earlier call are unfinished"
         group_of = {request.request_id: place // copies for place, request in enumerate(requests)}
         left, completions = [copies] * (len(requests) // copies), dict[int, Completion]()
         complete: list[int] = []
@@ -110,7 +110,7 @@ class InterruptibleEngine(Engine):
             yield [completions[request.request_id] for request in asked]
 
     def compile_held(self) -> None:
-        """Compile what takes responses out of slots and puts them back, of every length that may be under way."""
+        """Compile the programs that take responses out of slots and put them back, for every possible length."""
         if not self.compiled.here:
             return
         for width in self.prefill.past_widths:
@@ -119,12 +119,12 @@ class InterruptibleEngine(Engine):
             for size in self.cache.sizes_for(width // 2):
                 self.cache.grow(size)
                 [held] = taken(self.cache, self._slots_there(), [0], [shortest], self.prefill)
-                if size in self.cache.sizes_for(width):  # else it grows first
+                if size in self.cache.sizes_for(width):  # else the cache grows first
                     self._put([], [held], group)
             self.free()
 
     def _put(self, placements: Sequence[Placement], held: Sequence[HeldCache], group: HeldRows) -> None:
-        """Write the state and the cache of slots that go on."""
+        """Write the state and the cache of the slots whose responses continue."""
         insertion = self._insertion(placements)
         newest = _newest(placements, held, rows=self.insertions)
         state = self._slots_there()
@@ -136,7 +136,7 @@ class InterruptibleEngine(Engine):
 
 
 def _newest(placements: Sequence[Placement], held: Sequence[HeldCache], *, rows: int) -> Newest:
-    """Newest tokens of responses, in as many rows as an insertion has."""
+    """Return the newest tokens of responses, in `rows` rows (those of an insertion)."""
     newest = Newest(*(np.zeros(rows, np.int32) for _ in Newest._fields))
     for index, ((_, _, sequence), one) in enumerate(zip(placements, held, strict=False)):
         newest.token_I[index] = sequence.request.prompt_tokens[-1]

@@ -1,4 +1,4 @@
-"""Prefill: prompts run several at a time, padded to few lengths, from what the cache has of them."""
+"""Prefill: batches of prompts, padded to few lengths, that start from their cached prefixes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,28 +19,30 @@ from jaxrlhf.models import Past
 from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts, unknown
 
 PREFILL_TOKENS = 2048
-"""Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
+"""Target number of tokens of one prefill, padding included; a longer prompt is run chunk by chunk."""
 
 CHUNK_TOKENS = 512
-"""Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
+"""Number of tokens of a chunk of a long prompt: large enough for efficient matrix products, and small enough that
+little of the last chunk is padding."""
 
 
 CHUNK_PARTS = (16, 4, 1)
-"""Parts of it that fewer tokens run in."""
+"""Divisors of `CHUNK_TOKENS` that give smaller chunks for fewer tokens."""
 
 PAST_PREFILLS = 4
-"""Tokens of prompts that go on together, padding included, over `PREFILL_TOKENS`: few of them are run."""
+"""Padded tokens of a prefill with cached prefixes, as a multiple of `PREFILL_TOKENS`: few of these tokens are run."""
 
 SHORTEST_PAST = 64
-"""Prompts that go on are padded to this or its doubles: what is known of them is copied, and attended to, not run."""
+"""Shortest padded length of prompts with a cached prefix; other lengths are about its doubles. The prefix is copied and
+attended to, not run."""
 
 
 class Kind(NamedTuple):
-    """Sizes that prompts which run together have in common.
+    """Kind of a prompt: sizes that all prompts of one prefill have in common.
 
     Attributes:
-      known_bits: Bits of the number of tokens that are known of a prompt, with rings that number; 0 if none are.
-      width: Tokens that it is padded to, at most.
+      known_bits: Bit length of the number of cached prefix tokens (with rings, that number itself); 0 without a prefix.
+      width: Maximum number of tokens that the prompt is padded to.
     """
 
     known_bits: int
@@ -48,24 +50,24 @@ class Kind(NamedTuple):
 
 
 def rows_of_prefill(slots: int, *, longest_prompt: int) -> int:
-    """Prompts that run together: a power of two, so that longest ones have `PREFILL_TOKENS`."""
+    """Return the maximum rows of a prefill: a power of two; that many longest prompts fit in `PREFILL_TOKENS`."""
     return 1 << (max(1, min(slots, PREFILL_TOKENS // longest_prompt)).bit_length() - 1)
 
 
 class Prefill:
-    """Runs up to `rows` prompts together.
+    """Prefill runner for up to `rows` prompts at a time.
 
     Args:
-      replicas: Parts that rows are split into.
-      longest_prompt: Tokens of the longest prompt that programs are compiled for ahead of time.
-      capacity: Tokens of the longest sequence, all of which may be a prompt of a later turn.
+      replicas: Number of parts that rows are split into.
+      longest_prompt: Number of tokens of the longest prompt that programs are compiled for ahead of time.
+      capacity: Number of tokens of the longest sequence; the prompt of a later turn may be as long.
 
     Attributes:
-      buckets: Lengths that prompts are padded to.
-      past_widths: Lengths that prompts are padded to of which something is known.
-      prompts, prompt_tokens: Prompts that were run so far, and their tokens.
-      reused_tokens: Tokens of them that were not run, as the cache had them.
-      images: Images that the tower was run over.
+      buckets: Padded lengths of prompts without a cached prefix.
+      past_widths: Padded lengths of prompts with a cached prefix.
+      prompts, prompt_tokens: Number of prompts prefilled so far, and of their tokens.
+      reused_tokens: Number of these tokens that were in the cache and not run.
+      images: Number of images that the vision tower was run on.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class Prefill:
         self._pixels = pixels
 
     def only_busy(self, prompt_lengths: Sequence[int]) -> list[int]:
-        """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left.
+        """Drop buckets that prompts of these lengths seldom need; return one length for each remaining bucket in use.
 
-        Longer ones, of responses that go on, have buckets of their own, all of which are kept.
+        Longer prompts, such as those of later turns, have their own buckets, which all stay.
         """
         prompts = [length for length in prompt_lengths if length <= self.buckets[-1]]
         self.buckets = busy_buckets(self.buckets, prompts, together=self.rows)
@@ -100,15 +102,15 @@ class Prefill:
         return list(shortest.values())
 
     def kind(self, contents: Contents, sequence: SequenceState) -> Kind:
-        """Kind of a prompt: others run with it of which about as much is known, and which are about as long."""
+        """Return the kind of a prompt: prompts of similar length and cached prefix have one kind, and run together."""
         prompt = sequence.request.prompt
         if known := contents.longest(prompt).tokens:
-            alike = known.bit_length() if contents.ring is None else known  # all go on from the shortest
+            alike = known.bit_length() if contents.ring is None else known  # all start from the shortest prefix
             return Kind(alike, fit(len(prompt), self.past_widths))
         return Kind(0, fit(max(len(prompt), self.buckets[-1]), (*self.buckets, *self._longer)))
 
     def most(self, kind: Kind) -> int:
-        """Prompts of a kind that run together: so many that memory has a bound, whatever their length."""
+        """Return the maximum number of prompts of a kind in one prefill, so that memory is bounded for any length."""
         tokens = PREFILL_TOKENS * PAST_PREFILLS if kind.known_bits else PREFILL_TOKENS
         return self._whole_replicas(1 << (max(1, tokens // kind.width).bit_length() - 1))
 
@@ -118,13 +120,13 @@ class Prefill:
     def run(
         self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: Contents
     ) -> Prefilled:
-        """Run prompts of one kind; of those that are known in part, what follows the shortest known part."""
+        """Run prompts of one kind; all of them start after the shortest cached prefix."""
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
         begins = tuple(contents.go_on(each) for each in known)
         first = min(tokens for tokens, _ in known)
         width = fit(longest, self.past_widths if first else (*self.buckets, *self._longer))
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
-        # Few prompts that go on, as of those whose tools have just answered, have a program of their own.
+        # A few prompts with prefixes, for example after tool replies, have a program with fewer rows.
         few = self._whole_replicas(max(1, self.rows // 8))
         count = few if first and len(prompts) <= few < count else count
         token_PS = np.zeros((count, width), np.int32)
@@ -155,10 +157,10 @@ class Prefill:
         return Prefilled(run, tuple(prompts), weights.version, begins)
 
     def _images(self, prompts: Sequence[tuple[int, ...]], length_P: np.ndarray, width: int, *, known: int) -> Any:
-        """Images of the prompts on the devices; None where none has any, or the model reads text alone.
+        """Put the images of the prompts on the devices; return None without images, or for a text-only model.
 
         Args:
-          known: Tokens at the start of all prompts that are not run.
+          known: Number of tokens at the start of every prompt that are not run.
         """
         vision = self._compiled.shape.config.vision
         if vision is None:
@@ -170,7 +172,10 @@ class Prefill:
 
 
 def _chunk_of(tokens: int, *, rows: int) -> int:
-    """Tokens of a chunk of prompts with so many to run: one of three sizes, which runs at most four times, or often."""
+    """Return the smallest of at most three chunk sizes that needs at most four chunks for `tokens` tokens per prompt.
+
+    The largest size takes as many chunks as needed.
+    """
     sizes = [CHUNK_TOKENS // part for part in CHUNK_PARTS if part <= CHUNK_TOKENS]
     sizes = [size for size in sizes if size * rows <= PREFILL_TOKENS] or sizes[:1]
     return next((size for size in sizes if tokens <= 4 * size), sizes[-1])

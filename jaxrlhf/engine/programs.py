@@ -1,9 +1,8 @@
 """Programs of the engine: prefill, insert and decode as pure functions of their state.
 
-`Engine` compiles them. Every slot is computed at every step; a slot that is not active draws
-nothing and keeps its state. How many slots there are, and how many tokens their cache holds, is
-what the arrays say; what changes either works on one layer of the cache at a time, so that
-little exists twice.
+`Engine` compiles these functions. Every slot is computed at every step; an inactive slot samples nothing and keeps its
+state. The shapes of the arrays say how many slots there are, and how many tokens their cache holds. Programs that
+change either number work on one layer of the cache at a time, so that only one layer exists twice.
 """
 
 from collections.abc import Sequence
@@ -35,11 +34,11 @@ Cache = list[CachedLayer] | PagedCache
 
 
 class Prompts(NamedTuple):
-    """Prefilled prompts: what predicts each one's first response token, and its keys and values.
+    """Prefilled prompts: the hidden states that predict their first response tokens, and their keys and values.
 
     Attributes:
-      choice_PSLk: int16, the experts that their tokens went through; None if not recorded.
-      offset_P: int32 difference of positions and indices behind their images; None of a model that counts tokens.
+      choice_PSLk: int16, experts of the prompts' tokens; None if not recorded.
+      offset_P: int32, difference between positions and token indices after the images; None for models without M-RoPE.
     """
 
     hidden_PD: Array
@@ -51,11 +50,11 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts that were run, ready to be inserted any number of times.
+    """Prefilled prompts with their tokens, ready to be inserted any number of times.
 
     Attributes:
-      version: Version of the weights that ran them.
-      first: Position of each from which on rings have its keys and values; none of responses that were held.
+      version: Version of the weights that ran the prompts.
+      first: First position of each prompt that rings hold; empty for held responses.
     """
 
     prompts: Prompts
@@ -65,14 +64,14 @@ class Prefilled:
 
 
 class Insertion(NamedTuple):
-    """I responses to start: which prompt row goes into which slot, what the draws depend on, and what ends them.
+    """Insertion of I responses: prompt rows and their slots, sampling keys and settings, and end conditions.
 
-    A slot past the last is skipped, so that one program serves any number up to I.
+    A slot past the last is skipped, so that one program serves any number of responses up to I.
 
     Attributes:
-      drawn_B: Tokens of the response that were drawn before and end its prompt.
-      limit_B: Most tokens of the response, those included.
-      stop_BE: Ids that end it; the rest are negative.
+      drawn_B: Number of response tokens at the end of the prompt, sampled earlier.
+      limit_B: Maximum number of response tokens, including `drawn_B`.
+      stop_BE: Stop token ids; the rest is negative.
     """
 
     row_I: Array
@@ -86,16 +85,16 @@ class Insertion(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The state of B slots, but for the cache, which holds the tokens before the newest.
+    """State of B slots without the KV cache, which holds the tokens before the newest.
 
     Attributes:
-      token_B: The newest token, which is not in the cache yet.
-      kept_BK: Tokens that it was drawn among, as in `Sampled`.
-      cached_B: Tokens in the cache, so the newest token's position.
-      drawn_B: Tokens of the response, the newest included.
-      active_B: Whether the response goes on.
-      seed_B, request_B, limit_B, stop_BE, settings: Its `Insertion`.
-      offset_B: Its prompt's `offset_P`.
+      token_B: Newest token, not in the cache yet.
+      kept_BK: Sampling mask of the newest token, as in `Sampled`.
+      cached_B: Number of cached tokens, which is the index of the newest token.
+      drawn_B: Number of response tokens, the newest included.
+      active_B: True if the response continues.
+      seed_B, request_B, limit_B, stop_BE, settings: Values of the slot's `Insertion`.
+      offset_B: `offset_P` of the slot's prompt.
     """
 
     token_B: Array
@@ -113,13 +112,13 @@ class Slots(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Tokens that one `decode` drew: row 0 is each slot's newest token at the start, the others follow.
+    """Tokens sampled by one `decode`: row 0 is each slot's newest token at the start, the other rows are new.
 
     Attributes:
-      token_WB: int32; `NO_TOKEN` where a slot drew nothing.
-      active_B: Whether the response goes on.
-      choice_WBLk: int16, the experts that the token went through to draw the next one; None if not recorded.
-      kept_WBK: Tokens that each was drawn among, as in `Sampled`.
+      token_WB: int32; `NO_TOKEN` where a slot sampled nothing.
+      active_B: True if the response continues.
+      choice_WBLk: int16, experts of each token that was run to sample the next; None if not recorded.
+      kept_WBK: Sampling mask of each token, as in `Sampled`.
     """
 
     token_WB: Array
@@ -130,18 +129,18 @@ class Window(NamedTuple):
 
 
 def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[CachedLayer]:
-    """A cache that nothing was written to."""
+    """Create an empty slot cache."""
     return models.empty_cache(shape.config, slots=slots, capacity=capacity, execution=shape.execution)
 
 
 def empty_pages(*, pages: int, shape: Shape) -> list[Array]:
-    """So many pages for every layer, in all replicas together."""
-    assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
+    """Create `pages` empty pages for every layer, counted over all replicas."""
+    assert isinstance(shape.config, ModelConfig), "only the decoder has a paged cache"
     return pages_of_layers(shape.config, pages=pages, execution=shape.execution)
 
 
 def empty_slots(*, slots: int, shape: Shape) -> Slots:
-    """Slots none of which is active."""
+    """Create the state of inactive slots."""
     return Slots(
         token_B=jnp.zeros(slots, jnp.int32),
         logp_B=jnp.zeros(slots, jnp.float32),
@@ -169,12 +168,12 @@ def prefill(
     chunk_tokens: int | None = None,
     shape: Shape,
 ) -> Prompts:
-    """Run prompts once; their responses, however many, start from the result.
+    """Prefill prompts; any number of responses can start from the result.
 
     Args:
-      layers: From `unstack`; None reads those of `params`.
-      past: Beginnings of the prompts that were run before.
-      chunk_tokens: Tokens of a chunk, for `models.prefill`. A model of one's own may run prompts whole all the same.
+      layers: Unstacked layers from `unstack`; None reads the stacked layers of `params`.
+      past: Cached prefixes of the prompts.
+      chunk_tokens: Number of tokens of a chunk, for `models.prefill`. A user-defined model may run prompts whole.
     """
     how: dict[str, Any] = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
     how |= {name: each for name, each in (("past", past), ("images", images)) if each is not None}
@@ -187,7 +186,7 @@ def prefill(
 
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
-    """Start responses: draw their first tokens. `place` copies each prompt's cache into its slot."""
+    """Start responses: sample their first tokens. `place` copies each prompt's cache into its slot."""
     row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
@@ -199,7 +198,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
 def seated(
     slots: Slots, insertion: Insertion, token: Any, logp: Any, cached: Any, drawn: Any, active: Any, *last: Any
 ) -> Slots:
-    """Slots of which some have responses of an insertion, in this state; `last` are `offset_B` and `kept_BK`."""
+    """Return the slots with the responses of an insertion set to this state; `last` is `offset_B` and `kept_BK`."""
     asked = insertion.seed_B, insertion.request_B, insertion.limit_B, insertion.stop_BE, insertion.settings
     new = Slots(token, logp, cached, drawn, active, *asked, *last)
     return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.slot_I].set(new_I, mode="drop"), slots, new)
@@ -208,10 +207,10 @@ def seated(
 def place(
     stored: CachedLayer, prompts: Prompts, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
 ) -> CachedLayer:
-    """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i.
+    """Copy one layer (with pipeline stages: one layer of every stage) of prompt `row_I[i]` into slot `slot_I[i]`.
 
     Args:
-      layer: Index among the layers that keep what this one does.
+      layer: Index among the layers with the same kind of cache.
     """
 
     def of_layer(leaf_LPSKH: Array) -> Array:
@@ -224,7 +223,7 @@ def place(
 
 
 def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, shape: Shape) -> models.Prefix:
-    """The first `width` positions of some rows of the cache, as a prefill leaves them; zeros past the capacity."""
+    """Return the first `width` positions of cache rows in the form of a prefill's result; zeros past the capacity."""
     stages = shape.execution.stages
 
     def of_rows(stored: models.LayerCache) -> models.LayerCache:
@@ -246,8 +245,8 @@ def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, sha
 
 
 def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, shape: Shape) -> models.Prefix:
-    """The first `width` entries of prompts whose pages are `page_GPQ[g, p]` in replica g, as a prefill leaves them."""
-    assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
+    """Return the first `width` entries of prompts in pages `page_GPQ[g, p]` of replica g, as a prefill's result."""
+    assert isinstance(shape.config, ModelConfig), "only the decoder has a paged cache"
     head_dim, execution = shape.config.head_dim, shape.execution
     taken = [take_pages(pages, page_GPQ, width=width, head_dim=head_dim, execution=execution) for pages in layers]
     keys, values = map(jnp.stack, zip(*taken, strict=True))
@@ -255,10 +254,10 @@ def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, 
 
 
 def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: Shape) -> CachedLayer:
-    """A layer of the cache with another capacity, and of some of its slots only; states and rings keep theirs.
+    """Return a cache layer with another capacity and the kept rows only; states and rings keep their capacity.
 
     Args:
-      row_GB: Slots to keep of each replica, counted from its first; None keeps all.
+      row_GB: Rows to keep of each replica, counted from the replica's first row; None keeps all.
     """
     if row_GB is not None:
         row_GB = jnp.tile(row_GB, (shape.execution.stages, 1))
@@ -272,45 +271,45 @@ def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: S
 def place_in_pages(
     pages_ZSJU: Array, prefix: models.Prefix, layer: Array, row_I: Array, page_GIQ: Array, *, shape: Shape
 ) -> Array:
-    """Copy a layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
+    """Copy one layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
     both = prefix.key_LPSKH, prefix.value_LPSKH
     key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in both)
     return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, execution=shape.execution)
 
 
 def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
-    """A layer with so many more pages in each replica."""
+    """Append `pages` empty pages to a layer in each replica."""
     parts_GZSJU = pages_ZSJU.reshape(shape.replicas, -1, *pages_ZSJU.shape[1:])
     parts_GZSJU = jnp.pad(parts_GZSJU, ((0, 0), (0, pages), (0, 0), (0, 0), (0, 0)))
     return parts_GZSJU.reshape(-1, *pages_ZSJU.shape[1:])
 
 
 def keep_rows(slots: Slots, row_GB: Array, goes_on_GB: Array, *, shape: Shape) -> Slots:
-    """The state of other slots than before: fewer of them, or again more, of which those that are new are idle."""
+    """Gather slot rows, fewer or more than before; rows with False in `goes_on_GB` become inactive."""
     slots = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
     return slots._replace(active_B=slots.active_B & jnp.ravel(goes_on_GB))
 
 
 def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
-    """Rows of each of G equal parts, which may lie on different devices."""
+    """Gather rows of each of G equal parts, which may be on different devices."""
     parts = leaf.reshape(len(row_GB), -1, *leaf.shape[1:])
     return jax.vmap(lambda part, row_B: part[row_B])(parts, row_GB).reshape(-1, *leaf.shape[1:])
 
 
 def unstack(params: Params, *, shape: Shape) -> list[Params]:
-    """The layers as `decode` reads them; slices of the stack inside its loop would be copied at every token."""
+    """Unstack the layers for `decode`; slices of the stack inside its loop would be copied at every token."""
     return models.unstack_layers(params, shape.config, execution=shape.execution)
 
 
 def decode(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
 ) -> tuple[Cache, Slots, Window]:
-    """Draw up to `tokens_per_dispatch` tokens in every active slot; stops early when none is left.
+    """Sample up to `tokens_per_dispatch` tokens in every active slot; stop early when no slot is active.
 
     Args:
-      layers: From `unstack`, once for all calls.
-      cache: Donate it. Active slots must not outgrow it, or their pages.
-      slots: Donate it.
+      layers: Unstacked layers from `unstack`, made once for all calls.
+      cache: KV cache, to be donated. Active slots must not outgrow the cache or their pages.
+      slots: State of the slots, to be donated.
     """
     width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
     window = Window(
@@ -346,7 +345,7 @@ def decode(
 def _step(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
 ) -> tuple[Cache, Slots, Array | None]:
-    """One token in every active slot; also the experts that the token before it went through, if recorded."""
+    """Sample one token in every active slot; also return the experts of the token that was run, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
     how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.counts_apart else {})
     output = models.decode(layers, params, shape.config, *state, **how)
@@ -356,8 +355,8 @@ def _step(
     token_B, logp_B, kept_BK = _draw(logits_BV, slots.drawn_B, slots, shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
-    # The cache of a slot that is not active took a token that nobody reads: the next insertion
-    # overwrites it or the mask of later positions hides it; a slot that has no page for it drops it.
+    # An inactive slot also wrote a token to its cache, which nobody reads: the next insertion overwrites the entry, or
+    # the mask of later positions hides it. Without a page for the entry, the write is dropped.
     slots = slots._replace(
         token_B=jnp.where(active_B, token_B, slots.token_B),
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
@@ -370,7 +369,7 @@ def _step(
 
 
 def _routed(shape: Shape) -> ModelConfig:
-    assert isinstance(shape.config, ModelConfig), "no other model has experts"
+    assert isinstance(shape.config, ModelConfig), "only the decoder has experts"
     return shape.config
 
 

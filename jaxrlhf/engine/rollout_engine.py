@@ -1,7 +1,7 @@
-"""The protocol of engines that generate rollouts, and the policy's weights as one may take them.
+"""Protocol of engines that generate rollouts, and the policy weights that such an engine receives.
 
-`Engine` is the one of this project. Another, such as a server of its own, takes named tensors and answers requests
-with tokens and their log-probabilities.
+`Engine` is this project's own engine. Another engine, such as an inference server, takes named tensors and answers
+requests with tokens and their log-probabilities.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,10 @@ class PolicyWeights:
     """One version of the policy's weights.
 
     Attributes:
-      params: Weights in the generation layout; adapters are laid over those that they belong to.
-      version: Steps that have updated them.
-      spent: Tree of bools: which of `params` nobody else reads, so that an engine may delete them; None is none.
+      params: Weights in the generation layout; an adapted weight is an `Adapted` leaf, weight and adapter together.
+      version: Number of steps that have updated the weights.
+      spent: Tree of bools, True for leaves of `params` that nobody else reads, so an engine may delete them; None
+        lets it delete no leaf.
     """
 
     config: AnyModel
@@ -39,19 +40,19 @@ class PolicyWeights:
     spent: Any = None
 
     def tensors(self, dtype: Any = jnp.bfloat16) -> Iterator[tuple[str, np.ndarray]]:
-        """Tensors by the names of a Hugging Face checkpoint, one after another on the host; adapters are merged.
+        """Yield host tensors under the names of a Hugging Face checkpoint, one by one; adapters are merged.
 
         Raises:
-          Refusal: The model has no such format.
+          Refusal: The model has no Hugging Face format.
         """
         yield from named_tensors(self._whole(), self._shape(), "lm", dtype=dtype)
 
     def save(self, folder: Path, *, dtype: Any, tokenizer: Any, source: str | None) -> None:
-        """Write them as a Hugging Face checkpoint, adapters merged; see `save_each`."""
+        """Write the weights as a Hugging Face checkpoint, adapters merged; see `save_each`."""
         save_each(self._whole(), self._shape(), "lm", folder, dtype=dtype, tokenizer=tokenizer, source=source)
 
     def _whole(self) -> Iterator[tuple[str, jax.Array]]:
-        """Every parameter with its path, adapters added to what they belong to."""
+        """Yield every parameter with its path; adapters are added to the weights they adapt."""
         for path, leaf in jax.tree.leaves_with_path(self.params, is_leaf=lambda node: isinstance(node, Adapted)):
             yield path_name(path), leaf.weight + change_of(leaf.adapter) if isinstance(leaf, Adapted) else leaf
 
@@ -62,16 +63,16 @@ class PolicyWeights:
 
 
 class RolloutEngine(Protocol):
-    """An engine that answers requests with the weights that it was given last."""
+    """Rollout engine that answers requests with the weights of the last `update_weights`."""
 
     def update_weights(self, weights: PolicyWeights) -> None:
-        """Take a version of the weights; none is under way."""
+        """Set the weights; called while no request is in progress."""
 
     def unload(self) -> None:
-        """Let go of the weights and of what was computed with them, where devices are shared."""
+        """Free the weights and everything computed with them, for engines that share devices with training."""
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Get ready for prompts of these lengths."""
+        """Compile the programs for prompts of these lengths."""
 
     def generate(
         self,
@@ -82,4 +83,4 @@ class RolloutEngine(Protocol):
         progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """One completion for each request, in their order; see `Engine.generate`."""
+        """Return one completion per request, in the order of the requests; see `Engine.generate`."""

@@ -1,21 +1,21 @@
-"""Drawing one token for every slot inside the program.
+"""Token sampling inside the compiled program: one token for every slot.
 
-The settings of a slot are arrays, so a change of temperature never recompiles. A draw is a
-function of (seed, request, position) and of the slot's own logits only: the same request
-gives the same tokens in any slot, in any batch, in any order.
+The sampling settings of the slots are arrays, so a change of temperature never recompiles. A sampled token is a
+function of (seed, request, position) and of the slot's own logits only: the same request gives the same tokens in any
+slot, in any batch, in any order.
 
-The log-probability that goes with a token is that of the policy at its temperature, before
-top-k, top-p, min-p, `min_tokens` or the argmax of a greedy slot narrow the choice:
+The reported log-probability of a token is the policy's at the slot's temperature, before top-k, top-p, min-p,
+`min_tokens` or greedy decoding narrow the choice:
 
     logp = log_softmax(logits / temperature)[token]
 
 A trainer that knows the temperature and nothing else therefore computes the same number.
 
-Where the tokens that a slot may draw are recorded (`most_kept`), it is that of the distribution over those:
+If the sampling mask of a slot is recorded (`most_kept`), the log-probability is renormalized over the kept tokens:
 
     logp = logits[token] / temperature - logsumexp(logits[kept] / temperature)
 
-A trainer that is given them computes the same number, and has its ratios between policies over the same tokens.
+A trainer with the recorded mask computes the same number, and its policy ratios are over the same tokens.
 
 Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, "keep sampling mask".
 """
@@ -34,7 +34,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Array
 
 _DIGIT = 4
-"""Bits of a threshold that one round of the search finds."""
+"""Number of bits of a threshold that one round of the search determines."""
 
 
 class SlotSampling(NamedTuple):
@@ -45,8 +45,8 @@ class SlotSampling(NamedTuple):
       top_p_B: float32 in (0, 1]; 1 keeps all.
       top_k_B: int32; 0 keeps all.
       min_p_B: float32 in [0, 1); 0 keeps all.
-      min_tokens_B: int32; stop tokens are not drawn at earlier positions, greedy or not.
-      greedy_B: bool; takes the likeliest token.
+      min_tokens_B: int32; stop tokens are not sampled at earlier positions, greedy or not.
+      greedy_B: bool; True takes the likeliest token.
     """
 
     temperature_B: Array
@@ -58,11 +58,11 @@ class SlotSampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token of each slot and its log-probability at the slot's temperature.
+    """Sampled token of each slot, and its log-probability at the slot's temperature.
 
     Attributes:
-      kept_BK: Ids of the tokens that it was drawn among, -1 past them and in slots that record none; None if no slot
-        does.
+      kept_BK: Sampling mask: ids of the tokens that the slot could sample, padded with -1; all -1 for a slot that
+        records no mask, None if no slot records a mask.
     """
 
     token_B: Int[Array, "B"]
@@ -71,7 +71,7 @@ class Sampled(NamedTuple):
 
 
 def settings_of(samplings: Sequence[config.Sampling]) -> SlotSampling:
-    """The settings of each slot, as host arrays."""
+    """Return the sampling settings of each slot as host arrays."""
     return SlotSampling(
         temperature_B=np.array([sampling.temperature for sampling in samplings], np.float32),
         top_p_B=np.array([sampling.top_p for sampling in samplings], np.float32),
@@ -85,10 +85,10 @@ def settings_of(samplings: Sequence[config.Sampling]) -> SlotSampling:
 def uniforms(
     seed_B: UInt32[Array, "B"], request_B: UInt32[Array, "B"], position_B: Int[Array, "B"]
 ) -> Float[Array, "B 2"]:
-    """Two uniforms in [0, 1) of each slot, a function of (seed, request, position) alone."""
+    """Return two uniform random numbers in [0, 1) per slot, a function of (seed, request, position) alone."""
 
     def of_slot(seed, request, position):
-        # The generator is named: draws of another default (`jax_default_prng_impl`) may depend on the batch.
+        # The generator is explicit: samples of another default (`jax_default_prng_impl`) may depend on the batch.
         key = jax.random.key(seed, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, request), position), (2,))
 
@@ -104,17 +104,17 @@ def sample(
     stop_BE: Int[Array, "B E"],
     most_kept: int = 0,
 ) -> Sampled:
-    """Draw a token of each slot by inverting the cumulative distribution.
+    """Sample a token of each slot by inverting the cumulative distribution.
 
-    The vocabulary is cut into chunks of about sqrt(V): the first uniform chooses a chunk by
-    its mass, the second a token within it. This costs two short cumulative sums instead of a
-    random number per entry, and keeps the rounding of a float32 sum of V terms out of the tail.
+    The vocabulary is split into chunks of about sqrt(V): the first uniform number selects a chunk by its mass, the
+    second selects a token of the chunk. This costs two short cumulative sums instead of a random number per entry, and
+    keeps the rounding of a float32 sum of V terms out of the tail.
 
     Args:
-      logits_BV: -inf is a token that is never drawn; at least one entry of a row is finite.
-      position_B: Tokens of the response that were drawn before this one.
-      stop_BE: Ids that `min_tokens` holds back; a negative one is none.
-      most_kept: K; slots whose `top_k_B` is from 1 to K record the tokens that they draw among. 0 records none.
+      logits_BV: Logits; a token with -inf is never sampled. At least one entry of a row is finite.
+      position_B: Number of response tokens that were sampled before this one.
+      stop_BE: Stop token ids that `min_tokens` suppresses; negative entries are padding.
+      most_kept: K; slots whose `top_k_B` is from 1 to K record their sampling mask. 0 records none.
     """
     scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]
     peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
@@ -124,7 +124,7 @@ def sample(
     early_B = position_B < settings.min_tokens_B
     recorded_B = ~settings.greedy_B & (settings.top_k_B > 0) & (settings.top_k_B <= most_kept)
     restricted_B = ~recorded_B & (early_B | settings.greedy_B | _truncates(settings))
-    # At 0 the inversion takes the first of the tokens left to a greedy slot.
+    # With uniform 0 the inversion takes the first of a greedy slot's remaining tokens.
     uniform_B2 = jnp.where(settings.greedy_B[:, None], 0.0, uniform_B2)
     # Whole branches, because an array that a branch returns is copied.
     token_B = lax.cond(
@@ -152,9 +152,9 @@ def _truncates(settings: SlotSampling) -> Bool[Array, "B"]:
 def _drawn_among_kept(
     allowed_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"], settings: SlotSampling, *, most_kept: int
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Int[Array, "B K"]]:
-    """Draw among the likeliest `most_kept` tokens at most, as settings narrow them further; see `Sampled`.
+    """Sample among at most the `most_kept` likeliest tokens, narrowed further by the settings; see `Sampled`.
 
-    Of tokens that tie for the last place those with the lowest ids are kept, so that there are never more than `top_k`.
+    If tokens tie for the last place, the lowest ids are kept, so there are never more than `top_k` tokens.
     """
     most = min(most_kept, allowed_BV.shape[-1])
     logit_BK, token_BK = lax.top_k(allowed_BV, most)
@@ -173,7 +173,7 @@ def _drawn_among_kept(
 
 
 def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int[Array, "B"]:
-    """A token of each slot, by unnormalised probabilities."""
+    """Sample a token of each slot from unnormalized probabilities."""
     batch, vocab = drawn_BV.shape
     width = _chunk_width(vocab)
     drawn_BCW = drawn_BV.reshape(batch, vocab // width, width)
@@ -185,7 +185,7 @@ def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int
 def _restricted_weights(
     scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], stop_BE: Int[Array, "B E"], settings: SlotSampling
 ) -> Float[Array, "B V"]:
-    """Unnormalised probabilities of the tokens that a slot may draw, 0 elsewhere."""
+    """Return the unnormalized probabilities of the tokens that a slot may sample, 0 elsewhere."""
     allowed_BV = _allowed(scaled_BV, early_B, stop_BE)
     peak_B1 = allowed_BV.max(axis=-1, keepdims=True)
     truncated_B = ~settings.greedy_B & _truncates(settings)
@@ -201,17 +201,18 @@ def _restricted_weights(
 def _allowed(
     scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], stop_BE: Int[Array, "B E"]
 ) -> Float[Array, "B V"]:
-    """Logits, -inf for the tokens that `min_tokens` holds back."""
+    """Return the logits with -inf for the stop tokens that `min_tokens` suppresses."""
     held_back_BE = jnp.where(early_B[:, None], stop_BE, -1)
     stop_BV = (jnp.arange(scaled_BV.shape[-1])[None, :, None] == held_back_BE[:, None, :]).any(axis=-1)
     return jnp.where(stop_BV, -jnp.inf, scaled_BV)
 
 
 def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[Array, "B 1"]:
-    """Smallest logit kept: the top k, of those the fewest that hold a mass of top_p, of those what min_p leaves.
+    """Return the smallest logit that is kept after top-k, then top-p, then min-p.
 
-    Tokens that tie with the last one kept are kept too. A search over thresholds by sums, where sorting would have
-    devices that split the vocabulary gather the logits of all.
+    Top-p keeps the fewest of the top-k tokens that hold a mass of `top_p`. Tokens that tie with the last kept token are
+    kept too. The threshold is found by a search with sums: sorting would make devices that split the vocabulary gather
+    all logits.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751), section 3.1, for top_p; Nguyen et al. 2024 (arXiv:2407.01082) for
     min_p.
@@ -223,7 +224,7 @@ def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[
     weight_BV = jnp.exp(scaled_BV - scaled_BV.max(axis=-1, keepdims=True))
     weight_BV = jnp.where(order_BV >= last_B[:, None], weight_BV, 0.0)
     nucleus_B = _last_that_reaches(order_BV, weight_BV, settings.top_p_B * weight_BV.sum(axis=-1))
-    # Rounding may leave a sum below all of the mass, so 1 is not compared but keeps all.
+    # Rounding may leave a sum below the whole mass, so top_p = 1 is not compared; it keeps all tokens.
     last_B = jnp.where(settings.top_p_B == 1, last_B, jnp.maximum(last_B, nucleus_B))
     smallest_B1 = jnp.where(order_BV >= last_B[:, None], scaled_BV, jnp.inf).min(axis=-1, keepdims=True)
     peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
@@ -231,7 +232,7 @@ def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Bits of float32 numbers in such an order that unsigned integers compare as the numbers do."""
+    """Map float32 numbers to unsigned integers that compare in the same order."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -239,9 +240,9 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
 def _last_that_reaches(
     order_BV: UInt32[Array, "B V"], weight_BV: Float[Array, "B V"], target_B: Float[Array, "B"]
 ) -> UInt32[Array, "B"]:
-    """Largest threshold at and above which entries weigh as much as the target; 0 if all of them do not.
+    """Return the largest threshold at or above which the weights sum to the target; 0 if all weights sum to less.
 
-    It is found four bits at a time: eight sums for each of fifteen thresholds.
+    The search finds four bits at a time: eight rounds of fifteen sums.
     """
     digit_S = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
 
@@ -257,11 +258,11 @@ def _last_that_reaches(
 
 
 def _invert(weight_BN: Float[Array, "B N"], uniform_B: Float[Array, "B"]) -> Int[Array, "B"]:
-    """First entry whose cumulative weight exceeds `uniform` of the total; never one of weight 0."""
+    """Return the first entry whose cumulative weight exceeds `uniform` times the total; never an entry of weight 0."""
     entries = weight_BN.shape[-1]
     total_BN = jnp.cumsum(weight_BN, axis=-1)
-    # A parallel sum is not exactly monotone: entries of weight 0 are kept out by name, and the
-    # target is a share of the largest sum among the others, so that one of them exceeds it.
+    # A parallel sum is not exactly monotone. So entries of weight 0 are excluded explicitly, and the target is a
+    # fraction of the largest sum among the other entries, so that at least one entry exceeds it.
     possible_BN = weight_BN > 0
     target_B = uniform_B * jnp.where(possible_BN, total_BN, 0.0).max(axis=-1)
     beyond_BN = possible_BN & (total_BN > target_B[:, None])
@@ -269,10 +270,10 @@ def _invert(weight_BN: Float[Array, "B N"], uniform_B: Float[Array, "B"]) -> Int
 
 
 def _chunk_width(vocab: int) -> int:
-    """The divisor of the vocabulary with the shortest two sums, over chunks and within one.
+    """Return the divisor of the vocabulary size for which the sums over chunks and within a chunk are shortest.
 
-    Up to 64 devices that split a large vocabulary have whole chunks; a cut one would have all of them gather the
-    logits. Those of a small vocabulary are nothing.
+    Up to 64 devices that split a large vocabulary hold whole chunks: a split chunk would make all devices gather the
+    logits. For a small vocabulary that gather costs nothing.
     """
     each = vocab // math.gcd(vocab, 64) if vocab >= 64**2 else vocab
     widths = [width for width in range(1, each + 1) if each % width == 0]

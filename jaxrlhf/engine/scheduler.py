@@ -1,8 +1,8 @@
-"""Scheduler: which sequence sits in which slot; it knows no array.
+"""Scheduler: assignment of sequences to slots, without any array.
 
-A sequence goes through four states: *queued* with all that have its prompt; *prefilled*, when the prompt was handed to
-a prefill and the sequence waits for a slot; *placed* in a slot that draws its tokens; *completed*, which frees the
-slot. Sequences with one prompt are prefilled together, and at most one prefill is held at a time.
+A sequence goes through four states: *queued*, together with all sequences of its prompt; *prefilled*, when the prompt
+was passed to a prefill and the sequence waits for a slot; *placed* in a slot that samples its tokens; *completed*,
+when its slot is free again. Sequences with one prompt are prefilled together. At most one prefill is held at a time.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from jaxrlhf.engine.sequence import SequenceState
 
 
 class Placement(NamedTuple):
-    """A sequence, the row of its prompt in the newest prefill, and the slot that it takes."""
+    """Placement of a sequence: the row of its prompt in the newest prefill, and its slot."""
 
     row: int
     slot: int
@@ -23,10 +23,12 @@ class Placement(NamedTuple):
 
 
 class Scheduler:
-    """Queue and slots.
+    """Queue of sequences, and the sequences in slots.
 
-    The driver repeats, while `unfinished`: if `refill_due`, then while `placeable`, `take_prompts`
-    if `prefill_due` and `place`; decode; `end` the sequences that drew their last token.
+    While `unfinished`, the engine repeats three steps:
+      1. If `refill_due`: while `placeable`, call `take_prompts` (if `prefill_due`) and `place`.
+      2. Decode.
+      3. Call `end` for the sequences that sampled their last token.
     """
 
     def __init__(self, *, slots: int) -> None:
@@ -45,42 +47,42 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
-        """A sequence was added and has not ended."""
+        """True if a sequence was added and has not ended."""
         return bool(self._under_way)
 
     @property
     def waiting(self) -> bool:
-        """A sequence has no slot yet."""
+        """True if a sequence has no slot yet."""
         return self._unplaced > 0
 
     @property
     def refill_due(self) -> bool:
-        """Enough slots are free to be worth a prefill: an eighth of all, or one for each sequence left."""
+        """True if enough slots are free to be worth a prefill: an eighth of all, or one per waiting sequence."""
         return 0 < min(self._unplaced, max(1, len(self._placed) // 8)) <= len(self._free)
 
     @property
     def placeable(self) -> bool:
-        """A slot is free and a sequence waits for one."""
+        """True if a slot is free and a sequence waits for a slot."""
         return bool(self._free) and self._unplaced > 0
 
     @property
     def prefilled(self) -> int:
-        """Sequences that wait for a slot although their prompt was prefilled."""
+        """Number of sequences with a prefilled prompt that wait for a slot."""
         return len(self._prefilled)
 
     @property
     def prefill_due(self) -> bool:
-        """The prompts prefilled last have all their sequences in slots, and more are queued."""
+        """True if all sequences of the last prefill are in slots, and more sequences are queued."""
         return not self._prefilled and bool(self._queued)
 
     def take_prompts(
         self, most: Callable[[Any], int], kind: Callable[[SequenceState], Any] = lambda _: None
     ) -> list[tuple[int, ...]]:
-        """The next prompts in the queue, to be prefilled in this order of rows.
+        """Take the next prompts from the queue; their order is the order of the rows of the prefill.
 
         Args:
-          most: How many of a kind run together.
-          kind: What prompts that run together have in common; only those like the first in the queue are taken.
+          most: Function from a kind to the maximum number of its prompts in one prefill.
+          kind: Function from a sequence to the kind of its prompt; only prompts of the first prompt's kind are taken.
         """
         assert self.prefill_due, "prompts prefilled earlier still wait for slots"
         of_first = kind(next(iter(self._queued.values()))[0])
@@ -94,8 +96,8 @@ class Scheduler:
         """Put sequences of the prefilled prompts into free slots.
 
         Args:
-          used: When a slot that holds what may be of use was used last; 0 for one that holds nothing. The least is
-            taken first, and of equal ones the one that became free first.
+          used: Function from a slot to the number of its last use; 0 if the slot has no reusable content. The slot with
+            the lowest number is taken first, and the slot that became free first among equals.
         """
         placements = []
         for _ in range(min(most, len(self._free), len(self._prefilled))):
@@ -105,7 +107,7 @@ class Scheduler:
         return placements
 
     def seat(self, sequence: SequenceState, row: int) -> Placement:
-        """Put a sequence into a free slot that waited nowhere, given its row of what is placed with it."""
+        """Put a sequence that was never queued into a free slot; `row` is its row in the arrays to place."""
         self._under_way.add(sequence)
         return self._seated(sequence, row, self._free[0])
 
@@ -115,13 +117,13 @@ class Scheduler:
         return Placement(row, slot, sequence)
 
     def placed(self, slot: int) -> SequenceState:
-        """The sequence in a slot."""
+        """Return the sequence in a slot."""
         sequence = self._placed[slot]
         assert sequence is not None, f"slot {slot} is free and cannot draw tokens"
         return sequence
 
     def end(self, sequence: SequenceState) -> int:
-        """Free the slot of a sequence; returns it."""
+        """Free the slot of a sequence and return the slot."""
         assert sequence.slot is not None, "a sequence that waits cannot end"
         self._placed[sequence.slot] = None
         self._free.append(sequence.slot)
@@ -129,7 +131,7 @@ class Scheduler:
         return sequence.slot
 
     def drop(self, sequence: SequenceState) -> None:
-        """Forget a sequence, if it waits."""
+        """Remove a sequence that waits; do nothing if it is in a slot or has ended."""
         if sequence not in self._under_way or sequence.slot is not None:
             return
         prompt = sequence.request.prompt
@@ -143,5 +145,5 @@ class Scheduler:
         self._unplaced -= 1
 
     def is_placed(self, sequence: SequenceState) -> bool:
-        """The sequence draws tokens in a slot."""
+        """Return True if the sequence is in a slot."""
         return sequence.slot is not None and self._placed[sequence.slot] is sequence

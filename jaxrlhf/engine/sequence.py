@@ -1,4 +1,4 @@
-"""A response from its request to its completion."""
+"""Requests, completions, and the host state of a response in between."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,26 +14,29 @@ Decode = Callable[[Sequence[int]], str]
 """Function from token ids to text, for stop texts."""
 
 _MARGIN_TOKENS = 8
-"""Tokens decoded before those that a stop text may reach back to: a byte of it is a token at most, some are empty."""
+"""Extra tokens decoded before the earliest token of a possible stop text. A stop text has at most one token per byte,
+and some tokens are empty."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate.
+    """Request for one response.
 
     Attributes:
-      request_id: Part of the sampling key, in [0, 2**32); unique among those under way with the same seed.
-      prompt_tokens: Token ids, at least one. A prompt that several waiting requests have is prefilled once.
-      max_tokens: Most tokens of the response; None is the engine's limit, which is the highest.
-      stop_tokens: Ids that end the response and are kept in it; None is the engine's.
-      stop_texts: Texts that end the response with the token that completes them, which is kept; None is the engine's.
-      keep: Keep keys and values of prompt and response for requests that begin alike, such as the next turn; until
-        they are released, their room is needed, or other weights are loaded. Where experts are recorded, and with a
-        model of one's own, requests that begin alike are computed whole all the same.
-      images: Images of the prompt; those of two prompts with equal tokens may differ.
-      drawn: Last tokens of the prompt that are the response's own, drawn before: it goes on as if it had drawn them
-        here, within the limits of the whole. Its completion has those that follow.
-      has_replies: The prompt has earlier replies, in which placeholders that the policy drew stand for no image.
+      request_id: Part of the sampling key, in [0, 2**32); unique among the requests in progress with the same seed.
+      prompt_tokens: Token ids, at least one. A prompt that several waiting requests share is prefilled once.
+      max_tokens: Maximum number of response tokens; None is the engine's limit, which is the highest allowed.
+      stop_tokens: Ids that end the response and are kept in it; None takes the engine's.
+      stop_texts: Texts that end the response; the token that completes a text is kept. None takes the engine's.
+      keep: True keeps the KV cache of prompt and response for later requests with the same prefix, such as the next
+        turn. The cache stays until it is released, its room is needed, or other weights are loaded. If experts are
+        recorded, and for a user-defined model, requests with the same prefix are computed whole nevertheless.
+      images: Images of the prompt; two prompts with equal tokens may have different images.
+      drawn: Number of tokens at the end of the prompt that belong to the response and were sampled earlier. Sampling
+        continues as if the engine had sampled them itself, and limits count them. The completion has only the tokens
+        that follow them.
+      has_replies: True if the prompt contains earlier replies; image placeholders that the policy sampled in replies
+        stand for no image.
     """
 
     request_id: int
@@ -48,22 +51,22 @@ class Request:
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
-        """The prompt by which requests share what was computed."""
+        """The prompt as the key of caches: equal only if tokens and images are equal."""
         return SeenPrompt.of(self.prompt_tokens, self.images)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response.
+    """Completed response.
 
     Attributes:
-      tokens: What the policy drew, the stop token included.
+      tokens: Tokens that the policy sampled, the stop token included.
       logps: Log-probability of each token at the sampling temperature.
-      truncated: Ended by the length limit, not by a stop token or text.
-      version: Version of the weights that drew it.
-      choice_TLk: Experts that the prompt's and the response's tokens went through, all but the last; None if not asked.
-      stop_text: Text that ended it; None if none did.
-      kept_TK: int32, ids that each token of the response was drawn among, -1 past them; None if not recorded.
+      truncated: True if the length limit ended the response, not a stop token or text.
+      version: Version of the weights that sampled the response.
+      choice_TLk: Experts of the prompt's and the response's tokens, all but the last token; None if not recorded.
+      stop_text: Stop text that ended the response; None if none did.
+      kept_TK: int32, sampling mask of each response token, padded with -1; None if not recorded.
     """
 
     request_id: int
@@ -77,12 +80,12 @@ class Completion:
 
 
 class Drawn(NamedTuple):
-    """Tokens that one slot drew since it was last read.
+    """Tokens of one slot in the decode window that was read.
 
     Attributes:
-      active: Whether its response goes on; if not, the slot is free.
-      choice_WLk: int16, experts of the tokens that were run; None if not recorded.
-      kept_WK: int32, tokens that each was drawn among; None if not recorded.
+      active: True if the response continues; else the slot is free.
+      choice_WLk: int16, experts of the tokens that were run through the model; None if not recorded.
+      kept_WK: int32, sampling mask of each token; None if not recorded.
     """
 
     slot: int
@@ -95,19 +98,19 @@ class Drawn(NamedTuple):
 
 @dataclass(eq=False)
 class SequenceState:
-    """State of a request under way, on the host.
+    """Host state of a request in progress.
 
     Attributes:
-      limit: Most tokens of the response, those drawn before included.
-      on_tokens: Told of tokens and their log-probabilities as they are read.
-      on_completion: Told of the response once it has ended.
-      tokens, logps: What was drawn and read so far.
-      slot: Where its tokens are drawn; None while it waits.
-      prompt_choice: Experts of the prefilled prompts, `[P, S, L, k]`, and the row of its own; None if not recorded.
-      choices: Experts of the tokens that each window ran, `[W, L, k]`.
-      kept: Tokens that those of each window were drawn among, `[W, K]`.
-      placed_at: Seconds on the monotonic clock when it took its slot.
-      stop_text: Text that ended it; None as long as none did.
+      limit: Maximum number of response tokens, including `request.drawn`.
+      on_tokens: Listener for tokens and their log-probabilities, called as they are read.
+      on_completion: Listener for the completed response.
+      tokens, logps: Tokens read so far, and their log-probabilities.
+      slot: Slot that samples the tokens; None while the request waits.
+      prompt_choice: Experts of the prefilled prompts, `[P, S, L, k]`, and this request's row; None if not recorded.
+      choices: Experts of the tokens that each decode window ran, `[W, L, k]`.
+      kept: Sampling masks of the tokens of each decode window, `[W, K]`.
+      placed_at: Time on the monotonic clock when the request took its slot, in seconds.
+      stop_text: Stop text that ended the response; None until then.
     """
 
     request: Request
@@ -128,10 +131,10 @@ class SequenceState:
     stop_text: str | None = None
 
     def draw(self, drawn: Drawn, decode: Decode | None) -> None:
-        """Tokens were drawn; those after a stop text are dropped.
+        """Append sampled tokens; tokens after a stop text are dropped.
 
         Args:
-          decode: Function that a request with stop texts needs.
+          decode: Detokenizer; needed if the request has stop texts.
         """
         before = len(self.tokens)
         self.tokens += drawn.tokens
@@ -147,7 +150,7 @@ class SequenceState:
             self.on_tokens(self.tokens[before:], self.logps[before:])
 
     def _cut(self, before: int, decode: Decode) -> None:
-        """End with the token that completes a stop text, if one after the first `before` does."""
+        """Truncate the response after the token that completes a stop text, if it is not among the first `before`."""
         reach = max(len(text.encode()) for text in self.stop_texts) + _MARGIN_TOKENS
         prompt, drawn = self.request.prompt_tokens, self.request.drawn
         response, before = [*prompt[len(prompt) - drawn :], *self.tokens], before + drawn
@@ -163,7 +166,10 @@ class SequenceState:
             del self.tokens[end - drawn :], self.logps[end - drawn :]
 
     def complete(self, version: int) -> Completion:
-        """The response, once its last token was read, from which nothing was computed; its listener is told."""
+        """Build the completion after the last token was read, and call the completion listener.
+
+        The last token was sampled and never run through the model, so it has no experts.
+        """
         tokens, choice_TLk = tuple(self.tokens), None
         if self.prompt_choice is not None:
             choice_PSLk, row = self.prompt_choice

@@ -1,4 +1,4 @@
-"""Engine as a service: requests of any thread join between dispatches, and each has a future."""
+"""Engine service: any thread submits requests, which join between dispatches and resolve a future each."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,19 +13,19 @@ from jaxrlhf.engine.engine import Engine
 from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Listener to tokens and their log-probabilities, called in the engine's thread; it must not wait."""
+"""Listener for tokens and their log-probabilities, called in the engine's thread; it must not block."""
 
 
 @dataclass
 class ServiceCounts:
-    """Numbers that only grow, since the service began.
+    """Counters of a service since its start; they only grow.
 
     Attributes:
-      requests: Requests submitted, each of which is then one of `completed`, `cancelled` and `failed`.
-      prompt_tokens: Tokens of prompts that were prefilled, once for all that wait together with one prompt.
-      cached_tokens: Tokens of them that were in the cache.
-      queue_s: Seconds between a request and its slot, of all requests together.
-      busy_slots, slots: Slots in use, and slots there are, summed over dispatches.
+      requests: Number of submitted requests; each is later counted in `completed`, `cancelled` or `failed`.
+      prompt_tokens: Number of prefilled prompt tokens; a prompt shared by waiting requests counts once.
+      cached_tokens: Number of these tokens that were in the cache.
+      queue_s: Seconds between submission and slot, summed over requests.
+      busy_slots, slots: Slots in use, and all slots, summed over dispatches.
     """
 
     requests: int = 0
@@ -42,7 +42,7 @@ class ServiceCounts:
 
 @dataclass(eq=False)
 class _Asked:
-    """A request on its way."""
+    """Request in progress, with its future and listener."""
 
     sequence: SequenceState
     on_tokens: OnTokens | None
@@ -52,14 +52,14 @@ class _Asked:
 
 
 class EngineService:
-    """A thread that steps an engine as long as requests are under way.
+    """Service thread that steps an engine while requests are in progress.
 
-    Several requests may have one seed and request_id, and are drawn alike if their prompts are. Nobody else may use
-    the engine before `close`, but while it is held.
+    Several requests may have the same seed and request_id; if their prompts are equal too, so are their responses. No
+    other code may use the engine before `close`, except between `hold` and `go_on`.
 
     Attributes:
-      counts: What was done so far; written by the service's thread.
-      held_s: Seconds for which requests were held.
+      counts: Counters so far; written by the service's thread.
+      held_s: Total seconds for which requests were held.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -81,21 +81,21 @@ class EngineService:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no response yet."""
+        """Number of requests without a response."""
         return len(self._asked)
 
     def submit(
         self, request: Request, sampling: Sampling, *, seed: int, on_tokens: OnTokens | None = None
     ) -> Future[Completion]:
-        """Ask for a response; thread-safe.
+        """Submit a request and return the future of its completion; thread-safe.
 
         `cancel` of the future drops the request and frees its slot.
 
         Args:
-          seed: In [0, 2**32). With request_id and prompt it determines the response, whatever else is under way.
+          seed: Integer in [0, 2**32). Seed, request_id and prompt determine the response; other requests do not matter.
 
         Raises:
-          Refusal: A request that the engine cannot answer.
+          Refusal: The engine cannot answer the request.
           RuntimeError: The service is closed.
         """
         sequence = self.engine.begun(request, sampling, seed=seed)
@@ -103,21 +103,21 @@ class EngineService:
         sequence.on_tokens = partial(self._drew, asked)
         sequence.on_completion = partial(self._end, asked)
         self._tell(lambda: self._start(asked))
-        # After `_start` in the inbox, so that it is found there. A thread that is gone leaves it unread.
+        # Queued after `_start`, so that `_drop` finds the request. A thread that has ended leaves the command unread.
         asked.future.add_done_callback(
             lambda future: self._inbox.put(lambda: self._drop(asked)) if future.cancelled() else None
         )
         return asked.future
 
     def release(self, request_id: int) -> None:
-        """Keep what was computed for a request with `keep` no longer. Thread-safe."""
+        """Release the cache that `keep` holds for a request; thread-safe."""
         self._tell(lambda: self.engine.release(request_id))
 
     def hold(self) -> None:
-        """Have requests wait from now on, and wait until those under way are answered.
+        """Hold new requests from now on, and wait until the requests in progress are answered.
 
-        Until `go_on` the service leaves the engine alone: others may use it, and load other weights. One thread at a
-        time may hold it.
+        Until `go_on` the service does not use the engine: other code may use it, for example to load other weights.
+        Only one thread at a time may hold the service.
         """
 
         def hold() -> None:
@@ -129,11 +129,11 @@ class EngineService:
         self._held.wait()
 
     def go_on(self) -> None:
-        """Answer the requests that were held, and those that come."""
+        """Resume the service: answer the held requests, and new ones."""
         self._may_go_on.set()
 
     def close(self) -> None:
-        """Cancel what is under way, and end the thread. What `keep` keeps stays in the engine."""
+        """Cancel the requests in progress and end the thread; caches held by `keep` stay in the engine."""
         with self._lock:
             if self._closing:
                 return
@@ -149,7 +149,7 @@ class EngineService:
             self._inbox.put(command)
 
     def _serve(self) -> None:
-        """Life of the thread: it waits for commands only where nothing is under way."""
+        """Run the thread's loop; block for commands only if no request is in progress."""
         while not self._closing:
             try:
                 self._obey(wait=not self.engine.unfinished and not self._holding)
@@ -157,19 +157,19 @@ class EngineService:
                     self._step()
                 elif self._holding:
                     self._rest()
-            except BaseException as error:  # whatever it is, those who wait are told, and others may ask again
+            except BaseException as error:  # any error fails all open requests; later requests are served again
                 self.engine.free()
                 self._later.clear()
                 for asked in list(self._asked.values()):
                     self._end(asked, error)
-        self._obey(wait=False)  # requests that came while others were held are among what is cancelled
+        self._obey(wait=False)  # so that requests that arrived during a hold are cancelled too
         for asked in list(self._asked.values()):
             asked.future.cancel()
         self._obey(wait=False)
-        self._held.set()  # nobody waits for a thread that is gone
+        self._held.set()  # so that no caller of `hold` waits for a thread that has ended
 
     def _obey(self, *, wait: bool) -> None:
-        """Do all that the inbox says; wait for a first command if there is none."""
+        """Run all commands in the inbox; with `wait`, block until there is a first command."""
         try:
             while True:
                 self._inbox.get(block=wait)()
@@ -178,7 +178,7 @@ class EngineService:
             return
 
     def _rest(self) -> None:
-        """Wait until requests are answered again. What comes meanwhile stays in the inbox."""
+        """Wait for `go_on`; commands that arrive meanwhile stay in the inbox."""
         since = monotonic()
         self._held.set()
         self._may_go_on.wait()
@@ -204,7 +204,7 @@ class EngineService:
             self.engine.enqueue(asked.sequence)
 
     def _drew(self, asked: _Asked, tokens: Sequence[int], logps: Sequence[float]) -> None:
-        """Tokens of a response were read."""
+        """Count the tokens that were read of a response, and pass them to its listener."""
         if not asked.began:
             asked.began = True
             self.counts.queue_s += asked.sequence.placed_at - asked.since
@@ -215,10 +215,10 @@ class EngineService:
                 asked.on_tokens(tokens, logps)
             except Exception as error:
                 failure = error
-                self._inbox.put(lambda: self._drop(asked, failure))  # not now: a step is under way
+                self._inbox.put(lambda: self._drop(asked, failure))  # not now: a step is in progress
 
     def _drop(self, asked: _Asked, error: Exception | None = None) -> None:
-        """Free the slot of a request that was cancelled, or whose listener failed."""
+        """Drop a request that was cancelled or whose listener failed, and free its slot."""
         if asked.future in self._asked:
             if asked in self._later:
                 self._later.remove(asked)

@@ -1,4 +1,7 @@
-"""State of the slots on the host, and the windows that were dispatched and not read yet."""
+"""Host state of the slots, and the decode windows that were dispatched and not read yet.
+
+A window is the tokens of one `decode` program call. The device's arrays may have fewer rows than there are slots.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,12 +20,12 @@ from jaxrlhf.engine.sequence import Drawn
 
 
 class Arrangement(NamedTuple):
-    """Rows of the device's arrays in G replicas, made of rows that are there.
+    """New rows of the device's arrays in G replicas, gathered from existing rows.
 
     Attributes:
-      row_GB: Row that each is made of, counted from the first of its replica.
-      goes_on_GB: False where the response of that row does not go on.
-      slot_B: Slot that each row then is.
+      row_GB: Source row of each new row, counted from the first row of the replica.
+      goes_on_GB: False for new rows that are inactive: the source row's response ends here, or the row was added.
+      slot_B: Slot of each new row.
     """
 
     row_GB: np.ndarray
@@ -31,7 +34,7 @@ class Arrangement(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """A window on its way: which slot each of its rows is, and which of them drew their first token before it."""
+    """Dispatched window that was not read: the slot of each row, and the rows whose first token is unread too."""
 
     window: programs.Window
     slot_B: np.ndarray
@@ -39,88 +42,91 @@ class _Unread(NamedTuple):
 
 
 class SlotBook:
-    """Slots as of the last window that was read.
+    """Host state of the slots as of the last window that was read.
 
     Args:
-      tokens_per_dispatch: Most tokens that a window adds to a slot.
-      replicas: Equal parts that the slots are in.
+      tokens_per_dispatch: Maximum number of tokens that a window adds to a slot.
+      replicas: Number of equal parts that the slots are split into.
 
     Attributes:
-      slot_B: Which slot each row of the device's arrays is.
+      slot_B: Slot of each row of the device's arrays.
     """
 
     def __init__(self, *, slots: int, tokens_per_dispatch: int, replicas: int) -> None:
         self._window_tokens, self._replicas = tokens_per_dispatch, replicas
         self._unread: deque[_Unread] = deque()
         self.slot_B = np.arange(slots)
-        # These are by slot, not by row.
+        # These arrays are indexed by slot, not by row.
         self._active_B, self._fresh_B = np.zeros(slots, bool), np.zeros(slots, bool)
         self._cached_B, self._limit_B = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
 
     @property
     def taken_B(self) -> np.ndarray:
-        """Slots whose response goes on or was not read yet."""
+        """Mask of the slots whose response continues or was not read yet."""
         return self._active_B | self._fresh_B
 
     @property
     def active(self) -> int:
-        """Number of those slots."""
+        """Number of taken slots."""
         return int(self.taken_B.sum())
 
     @property
     def unread(self) -> int:
-        """Windows that were dispatched and not read."""
+        """Number of windows that were dispatched and not read."""
         return len(self._unread)
 
     @property
     def next_tokens_B(self) -> np.ndarray:
-        """Most tokens that each slot may hold after the next window; by slot."""
+        """Upper bound on the cached tokens of each slot after the next window."""
         cached_B = self._cached_B + (self.unread + 1) * self._window_tokens
         return np.where(self.taken_B, np.minimum(cached_B, self._limit_B), 0)
 
     @property
     def outlasts(self) -> bool:
-        """True if a response may go on after the windows that were not read."""
+        """True if a response may continue after the unread windows."""
         return bool((self._cached_B + self.unread * self._window_tokens < self._limit_B)[self.taken_B].any())
 
     def start(self, slot: int, prompt_tokens: int, *, limit: int) -> None:
-        """A response of at most `limit` tokens takes a slot, and its first token is drawn."""
+        """Give a slot to a response of at most `limit` tokens, whose first token was sampled and not read."""
         assert not self.taken_B[slot], f"slot {slot} is taken"
         self._fresh_B[slot] = True
         self._cached_B[slot] = prompt_tokens
-        self._limit_B[slot] = prompt_tokens + limit - 1  # the last token is drawn and never run
+        self._limit_B[slot] = prompt_tokens + limit - 1  # the last token is sampled and never run
 
     def go_on(self, slot: int, cached_tokens: int, *, limit: int) -> None:
-        """A response takes a slot that draws at most `limit` tokens after its newest, which was read before."""
+        """Give a slot to a response that continues with at most `limit` tokens; its newest token was read before."""
         assert not self.taken_B[slot], f"slot {slot} is taken"
         self._active_B[slot] = True
         self._cached_B[slot], self._limit_B[slot] = cached_tokens, cached_tokens + limit
 
     def dispatched(self, window: programs.Window) -> None:
-        """A window is on its way."""
+        """Record a dispatched window."""
         self._unread.append(_Unread(window, self.slot_B, self._fresh_B[self.slot_B]))
         self._active_B |= self._fresh_B
         self._fresh_B[:] = False
 
     def forget(self) -> None:
-        """Let go of windows that nobody reads; no slot may be active."""
+        """Drop unread windows; no slot may be taken."""
         assert not self.taken_B.any(), "the window of an active slot has to be read"
         self._unread.clear()
 
     def stop(self, slots: Sequence[int]) -> None:
-        """Responses end that would have gone on; windows on their way may still have tokens of theirs."""
+        """End responses that would have continued; unread windows may still contain tokens of these slots."""
         self._active_B[list(slots)] = self._fresh_B[list(slots)] = False
 
     def all_but(self, slots: Sequence[int]) -> Arrangement:
-        """The rows as they are, of which those of some slots go on no longer."""
+        """Return an arrangement with the present rows, in which the responses of some slots end."""
         row_GB = np.tile(np.arange(len(self.slot_B) // self._replicas, dtype=np.int32), (self._replicas, 1))
         return Arrangement(row_GB, ~np.isin(self.slot_B, slots).reshape(row_GB.shape), self.slot_B)
 
     def without_idle(self, kept_B: np.ndarray, counts: Sequence[int]) -> Arrangement | None:
-        """The fewest rows that hold slots in use and those that are kept, by slot; None if all there are do.
+        """Return the arrangement with the fewest rows for all taken and kept slots.
+
+        None if that many rows are present already, or if no slot is taken or kept.
 
         Args:
-          counts: Rows of a replica that there may be, ascending.
+          kept_B: Mask over slots: slots whose cache content is kept.
+          counts: Allowed numbers of rows of a replica, ascending.
         """
         busy_GB = (self.taken_B | kept_B)[self.slot_B].reshape(self._replicas, -1)
         count = fit(int(busy_GB.sum(axis=1).max()), counts)
@@ -131,7 +137,7 @@ class SlotBook:
         return Arrangement(row_GB, np.ones_like(row_GB, bool), self.slot_B[(row_GB + first_G1).reshape(-1)])
 
     def with_all(self) -> Arrangement | None:
-        """Rows for all slots, of which those that come back are idle; None if they are there."""
+        """Return the arrangement with a row for every slot; added rows are inactive. None if all rows are present."""
         slots, rows = len(self._active_B), len(self.slot_B)
         if rows == slots:
             return None
@@ -141,7 +147,7 @@ class SlotBook:
         return Arrangement(row_B.reshape(shape), here_B.reshape(shape), np.arange(slots))
 
     def read(self) -> list[Drawn]:
-        """Wait for the oldest window, and split it by slot; the first token of a new response counts.
+        """Wait for the oldest window, and split its tokens by slot; the first token of a new response is included.
 
         Raises:
           Diverged: The policy's logits are not finite.
@@ -159,22 +165,22 @@ class SlotBook:
         tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
         drawn = []
         for row in np.flatnonzero(self._active_B[slot_B]).tolist():
-            # Row 0 was drawn at the insertion, or was read with the window before.
+            # Row 0 was sampled at the insertion, or was read with the previous window.
             span = slice(0 if fresh_B[row] else 1, 1 + int(count_B[row]))
             choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
             kept_WK = None if kept_WBK is None else np.asarray(kept_WBK[span, row])
             numbers = tokens[row][span], logps[row][span]
             drawn.append(Drawn(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK))
         self._cached_B[slot_B] += count_B
-        self._active_B[slot_B] &= active_B  # one that was stopped since stays so
+        self._active_B[slot_B] &= active_B  # a slot that was stopped since then stays stopped
         return drawn
 
 
 def insertion_of(placements: Sequence[Placement], *, rows: int, slots: int, most_stops: int) -> programs.Insertion:
-    """Insertion of these responses, as host arrays of `rows` rows; rows that are left fill no slot.
+    """Build the insertion of these responses as host arrays of `rows` rows; padding rows fill no slot.
 
     Args:
-      most_stops: E, stop tokens that a response may have.
+      most_stops: E, maximum number of stop tokens of a response.
     """
     left = rows - len(placements)
     sequences = [placement.sequence for placement in placements]

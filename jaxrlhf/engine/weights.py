@@ -1,4 +1,4 @@
-"""The weights of an engine: layers in their stack, as they are trained, and apart, as tokens are decoded."""
+"""Weights of an engine: layers stacked as in training, and unstacked as decoding reads them."""
 
 from typing import Any
 
@@ -13,21 +13,21 @@ from jaxrlhf.models.config import STACKS, ModelConfig
 
 
 def spent_layers(config: AnyModel, spent: Any) -> Any:
-    """`spent`, as `Engine.load` takes it, if that has something of layers that lie in stacks; else None."""
+    """Return `spent` of `Engine.load` if it marks a leaf of stacked layers; else None."""
     if spent is None or not isinstance(config, ModelConfig):
         return None
     return spent if any(jax.tree.leaves([spent[name] for name in STACKS if name in spent])) else None
 
 
 class Weights:
-    """One version of the weights.
+    """One version of the weights on the devices.
 
     Args:
-      spent: From `spent_layers`; None keeps the stack.
+      spent: Result of `spent_layers`; None keeps the stack.
 
     Attributes:
-      params: All weights; without layers where they only lie apart.
-      stackless: Layers that only lie apart; None where they have their stack.
+      params: All weights; without the layers if the stack was deleted.
+      stackless: Unstacked layers whose stack was deleted; None if the stack is kept.
     """
 
     def __init__(self, compiled: Compiled, params: Params, version: int, *, spent: Any = None) -> None:
@@ -39,7 +39,7 @@ class Weights:
             self.params = {name: tree for name, tree in params.items() if name not in STACKS}
 
     def layers(self) -> list[Params]:
-        """The layers as `decode` reads them."""
+        """Return the unstacked layers that `decode` reads."""
         if self.stackless is not None:
             return self.stackless
         if self._layers is None:
@@ -47,17 +47,17 @@ class Weights:
         return self._layers
 
     def drop_copies(self) -> None:
-        """Let go of layers that lie apart beside their stack."""
+        """Free the unstacked copies of layers that also have their stack."""
         self._layers = None
 
     def _taken_apart(self, spent: Any) -> list[Params]:
-        """The layers, whose spent leaves are deleted: part after part, so that only a part exists twice."""
+        """Unstack the layers and delete their spent leaves, part by part, so that only one part exists twice."""
         made = []
         parts = zip(models.layer_parts(self.params), models.layer_parts(spent), strict=True)
         for number, (part, gone) in enumerate(parts):
             made.append(self._unstacked(part, number))
             if self._compiled.here:
-                jax.block_until_ready(made[-1])  # before its source goes, and before the next takes room
+                jax.block_until_ready(made[-1])  # before its source is deleted, and before the next part is allocated
                 jax.tree.map(lambda leaf, is_spent: leaf.delete() if is_spent else None, part, gone)
         return models.joined_parts(made)
 

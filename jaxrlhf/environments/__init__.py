@@ -1,25 +1,25 @@
-"""Environments of a user's own: tools, classes with state, and agent programs, in processes under limits.
+"""User-written environments: tools, classes with state, and agent programs, in processes under limits.
 
-Written in one file, and named in the configuration. Any of them may be `async def`.
+The code is written in one file and named in the configuration. All functions and methods may be `async def`.
 
-*Tools* are functions with type hints and a docstring of Google's form. What they return, or the error that they raise,
-is what the policy is told; an episode is over with a reply that calls none.
+*Tools* are functions with type hints and a docstring in Google style. The policy is shown the value that a tool
+returns, or the error that it raises. An episode ends with a reply that calls no tool.
 
-*An environment* is a class, with an instance for every episode:
+*An environment* is a class; every episode has its own instance:
 
     class Maze:
-        def reset(self, record, seed): ...    # messages, a text, or an `Opening`; group members have the same seed
+        def reset(self, record, seed): ...    # messages, a text, or an `Opening`; a group's episodes share the seed
         def step(self, reply): ...            # an `Observation`, a text, or (text, reward, done)
         def close(self): ...                  # optional
 
-or, as in TRL, a class whose public methods are tools, with `reset(self, **record)`, whose text is put behind the
-record's prompt, and `get_reward(self)`, which is optional.
+or, as in TRL, a class whose public methods are tools. It has a method `reset(self, **record)`, whose text is appended
+to the record's prompt, and optionally `get_reward(self)`.
 
-*An agent program* is a function `run(session, record)` that talks to `session.base_url` with `session.api_key` as to
+*An agent program* is a function `run(session, record)` that calls `session.base_url` with `session.api_key` like
 OpenAI's API and returns a score or None.
 
-Policies that see are shown pictures of PIL where a text is expected, or parts of a message (`Content`).
+For vision policies, PIL images or message parts (`Content`) may be returned in place of a text.
 
-The words (`Reply`, `Observation`, ...) are in `jaxrlhf.episode`. Processes of users' code import this room, so it loads
-nothing heavy.
+The types (`Reply`, `Observation`, ...) are in `jaxrlhf.episode`. Processes that run user code import this package, so
+it loads nothing heavy.
 """

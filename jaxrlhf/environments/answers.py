@@ -1,4 +1,4 @@
-"""Values that a user's code returns, as the run takes them: plain data of the right types, or why it is none."""
+"""Validation of values that user code returns: converts them to plain data, or raises `EnvironmentFailure`."""
 
 import base64
 import io
@@ -22,23 +22,23 @@ from jaxrlhf.episode import (
 )
 from jaxrlhf.pictures import upright_rgb
 
-LARGEST_REWARD = 3.4028234663852886e38  # of float32
+LARGEST_REWARD = 3.4028234663852886e38  # largest float32
 SPEAKERS = ("user", "tool", "system")
 ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
 class Size:
-    """Text that an answer may still hold.
+    """Budget of text that an answer may hold.
 
     Args:
-      limit: Bytes.
+      limit: Budget in bytes of UTF-8.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
 
     def text(self, value: str) -> str:
-        """A text that can be written as UTF-8.
+        """Return a text that can be encoded as UTF-8, and subtract its size from the budget.
 
         Raises:
           EnvironmentFailure: The answer holds too much text.
@@ -52,12 +52,12 @@ class Size:
 
 
 def opening(value: Any, limit: int) -> Opening:
-    """The beginning that `reset` returned: an `Opening`, messages, text or picture of a user's message, or None.
+    """Convert the value of `reset`: an `Opening`, messages, the text or picture of a user message, or None.
 
     Raises:
-      EnvironmentFailure: It is none of these.
+      EnvironmentFailure: The value is none of these.
     """
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):  # as gymnasium's
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):  # as from gymnasium
         value = value[0]
     if value is None or isinstance(value, str) or _is_picture(value):
         value = Opening([] if value is None else _said(value))
@@ -74,10 +74,10 @@ def opening(value: Any, limit: int) -> Opening:
 
 
 def observation(value: Any, limit: int) -> Observation:
-    """The answer that `step` returned: an `Observation`, a text, a picture, or a tuple as gymnasium's.
+    """Convert the value of `step`: an `Observation`, a text, a picture, or a tuple like gymnasium's.
 
     Raises:
-      EnvironmentFailure: It is none of these, or its reward or a metric is not finite.
+      EnvironmentFailure: The value is none of these, or its reward or a metric is not finite.
     """
     if isinstance(value, tuple) and len(value) in (3, 5):
         truncated = value[3] if len(value) == 5 else False
@@ -101,10 +101,10 @@ def observation(value: Any, limit: int) -> Observation:
 
 
 def messages(value: Any, speakers: Sequence[str], size: Size) -> list[Message]:
-    """Messages as chat templates read them.
+    """Convert messages to plain data for chat templates.
 
     Raises:
-      EnvironmentFailure: They are something else, or nobody of `speakers` says them.
+      EnvironmentFailure: The value is not a list of messages, or the role of a message is not in `speakers`.
     """
     found: list[Message] = []
     for message in _list(value, "messages"):
@@ -118,10 +118,10 @@ def messages(value: Any, speakers: Sequence[str], size: Size) -> list[Message]:
 
 
 def number(value: Any, what: str) -> float:
-    """A finite number.
+    """Convert a value to a finite float.
 
     Raises:
-      EnvironmentFailure: It is something else.
+      EnvironmentFailure: The value is not a number, or not finite in float32.
     """
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
         raise wrong(f"{what} is", value, "a number")
@@ -132,19 +132,19 @@ def number(value: Any, what: str) -> float:
 
 
 def reward(value: Any) -> float | None:
-    """A final reward, or None for none.
+    """Convert a final reward; None stays None.
 
     Raises:
-      EnvironmentFailure: It is not a finite number.
+      EnvironmentFailure: The reward is not a finite number.
     """
     return None if value is None else number(value, "the final reward")
 
 
 def tool_content(value: Any, limit: int) -> Content:
-    """Content that a tool's value is told in: itself, a number's text, JSON, or parts with images.
+    """Convert a tool's value to content for the policy: a text as is, a number as text, JSON, or parts with images.
 
     Raises:
-      EnvironmentFailure: It is too long, or cannot be told.
+      EnvironmentFailure: The content is too long, or the value cannot be converted.
     """
     value = _as_parts(value)
     if _is_list(value) and all(map(_is_part, value)) and any(part["type"] != "text" for part in value):
@@ -160,12 +160,12 @@ def tool_content(value: Any, limit: int) -> Content:
 
 
 def told(text: str) -> str:
-    """A failure as the policy is told of it: addresses would be others in every process."""
+    """Return the error message for the policy; memory addresses, which differ between processes, are masked."""
     return f"error: {ADDRESS.sub('0x...', text)}".encode(errors="replace").decode()
 
 
 def wrong(what: str, value: Any, expected: str) -> EnvironmentFailure:
-    """The failure of a value that has not the type that was expected."""
+    """Build the failure for a value of an unexpected type."""
     try:
         text = " ".join(repr(value).split())
     except BaseException as error:
@@ -179,23 +179,23 @@ def _said(text: Any) -> list[Message]:
 
 
 def _is_picture(value: Any) -> bool:
-    """True for an image of PIL, which is not imported for values that are none."""
+    """Return True for a PIL image; PIL is not imported for this check."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
 def _as_parts(value: Any) -> Any:
-    """A picture as the parts of a content; anything else stays."""
+    """Wrap a picture in a list of content parts; return any other value unchanged."""
     return [{"type": "image", "image": value}] if _is_picture(value) else value
 
 
 def _is_part(value: Any) -> bool:
-    """True for a text or an image among the parts of a content."""
+    """Return True for a text part or an image part of a message's content."""
     return isinstance(value, Mapping) and value.get("type") in ("text", "image", "image_url") and value["type"] in value
 
 
 def _content(value: Any, size: Size) -> Content:
-    """A text, or parts of which each is a text or the data URL of an image, as OpenAI has them."""
+    """Convert content to a text, or to OpenAI's content parts: texts and data URLs of images."""
     if isinstance(value, str):
         return size.text(value)
     parts: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def _content(value: Any, size: Size) -> Content:
 
 
 def _data_url(image: Any) -> str:
-    """An image as a data URL; a picture becomes a PNG."""
+    """Convert an image to a data URL; a PIL image is encoded as PNG."""
     if _is_picture(image):
         stream = io.BytesIO()
         try:
@@ -239,13 +239,13 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 
 def _flag(value: Any, what: str) -> bool:
-    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's bool
         raise wrong(f"{what} is", value, "True or False")
     return bool(value)
 
 
 def _budget(value: Opening | Observation, what: str) -> int | None:
-    """Most tokens of the next reply."""
+    """Check and return `max_tokens`, the token limit of the next reply."""
     most = value.max_tokens
     if most is not None and not (isinstance(most, int) and most > 0):
         raise wrong(f"{what}.max_tokens is", most, "a whole number above 0, or None")
@@ -253,7 +253,7 @@ def _budget(value: Opening | Observation, what: str) -> int | None:
 
 
 def _call(value: Any, size: Size) -> CallRecord:
-    """A tool call that an environment made itself."""
+    """Convert the record of a tool call that an environment made itself."""
     known = isinstance(value, CallRecord) and isinstance(value.name, str)
     if not known or value.failure not in (None, *get_args(FailureCause)):
         raise wrong("Observation.calls holds", value, "CallRecords, each with a name and a FailureCause or None")
@@ -267,7 +267,7 @@ def _schema(value: Any, size: Size) -> ToolSchema:
 
 
 def _plain(value: Any, size: Size, depth: int = 0) -> Any:
-    """Data that JSON can hold, copied."""
+    """Copy data that JSON can hold."""
     if depth > 32:
         raise EnvironmentFailure("wrong-type", "lists and mappings are more than 32 deep within each other")
     if isinstance(value, str):
@@ -275,7 +275,7 @@ def _plain(value: Any, size: Size, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return int(value) if isinstance(value, int) else float(value)  # not a class of the user's
+        return int(value) if isinstance(value, int) else float(value)  # instances of user subclasses become plain
     if isinstance(value, Mapping):
         return {size.text(str(key)): _plain(one, size, depth + 1) for key, one in value.items()}
     if _is_list(value):
@@ -284,13 +284,13 @@ def _plain(value: Any, size: Size, depth: int = 0) -> Any:
 
 
 def _anchor(value: Any, size: Size) -> Hashable:
-    """A state to be compared with others': numbers, texts and tuples of them."""
+    """Copy a state for comparison with other states: a number, a text, or a tuple of these."""
     if isinstance(value, tuple):
         return tuple(_anchor(one, size) for one in value)
     if isinstance(value, str):
         return size.text(value)
     if value is None or type(value) in (bool, int, float, bytes):
         return value
-    if hasattr(value, "item") and not getattr(value, "shape", True):  # a number of numpy's
+    if hasattr(value, "item") and not getattr(value, "shape", True):  # a numpy scalar
         return _anchor(value.item(), size)
     raise wrong("the state is", value, "a number, a text, or a tuple of these")

@@ -1,4 +1,4 @@
-"""Processes of one choice, forked from one that has loaded its code, and the requests that wait for them."""
+"""Worker processes of one environment setting, forked from a process that has loaded the code, and their requests."""
 
 import math
 import pickle
@@ -20,20 +20,20 @@ from jaxrlhf.processes.guards import SLACK_S
 from jaxrlhf.processes.interpreter import how_it_ended
 from jaxrlhf.processes.plain import loads
 
-GRACE_S = 1.0  # after the limit and the slack; a process normally ends itself before
-LIFE = 1000  # requests of a process; then another takes its place, and with it goes what leaked
-START_ATTEMPTS = 3  # of a fork server in a row
+GRACE_S = 1.0  # after the limit and the slack; a process normally ends itself earlier
+LIFE = 1000  # requests per process; then a new process replaces it, which frees leaked resources
+START_ATTEMPTS = 3  # consecutive starts of a fork server
 
 
 @dataclass(eq=False)
 class Job:
-    """A request, and what is done with its answers.
+    """Request and the callbacks for its answers.
 
     Attributes:
-      answered: Takes each answer; `Idle` is the last.
-      lost: Told that the process went down, or that there is none, and the seconds that it was at the request.
-      over: Told that the pool ends.
-      process: It has the instance that the request is for.
+      answered: Callback for each answer; `Idle` is the last answer.
+      lost: Callback if the process died or could not be started, with the seconds since the request or last answer.
+      over: Callback when the pool ends.
+      process: Process that has the request's instance; None if any process may take the request.
     """
 
     request: Request
@@ -46,11 +46,16 @@ class Job:
 
 @dataclass(eq=False)
 class Process:
-    """A process, what it does, and the episodes whose instances it has.
+    """Worker process, its requests, and the episodes whose instances it has.
 
     Attributes:
-      began_s, end_s: Time of its last answer, or of its request, and time by which the next must be there.
-      ending: It has been told to end; what for, if it is at a request.
+      job: Request that the process works at; None if it is idle.
+      queue: Further requests for its instances.
+      began_s, end_s: Time of the last answer or of the request, and deadline of the next answer.
+      served: Number of finished requests.
+      spoilt: The process must not run further episodes.
+      ending: The process has been told to end.
+      late: The process was told to end because it exceeded the deadline.
     """
 
     pid: int
@@ -67,10 +72,10 @@ class Process:
 
 
 class ProcessFamily:
-    """Processes of one choice. Everything runs on the thread of the selector.
+    """Worker processes of one environment setting. All methods run on the selector's thread.
 
     Args:
-      selector: Its owner calls `ready` for the keys that have this family as their data's first.
+      selector: Selector; its owner calls `ready` of the family that is the first item of a key's data.
     """
 
     def __init__(self, choice: Choice, selector: selectors.BaseSelector, output: Path | None) -> None:
@@ -108,7 +113,7 @@ class ProcessFamily:
                 self._due.append(job.process)
 
     def forget(self, job: Job) -> None:
-        """Take back a request; a process that is at it is ended, unless it has other episodes too."""
+        """Withdraw a request; kill the process that works at it, unless the process has other episodes too."""
         if job in self._waiting:
             self._waiting.remove(job)
         elif job.process is not None and job in job.process.queue:
@@ -118,7 +123,7 @@ class ProcessFamily:
                 self.kill(process)
 
     def feed(self) -> None:
-        """Begin what can begin: first requests of episodes under way, then those that need a process."""
+        """Send queued requests to idle processes: open episodes first, then new requests; fork missing processes."""
         while self._due and len(self._busy) < self._most_running:
             process = self._due.popleft()
             if not process.ending and process.job is None and process.queue:
@@ -130,7 +135,7 @@ class ProcessFamily:
         self._fork()
 
     def _fork(self) -> None:
-        """Ask for processes for what waits for one."""
+        """Request processes for waiting requests."""
         room = sum(
             self._most_episodes - len(process.episodes)
             for process in (self.processes.values() if self._most_episodes > 1 and self._waiting else ())
@@ -151,7 +156,7 @@ class ProcessFamily:
                 return
 
     def _no_process(self, why: str) -> None:
-        """Fail what waits, unless processes that are there will come to it."""
+        """Fail the oldest waiting request, unless a busy process of the same tools will take it later."""
         if self._waiting and not (self._busy and isinstance(self.choice, Tools)):
             self._waiting.popleft().lost(CodeFailure("crash", f"no process could be started for it: {why}"), 0.0)
 
@@ -160,19 +165,19 @@ class ProcessFamily:
         try:
             process.channel.send(job.pickled)
             self._watch(process)
-        except OSError:  # it died while it had nothing to do
+        except OSError:  # the process died while it was idle
             self.kill(process)
             self._waiting.appendleft(job) if job.process is None else job.lost(_GONE, 0.0)
             return
         process.job = job
-        self._count_from_now(process, calls=2 if isinstance(job.request, OpenRequest) else 1)  # a factory, and reset
+        self._count_from_now(process, calls=2 if isinstance(job.request, OpenRequest) else 1)  # 2: factory and reset
         self._busy.add(process)
         if isinstance(job.request, OpenRequest):
             process.episodes.add(job.request.episode)
             job.process = process
 
     def _count_from_now(self, process: Process, *, calls: int = 1) -> None:
-        """Give a process the time of its next calls, up to its next answer."""
+        """Set the deadline of a process's next answer, with time for `calls` calls."""
         process.began_s = time.monotonic()
         process.end_s = process.began_s + calls * self._limit_s + SLACK_S + GRACE_S
 
@@ -184,7 +189,7 @@ class ProcessFamily:
             self._selector.modify(process.channel, events, key.data)
 
     def deadline_s(self) -> float:
-        """Earliest time by which a process must answer."""
+        """Return the earliest deadline of all busy processes."""
         return min((process.end_s for process in self._busy if not process.ending), default=float("inf"))
 
     def kill_late(self, now: float) -> None:
@@ -193,7 +198,7 @@ class ProcessFamily:
             self.kill(process)
 
     def kill(self, process: Process) -> None:
-        """Have a process ended; `ProcessEnded` will tell that it is."""
+        """Request that a process is killed; `ProcessEnded` will report its end."""
         self._let_go(process)
         try:
             self._server.end_process(process.pid)
@@ -201,7 +206,7 @@ class ProcessFamily:
             self._server_is_gone()
 
     def _let_go(self, process: Process) -> None:
-        """Close the channel, at which the process ends itself."""
+        """Close the channel of a process; the process then ends itself."""
         self._free.pop(process.pid, None)
         if not process.ending:
             process.ending = True
@@ -209,7 +214,7 @@ class ProcessFamily:
             process.channel.close()
 
     def ready(self, process: Process | None, events: int) -> None:
-        """Read what a process, or the fork server, has to say."""
+        """Handle messages of a process or, if `process` is None, of the fork server."""
         if process is None:
             self._hear_server()
         if process is None or process.ending:
@@ -220,7 +225,7 @@ class ProcessFamily:
             if events & selectors.EVENT_READ:
                 for message in process.channel.receive():
                     self._hear(process, loads(message))
-        except Exception:  # closed, or the user's code wrote into it: either way nothing more can be understood
+        except Exception:  # closed, or user code wrote into the channel: further bytes cannot be decoded
             self.kill(process)
 
     def _hear(self, process: Process, answer: Answer) -> None:
@@ -237,7 +242,7 @@ class ProcessFamily:
         self.rest(process)
 
     def rest(self, process: Process) -> None:
-        """Use a process that has nothing to do: for what waits for it, for new episodes, or no more."""
+        """Assign an idle process: to its queued requests, to new episodes, or let it end."""
         if process.ending or process.job is not None:
             return
         if process.queue:
@@ -273,9 +278,9 @@ class ProcessFamily:
         self._selector.register(channel, selectors.EVENT_READ, (self, process))
 
     def _bury(self, process: Process, ended: str) -> None:
-        """Tell those whose process is gone; the request that it was at is to blame."""
+        """Fail the requests of a process that is gone; the current request gets the blame."""
         if not process.ending:
-            with suppress(Exception):  # what it said before
+            with suppress(Exception):  # answers that the process sent before its end
                 while messages := process.channel.receive():
                     for message in messages:
                         self._hear(process, loads(message))
@@ -292,13 +297,13 @@ class ProcessFamily:
         process.queue.clear()
 
     def _start(self) -> None:
-        largest = LARGEST_ANSWER + 2 * self.choice.output_bytes  # its text, and what stands around it
+        largest = LARGEST_ANSWER + 2 * self.choice.output_bytes  # bound on the text and the message around it
         loader = "jaxrlhf.environments.forms:load_choice"
         self._server = ForkServer(loader, self.choice, self._output, largest=largest)
         self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
 
     def _server_is_gone(self) -> None:
-        """Start another fork server; all processes of the one that went down go with it."""
+        """Start another fork server after the last one died; its worker processes are gone with it."""
         self._selector.unregister(self._server.control)
         ended = self._server.end(patience_s=0.0)
         self._starts += 1
@@ -310,18 +315,18 @@ class ProcessFamily:
             self._bury(process, ended)
 
     def jobs(self) -> list[Job]:
-        """Requests that are not done."""
+        """Return the unfinished requests."""
         under_way = [process.job for process in self._busy if process.job is not None]
         return [*self._waiting, *under_way, *(job for process in self.processes.values() for job in process.queue)]
 
     def close(self) -> None:
-        """Tell the processes that it is over; they close what they have."""
+        """Tell all processes to close their instances and end."""
         for process in self.processes.values():
             self._let_go(process)
         self._server.close()
 
     def end(self) -> None:
-        """End all processes, by force if they do not go by themselves."""
+        """End all processes; kill the processes that do not end by themselves."""
         self._server.end()
 
 

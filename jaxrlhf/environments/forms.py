@@ -1,7 +1,7 @@
-"""User's code of each form, loaded: tools, environments with `step`, environments whose methods are tools, programs.
+"""Loading of user code: tools, environments with `step`, environments whose methods are tools, and agent programs.
 
-Schemas are made, and factories tried, in forks, so that the process that all others are forked from stays small and as
-the import of the user's code has left it.
+Tool schemas are made and factories are tried in forks, so that the fork server stays small and in the state after the
+import of the user code.
 """
 
 import inspect
@@ -24,10 +24,10 @@ NO_TOOLS = ("reset", "close", "get_reward")
 
 
 def load_choice(choice: Choice) -> UserCode:
-    """The code of a choice.
+    """Load the code of an environment setting.
 
     Raises:
-      Refusal: It cannot be loaded, or no schema can be made of a tool; the line says which and why.
+      Refusal: The code cannot be loaded, or no schema can be made of a tool; the message says which and why.
     """
     if isinstance(choice, Tools):
         return _load_tools(choice)
@@ -53,7 +53,7 @@ def _load_tools(choice: Tools) -> UserCode:
 
 
 def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Methods of a class that are tools: public ones, but for those that begin and end an episode."""
+    """Return the methods of a class that are tools: all public methods except `reset`, `close` and `get_reward`."""
     return {
         name: method
         for name, method in inspect.getmembers(kind, inspect.isfunction)
@@ -62,10 +62,10 @@ def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 def in_fork(function: Callable[[], Any], what: str) -> Any:
-    """The value of a function that runs in a fork of this process.
+    """Run a function in a fork of this process and return its value.
 
     Raises:
-      Refusal: It raised one, or ended the process.
+      Refusal: The function raised a `Refusal`, or the fork ended without a value.
     """
     reads, writes = os.pipe()
     pid = os.fork()
@@ -94,7 +94,7 @@ def in_fork(function: Callable[[], Any], what: str) -> Any:
 
 
 def _describe(reference: str, factory: Any) -> About:
-    """An environment's description, from its class, or that of an instance that the factory makes."""
+    """Describe an environment by its class, or by the class of an instance that the factory makes."""
     kind = factory
     if isinstance(factory, type):
         _check(reference, "environment", factory)
@@ -124,7 +124,7 @@ def _describe(reference: str, factory: Any) -> About:
 
 
 def _called(kind: type, name: str) -> Callable[..., Any]:
-    """A method as it is called on an instance: a static one is not given the instance."""
+    """Return a method bound as on an instance; a static method or class method is returned as it is."""
     method: Callable[..., Any] = getattr(kind, name)
     if isinstance(inspect.getattr_static(kind, name), staticmethod) or inspect.ismethod(method):
         return method
@@ -132,7 +132,7 @@ def _called(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:
-    """Schema of a tool, as transformers makes it of type hints and the docstring."""
+    """Make the schema of a tool from its type hints and docstring, with transformers."""
     from transformers.utils import get_json_schema
 
     try:
@@ -142,7 +142,7 @@ def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:
             f"tool {reference!r}: no schema can be made of it: {one_line(error)}; it needs a docstring, and for every "
             "argument a type hint and a line under 'Args:'"
         ) from error
-    schema["function"].pop("return", None)  # that of a function says nothing that its description does not
+    schema["function"].pop("return", None)  # adds no information to the description
     return schema
 
 
@@ -154,7 +154,7 @@ def _check(reference: str, what: str, function: Callable[..., Any], *args: Any, 
     """Refuse a function that cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*args, **fields)

@@ -1,4 +1,4 @@
-"""Games of several turns, whose best play is known."""
+"""Multi-turn games with a known optimal strategy."""
 
 import re
 from collections.abc import Mapping
@@ -8,23 +8,23 @@ from jaxrlhf.environments.gymnasium import Gymnasium
 from jaxrlhf.episode import Observation, Opening, Reply
 
 lake = Gymnasium("FrozenLake-v1", actions=("L", "D", "R", "U"), is_slippery=False)
-"""Gymnasium's frozen lake of 4 x 4 cells, told by the number of the cell; needs `jaxrlhf[environments]`."""
+"""Gymnasium's frozen lake of 4 x 4 cells; the state is shown as the cell's number; needs `jaxrlhf[environments]`."""
 
 
 class Treasure:
-    """A path of nine places, on which the policy goes step by step to a treasure; 1 is paid for reaching it.
+    """Path of nine places, on which the policy walks step by step to a treasure; the reward for reaching it is 1.
 
-    A reply is L or R and is told the new place; a step over an end leads nowhere, and any other reply is told `?`. The
-    state is the place.
+    A reply is L or R, and the observation is the new place. A step beyond an end leaves the place unchanged, and any
+    other reply is answered with `?`. The state is the place.
     """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
-        """Begin at the first place of the record's prompt, `place>treasure`."""
+        """Start at the place given in the record's prompt, `place>treasure`."""
         self._place, self._treasure = map(int, record["prompt"].split(">"))
         return Opening(state=self._place)
 
     def step(self, reply: Reply) -> Observation:
-        """Go a step."""
+        """Move one step."""
         if reply.text not in ("L", "R"):
             return self._told("?")
         self._place = min(max(self._place + (1 if reply.text == "R" else -1), 1), 9)
@@ -37,21 +37,21 @@ class Treasure:
 
 
 class HigherLower:
-    """A secret number, to be guessed; each guess is told the numbers that are left, and 1 is paid for the right one.
+    """Guessing game: each guess is answered with the range that is left; the reward for the secret number is 1.
 
-    The state is the numbers that are left. With three guesses at a number from 1 to 7, halving what is left always
-    finds it, guessing any that is left finds 67.8 % of the numbers, and guessing without listening 42.9 %; with seven
-    guesses at one from 1 to 64 that is 100, 64.3 and 10.9 %.
+    The state is the range that is left. Success rates with three guesses at a number from 1 to 7: bisection 100 %,
+    random guesses within the range 67.8 %, guesses that ignore the answers 42.9 %. With seven guesses at a number from
+    1 to 64 the rates are 100, 64.3 and 10.9 %.
     """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
-        """Begin with all numbers of the record's prompt, `lowest-highest`; its `answer` is the secret."""
+        """Start with the range of the record's prompt, `lowest-highest`; the record's `answer` is the secret."""
         self._lowest, self._highest = map(int, record["prompt"].split("-"))
         self._secret = int(record["answer"])
         return Opening(state=record["prompt"])
 
     def step(self, reply: Reply) -> Observation:
-        """Answer a guess; one that is no number, or not among those left, tells nothing new."""
+        """Answer a guess; a guess that is not a number or not in the range leaves the range unchanged."""
         guess = int(reply.text) if re.fullmatch("[0-9]{1,9}", reply.text) else -1
         if guess == self._secret:
             return Observation(reward=1.0, done=True)

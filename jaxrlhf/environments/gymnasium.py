@@ -1,4 +1,4 @@
-"""Environments of gymnasium with discrete actions, as games in text; needs `jaxrlhf[environments]`.
+"""Adapter for gymnasium environments with discrete actions, as text games; needs `jaxrlhf[environments]`.
 
 In a file of yours, for `Environment(factory="my_games.py:lake")`:
 
@@ -21,10 +21,10 @@ class Gymnasium:
 
     Args:
       name: Name in gymnasium's registry.
-      actions: Words for the actions, from the first one on; empty is their numbers.
+      actions: Words for the actions, in the order of their numbers; empty uses the numbers.
       prompt: Text before the first view.
-      view: Text of a state, made of the environment and its observation; the default draws what `render_mode="ansi"`
-        draws, the cell under the cursor in brackets, and else writes the observation.
+      view: Function of the environment and its observation that returns the text of a state. The default returns the
+        drawing of `render_mode="ansi"`, the cell under the cursor in brackets, or in other modes the observation.
       settings: Arguments of `gymnasium.make`.
     """
 
@@ -57,7 +57,7 @@ class Gymnasium:
 
 
 class TextGame:
-    """A game whose state is shown as text, and in which the last word of a reply that is an action is played."""
+    """Game whose state is shown as text; the last action word in a reply is played."""
 
     def __init__(self, game: Any, actions: Mapping[str, int], prompt: str, view: Callable[[Any, Any], str]) -> None:
         self._game, self._actions, self._prompt, self._view = game, actions, prompt, view
@@ -65,17 +65,17 @@ class TextGame:
         self._word = re.compile(rf"(?<!\w)({words})(?!\w)", re.IGNORECASE)
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
-        """The prompt and the first state; a seed gives one course of the game."""
+        """Start a game and return the prompt with the first state; equal seeds give equal games."""
         observation, _ = self._game.reset(seed=seed % 2**32)
         self._seen, self._missed = self._view(self._game, observation), 0.0
         text = "\n".join([*([self._prompt] if self._prompt else []), self._seen])
         return Opening([{"role": "user", "content": text}], state=self._seen)
 
     def step(self, reply: Reply) -> Observation:
-        """Play an action; a reply without one changes nothing but the count of turns."""
+        """Play an action; a reply without an action only uses up a turn."""
         found = self._word.findall(reply.content)
         self._missed += not found
-        metrics = {"no_action": self._missed}  # of all replies so far, as the last of each metric counts
+        metrics = {"no_action": self._missed}  # total so far, because only the last value of a metric counts
         if not found:
             text = f"Say one of {', '.join(self._actions)}."
             return Observation([{"role": "user", "content": text}], state=self._seen, metrics=metrics)
@@ -90,7 +90,7 @@ class TextGame:
 
 
 def drawn(game: Any, observation: Any) -> str:
-    """A state as the environment draws it in text, or its observation."""
+    """Return the environment's text drawing of a state, or the observation as text if `render_mode` is not "ansi"."""
     if game.render_mode != "ansi":
         return str(observation)
     return _COLOUR.sub("", _UNDER_CURSOR.sub(r"[\1]", game.render())).strip("\n")

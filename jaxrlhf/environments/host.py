@@ -1,4 +1,4 @@
-"""The process that runs environments, tools or an agent program for a pool, one request at a time."""
+"""Worker process that runs environments, tools or an agent program for a pool, one request at a time."""
 
 import asyncio
 import inspect
@@ -47,7 +47,7 @@ CLOSING_S = 0.5  # for instances to close once the run is gone
 
 @dataclass(frozen=True)
 class UserCode:
-    """Code of one choice, loaded: tools by name, or what makes an environment, or an agent program."""
+    """Loaded code of one environment setting: tools by name, an environment factory, or an agent program."""
 
     choice: Choice
     about: About
@@ -61,12 +61,12 @@ class UserCode:
 
 
 class _Host:
-    """Runs the user's code, and answers for whatever comes of it."""
+    """Request handler that runs user code and sends an answer for every outcome."""
 
     def __init__(self, code: UserCode, channel: Channel) -> None:
         self._code, self._channel, self._own = code, channel, os.getpid()
-        self._folder = tempfile.gettempdir()  # its own
-        # A program's seconds stand still with the run's updates: the run has its process ended.
+        self._folder = tempfile.gettempdir()  # this process's own
+        # No limit for agent programs here: their time limit pauses during weight updates, so the run enforces it.
         limit_s = None if isinstance(code.choice, Agent) else code.choice.call_s
         self._limit_s, self._output_bytes = limit_s, code.choice.output_bytes
         self._watchdog = Watchdog(limit_s) if limit_s is not None else None
@@ -77,7 +77,7 @@ class _Host:
         self._out, self._err = _Printed(sys.stdout, self._output_bytes), _Printed(sys.stderr, self._output_bytes)
 
     def serve(self) -> None:
-        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:  # of a system that is Linux
+        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:  # exists on Linux only
             most = int(file.read().split()[0]) * resource.getpagesize() + self._code.choice.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
         sys.stdout, sys.stderr = self._out, self._err
@@ -107,7 +107,7 @@ class _Host:
                     self._send(self._close(request.episode))
                 case RunRequest():
                     self._send(self._run(request))
-        except BaseException as error:  # SystemExit too: whatever a user's code raises is about its episode
+        except BaseException as error:  # SystemExit too: any error of user code concerns only its episode
             self._send(self._failed(error))
             if isinstance(request, OpenRequest | CloseRequest):
                 self._send(self._close(request.episode))
@@ -116,7 +116,7 @@ class _Host:
         self._send(Idle(self._what_is_left()))
 
     def _send(self, answer: Answer) -> None:
-        if os.getpid() != self._own:  # a fork that the user's code let return; the answer is its parent's to give
+        if os.getpid() != self._own:  # a fork made by user code returned to here; only its parent may answer
             os._exit(0)
         self._channel.send(pickle.dumps(answer))
 
@@ -150,11 +150,11 @@ class _Host:
         _seed(str(request.seed))
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=request.api_key)
         session = Session(request.base_url, request.api_key, request.record, request.seed)
-        self._spoilt = "an agent program has run in it"  # with the address and the key of one episode
+        self._spoilt = "an agent program has run in it"  # its environment holds an episode's address and key
         return FinalReward(answers.reward(self._call(self._code.program, session, request.record)))
 
     def _tools(self, request: CallRequest) -> None:
-        """Plain tools one after the other, then those that wait together."""
+        """Run plain tools one after the other, then async tools together."""
         waiting = {}
         for number, call in request.calls.items():
             if call.name in self._code.about.waits:
@@ -198,7 +198,7 @@ class _Host:
             self._send(ToolAnswer(number, answer, seconds))
 
     def _call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
-        """The value of a function of the user's, awaited if it is to be; builtins are put back after it."""
+        """Call a user function, await its result if it is awaitable, and restore the builtins."""
         self._begin(anew=inspect.iscoroutinefunction(function))
         with self._builtins.kept(self._changed):
             value = function(*args, **fields)
@@ -219,7 +219,7 @@ class _Host:
             raise
 
     def _begin(self, *, anew: bool = True) -> None:
-        """Count what is printed, and watch the time; `anew` leaves calls that are cancelled the slack to be gone."""
+        """Reset the print counters and start the watchdog; `anew` rearms it, so cancelled calls have time to end."""
         self._out.count = self._err.count = 0
         if self._watchdog is not None:
             if anew:
@@ -231,7 +231,7 @@ class _Host:
             raise EnvironmentFailure("output", f"printed more than {self._output_bytes} characters")
 
     def _runner(self) -> asyncio.Runner:
-        """The loop, one for life: async clients are bound to the loop that made them."""
+        """Return the process's only event loop: async clients are bound to the loop that made them."""
         if self._loop is None:
             self._loop = asyncio.Runner()
         return self._loop
@@ -249,7 +249,7 @@ class _Host:
         return CodeFailure("exception", (one_line(error) + where).encode(errors="replace").decode())
 
     def _what_is_left(self) -> str:
-        """Why the process must not go on to other episodes, now that one of them may be over."""
+        """Return why the process must not run other episodes, such as leftovers of an ended one; empty if it may."""
         if not self._spoilt and not self._instances:
             if children(self._own):
                 self._spoilt = "processes were left in it"
@@ -261,10 +261,10 @@ class _Host:
 
 
 class _Printed(io.TextIOBase):
-    """A stream that passes on so much of a call's text and no more.
+    """Output stream that passes on at most `limit` characters of a call's text.
 
     Attributes:
-      count: Characters of this call.
+      count: Number of characters that the current call has written.
     """
 
     def __init__(self, stream: Any, limit: int) -> None:
@@ -287,7 +287,7 @@ class _Printed(io.TextIOBase):
 
 
 def reset_arguments(reset: Callable[..., Any], record: Any, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `reset(record)`, `reset(record, seed)` or `reset(record, *, seed)`."""
+    """Return the arguments for `reset(record)`, `reset(record, seed)` or `reset(record, *, seed)`, by signature."""
     parameters = inspect.signature(reset).parameters
     places = [one for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(places) > 1:
@@ -296,7 +296,7 @@ def reset_arguments(reset: Callable[..., Any], record: Any, seed: int) -> tuple[
 
 
 def _fields(reset: Callable[..., Any], request: OpenRequest) -> dict[str, Any]:
-    """The record's fields that `reset` takes, and the seed if it asks for one and the record has none."""
+    """Return the record's fields that `reset` takes; add the group's seed if `reset` takes `seed` and none is there."""
     parameters = inspect.signature(reset).parameters
     every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     fields = {str(name): value for name, value in request.record.items() if every or name in parameters}
@@ -304,7 +304,7 @@ def _fields(reset: Callable[..., Any], request: OpenRequest) -> dict[str, Any]:
 
 
 def _seed(text: str) -> None:
-    """Have the global generators draw what this call always draws, whoever drew from them before."""
+    """Seed the global random generators, so that a call's random numbers do not depend on earlier calls."""
     random.seed(text)
     if (numpy := sys.modules.get("numpy")) is not None:
         with suppress(AttributeError):

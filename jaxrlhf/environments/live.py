@@ -1,6 +1,6 @@
-"""Episodes under way: what is asked of them becomes requests of processes, and answers become results of futures.
+"""Open episodes of a pool: turns calls into requests to worker processes, and answers into results of futures.
 
-All of it runs on the pool's thread.
+All code here runs on the pool's thread.
 """
 
 import logging
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Live:
-    """An episode.
+    """Open episode.
 
     Attributes:
-      opened: Request that made its instance, whose process has it; None is an episode without one.
-      future: Asked for, and not there.
-      jobs: Requests that are to answer it.
-      turn: Replies so far.
+      opened: Request that made the episode's instance; its `process` has the instance. None without an instance.
+      future: Future of the current call; None if no call is open.
+      jobs: Requests of the current call.
+      turn: Number of replies so far.
     """
 
     number: int
@@ -57,7 +57,7 @@ class _Live:
         return self.opened.process if self.opened is not None else None
 
     def resolve(self, future: Future | None, value: object) -> None:
-        """Give a value, or an error, to whoever waits for this future, if it is still waited for."""
+        """Set a value or an error as the result of a future, if the future is still the episode's current one."""
         if future is None or future is not self.future:
             return
         self.future = None
@@ -70,10 +70,10 @@ class _Live:
 
 
 class LiveEpisodes:
-    """The episodes of a pool.
+    """Open episodes of a pool.
 
     Attributes:
-      closing_failures: Instances that failed to close, by cause.
+      closing_failures: Number of instances that failed to close, by cause.
     """
 
     def __init__(self, families: Sequence[ProcessFamily]) -> None:
@@ -127,7 +127,7 @@ class LiveEpisodes:
             self._ask(episode, CloseRequest(number, rewarded=False))
 
     def fail(self, error: BaseException) -> None:
-        """Tell everybody who waits that the pool is over."""
+        """Fail all open futures because the pool has ended."""
         for family in self._families:
             for job in family.jobs():
                 job.over(error)
@@ -140,7 +140,7 @@ class LiveEpisodes:
         return episode
 
     def _of(self, number: int, future: Future) -> _Live:
-        """An episode that waits to be asked something."""
+        """Return an open episode without a current call, and set the future of its next call."""
         episode = self._live.get(number)
         if episode is None:
             raise RuntimeError(f"there is no episode {number}: it was not started, is finished, or has failed")
@@ -163,7 +163,7 @@ class LiveEpisodes:
         return job
 
     def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
-        """Send a request whose answer is what the episode's future waits for."""
+        """Send a request whose answer resolves the episode's current future."""
 
         def answered(answer: Answer) -> None:
             match answer:
@@ -184,13 +184,13 @@ class LiveEpisodes:
                     episode.resolve(asked, answer)
 
         def lost(failure: CodeFailure, _: float) -> None:
-            if isinstance(request, CloseRequest) and episode.future is None:  # it was rewarded, and was closing
+            if isinstance(request, CloseRequest) and episode.future is None:  # only the instance's `close` was left
                 self._count(episode, failure)
             self._forget(episode)
             episode.resolve(asked, failure)
 
         def failed(failure: CodeFailure) -> None:
-            if isinstance(request, OpenRequest | RunRequest):  # nothing of it is left
+            if isinstance(request, OpenRequest | RunRequest):  # no instance is left
                 self._forget(episode)
             episode.resolve(asked, failure)
 
@@ -200,7 +200,7 @@ class LiveEpisodes:
         return self._submit(episode, request, pickled, answered, lost)
 
     def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
-        """Make tool calls of a reply; those that a process went down at are answered, and the others made again."""
+        """Make tool calls of a reply. If the process dies, blame the current call and make the other calls again."""
         asked = episode.future
         calls = {number: turn.pending[number] for number in numbers}
         request = CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}")
@@ -217,11 +217,11 @@ class LiveEpisodes:
                 episode.resolve(asked, turn.observation())
 
         def lost(failed: CodeFailure, seconds: float) -> None:
-            if episode.opened is not None:  # and with the process the state that calls after it would need
+            if episode.opened is not None:  # the state that later calls would need is lost with the process
                 self._forget(episode)
                 episode.resolve(asked, failed)
                 return
-            if asked is not episode.future:  # it was dropped, and nobody waits for the other calls
+            if asked is not episode.future:  # the episode was dropped, so the other calls are not needed
                 return
             for again in turn.blame(numbers, failed, seconds):
                 self._make_calls(episode, turn, again)

@@ -1,4 +1,4 @@
-"""Environments of NeMo RL, whose `step` takes a batch of conversations; an episode is a batch of one.
+"""Adapter for environments of NeMo RL: their `step` takes a batch of conversations, an episode is a batch of one.
 
 In a file of yours, for `Environment(factory="my_puzzle.py:puzzle")`:
 
@@ -21,8 +21,8 @@ class NemoRL:
     """Factory of episodes in an environment.
 
     Args:
-      kind: Class of the environment, or actor of Ray's that was made of it; it runs in the episode's process.
-      begin: The first message's text and the metadata, made of a record and of the seed that a group shares.
+      kind: Class of the environment, or the Ray actor made from the class; it runs in the episode's process.
+      begin: Function of a record and of the group's seed that returns the first message's text and the metadata.
       settings: Arguments of the class.
     """
 
@@ -38,22 +38,22 @@ class NemoRL:
 
 
 class BatchOfOne:
-    """A conversation with an environment, whose messages the policy reads as a user's.
+    """Conversation with an environment; the policy sees the environment's messages as user messages.
 
-    Stop texts that it asks for belong into `Sampling.stop_tokens`. Rewards of several parts are summed.
+    Stop strings that the environment requests belong into `Sampling.stop_tokens`. Rewards of several parts are summed.
     """
 
     def __init__(self, environment: Any, begin: Callable[[Mapping[str, Any], int], tuple[str, Any]]) -> None:
         self._environment, self._begin = environment, begin
 
     def reset(self, record: Mapping[str, Any], seed: int) -> str:
-        """The first message."""
+        """Return the first message."""
         text, self._metadata = self._begin(record, seed)
         self._said = [{"role": "user", "content": text}]
         return text
 
     def step(self, reply: Reply) -> Observation:
-        """Have the environment take a step; metadata of None is as before."""
+        """Step the environment; metadata of None leaves the metadata unchanged."""
         self._said.append({"role": "assistant", "content": reply.text})
         seen = self._environment.step([self._said], [self._metadata])
         told, [metadata] = seen.observations[0], seen.metadata

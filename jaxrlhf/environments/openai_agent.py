@@ -1,4 +1,4 @@
-"""Agent program that calls the calculator through OpenAI's client, as programs outside this package do."""
+"""Example agent program: calls the policy and the calculator through OpenAI's client, as external programs do."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 async def run(session: Session, record: dict[str, Any]) -> float:
-    """Ask the policy until it answers without a call; 1 if `#### answer` is the record's."""
+    """Call the policy until it answers without a tool call; return 1 for `#### <the record's answer>`, else 0."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
         for _ in range(MOST_CALLS):

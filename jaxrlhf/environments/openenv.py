@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv has, played through OpenEnv's own client; needs `jaxrlhf[openenv]`.
+"""Adapter for environments on an OpenEnv server, played through OpenEnv's client; needs `jaxrlhf[openenv]`.
 
 In a file of yours, for `Environment(factory="my_games.py:grid")`:
 
@@ -16,13 +16,14 @@ from jaxrlhf.episode import Observation, Opening, Reply
 
 
 class OpenEnv:
-    """Factory of sessions with one server, each of which is an instance of its environment.
+    """Factory of sessions with one server; each session is an instance of the server's environment.
 
     Args:
-      action: Fields of an action, made of a reply; or a text for the policy, whose reply is none.
-      view: Text of an observation, made of its fields; the default writes them as they are.
+      action: Function of a reply that returns the fields of an action, or a text for the policy if the reply is not an
+        action.
+      view: Function of an observation's fields that returns a text; the default is `str`.
       prompt: Text before the first view.
-      seeded: `reset` is given a seed, which some environments do not take.
+      seeded: True if `reset` receives a seed; some environments do not accept a seed.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class OpenEnv:
         prompt: str = "",
         seeded: bool = True,
     ) -> None:
-        import openenv.core.generic_client  # noqa: F401 - once, in the process that all others are forked from
+        import openenv.core.generic_client  # noqa: F401 - imported once, in the fork server
 
         self.address, self.action, self.view, self.prompt, self.seeded = address, action, view, prompt, seeded
 
@@ -43,7 +44,7 @@ class OpenEnv:
 
 
 class ServedGame:
-    """A session, whose state is the text of its last observation."""
+    """Session with the server; the state is the text of the last observation."""
 
     def __init__(self, server: OpenEnv) -> None:
         from openenv.core.generic_client import GenericEnvClient
@@ -51,14 +52,14 @@ class ServedGame:
         self._server, self._client = server, GenericEnvClient(base_url=server.address)
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
-        """The prompt and the first view."""
+        """Start an episode and return the prompt with the first view."""
         begun = await self._client.reset(**({"seed": seed % 2**31} if self._server.seeded else {}))
         self._state = self._server.view(begun.observation)
         text = "\n".join(filter(None, [self._server.prompt, self._state]))
         return Opening([{"role": "user", "content": text}], state=self._state)
 
     async def step(self, reply: Reply) -> Observation:
-        """Send the reply as an action; one that the server refuses is the environment's failure."""
+        """Send the reply as an action; an action that the server refuses counts as an environment failure."""
         action = self._server.action(reply)
         if isinstance(action, str):
             return Observation([{"role": "user", "content": action}], state=self._state)

@@ -1,10 +1,9 @@
-"""Environments, tools and agent programs of a user's own, thousands at once, in processes under limits.
+"""Process pool for user-written environments, tools and agent programs, thousands at once and under limits.
 
-Every instance of an environment has a process of its own, forked from one that has loaded the user's code: whatever it
-does (hang, crash, eat memory, leave threads behind) costs its own episode and no other's, and what it draws from global
-generators is the same whoever runs beside it. Tools that are functions have no state, so they share a few processes; a
-process that goes down is replaced, and the call that it was at is answered with an error. One thread of the run serves
-all processes.
+Every instance of an environment has its own process, forked from a process that has loaded the user code. A hang, a
+crash, a memory leak or leftover threads therefore cost only the instance's own episode, and random numbers from global
+generators do not depend on other episodes. Tool functions have no state, so they share a few processes. A process that
+dies is replaced, and its current tool call is answered with an error. One thread of the run serves all processes.
 """
 
 import os
@@ -35,19 +34,19 @@ MOST_FILES = 1 << 16
 
 
 class EnvironmentPool:
-    """Runs the episodes of one or several environments; may be called from any thread, and never waits.
+    """Pool that runs the episodes of one or several environments; thread-safe, and its methods return at once.
 
-    Futures fail with `EnvironmentFailure`; with `CancelledError` where the episode is dropped, and with `RuntimeError`
-    where the pool is closed.
+    Futures fail with `EnvironmentFailure`, with `CancelledError` if the episode is dropped, and with `RuntimeError` if
+    the pool is closed.
 
     Args:
-      output: File that receives what the user's code prints; None is the standard error stream.
+      output: File that receives the output of the user code; None is the standard error stream.
 
     Raises:
-      Refusal: Code of the user's cannot be loaded, or no schema can be made of it; says which and why.
+      Refusal: User code cannot be loaded, or no schema can be made of a tool; the message says which and why.
 
     Attributes:
-      closing_failures: Instances that failed to close, by cause; their episodes are not touched by that.
+      closing_failures: Number of instances that failed to close, by cause; the results of their episodes stay valid.
     """
 
     def __init__(self, choices: Sequence[Choice], output: Path | None = None) -> None:
@@ -57,7 +56,7 @@ class EnvironmentPool:
         self._finalizer = weakref.finalize(self, self._watch.end)
 
     def close(self) -> None:
-        """Close what is open and end all processes."""
+        """Close all instances and end all processes."""
         self._finalizer()
 
     def __enter__(self) -> "EnvironmentPool":
@@ -67,19 +66,19 @@ class EnvironmentPool:
         self.close()
 
     def start(self, episode: int, choice: int, record: Mapping[str, Any], seed: int) -> Future[Opening]:
-        """Begin an episode: make an instance and reset it. Tools begin with the record's own prompt."""
+        """Start an episode: make an instance and reset it. Episodes of `Tools` start with the record's prompt."""
         return self._send(partial(self._watch.episodes.start, choice), OpenRequest(episode, record, seed))
 
     def step(self, episode: int, reply: Reply) -> Future[Observation]:
-        """Give a reply to the environment, or make its tool calls."""
+        """Pass a reply to the environment, or make the reply's tool calls."""
         return self._ask(partial(self._watch.episodes.step, episode, reply))
 
     def finish(self, episode: int) -> Future[float | None]:
-        """Final reward, and the end of an episode. The instance is closed afterwards."""
+        """End an episode and return its final reward. The instance is closed after that."""
         return self._ask(partial(self._watch.episodes.finish, episode))
 
     def drop(self, episode: int) -> None:
-        """Give an episode up, if there is one; a process that is at its request is ended."""
+        """Drop an episode, if it is open; a process that works at its request is killed."""
         self._watch.ask(partial(self._watch.episodes.drop, episode))
 
     def run_agent(
@@ -92,30 +91,30 @@ class EnvironmentPool:
 
     def _ask(self, action: Callable[[Future], None]) -> Future:
         future: Future = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled; `drop` is for that
+        future.set_running_or_notify_cancel()  # makes `cancel` fail; callers use `drop` instead
         self._watch.ask(partial(action, future), future)
         return future
 
     def _send(self, action: Callable[..., None], request: Request) -> Future:
-        """Ask for something that a request says, which is pickled on the caller's thread."""
+        """Pickle a request on the caller's thread and queue an action with it."""
         try:
             return self._ask(partial(action, request, pickle.dumps(request)))
-        except Exception as error:  # pickle lets through whatever an object's own hooks raise
+        except Exception as error:  # an object's pickling hooks may raise any error
             future: Future = Future()
             future.set_exception(EnvironmentFailure("unpicklable", f"the record cannot be sent: {one_line(error)}"))
             return future
 
 
 class _Watch:
-    """The thread that serves the processes: it takes what is asked, feeds them, and deals with what they say."""
+    """Thread that serves the processes: runs queued actions, sends requests, and handles answers."""
 
     def __init__(self, choices: Sequence[Choice], output: Path | None) -> None:
         _allow_files()
         self._selector = selectors.DefaultSelector()
-        self._owner, self._lock = os.getpid(), threading.Lock()  # the lock guards the next two
+        self._owner, self._lock = os.getpid(), threading.Lock()  # the lock guards `_asked` and `_over`
         self._asked: deque[tuple[Callable[[], None], Future | None]] = deque()
         self._over: BaseException | None = None
-        self._bell, self._ring = socketpair()  # what is sent into one end wakes the thread at the other
+        self._bell, self._ring = socketpair()  # a byte sent into `_ring` wakes the thread, which waits at `_bell`
         self._bell.setblocking(False)
         self._ring.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
@@ -131,7 +130,7 @@ class _Watch:
         self._thread.start()
 
     def ask(self, action: Callable[[], None], future: Future | None = None) -> None:
-        """Have an action done on the thread; its errors are the future's."""
+        """Queue an action for the thread; an error of the action becomes the future's error."""
         with self._lock:
             if self._over is None:
                 self._asked.append((action, future))
@@ -141,7 +140,7 @@ class _Watch:
 
     def end(self) -> None:
         """End the thread and the processes."""
-        if os.getpid() != self._owner:  # a fork of the process that started them
+        if os.getpid() != self._owner:  # this process is a fork of the pool's owner
             return
         with self._lock:
             self._over = self._over or RuntimeError("this pool of environments is closed")
@@ -150,7 +149,7 @@ class _Watch:
             self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it rings already, or the thread is gone
+        with suppress(OSError):  # the socket buffer is full, so the thread wakes anyway, or the thread is gone
             self._ring.send(b"\0")
 
     def _load(self) -> None:
@@ -172,7 +171,7 @@ class _Watch:
                 self._select(None if end == float("inf") else max(0.0, end - now))
                 for family in self._families:
                     family.kill_late(time.monotonic())
-        except BaseException as error:  # whoever waits for an answer gets it
+        except BaseException as error:  # all open futures receive this error
             with self._lock:
                 self._over = error
         finally:
@@ -215,7 +214,7 @@ class _Watch:
 
 
 def _allow_files() -> None:
-    """Let this process have as many files open as the system lets it: a process of an episode takes one."""
+    """Raise this process's limit of open files as far as the system allows: each worker process takes one file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

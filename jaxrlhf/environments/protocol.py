@@ -10,12 +10,12 @@ from jaxrlhf.episode import Content, FailureCause, Observation, Opening, Reply, 
 
 @dataclass(frozen=True)
 class About:
-    """User's code, as its processes describe it.
+    """Description of the user code, sent by its processes.
 
     Attributes:
-      schemas: Tools that it offers in every episode.
-      methods: Its tools are methods of an instance.
-      waits: Numbers of the tools that are `async def`.
+      schemas: Schemas of the tools that the code offers in every episode.
+      methods: True if the tools are methods of an instance.
+      waits: Names of the tools that are `async def`.
     """
 
     schemas: tuple[ToolSchema, ...] = ()
@@ -25,7 +25,7 @@ class About:
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """Request: an instance for an episode. `Opening` answers."""
+    """Request to make an instance for an episode. The answer is `Opening`."""
 
     episode: int
     record: Mapping[str, Any]
@@ -34,7 +34,7 @@ class OpenRequest:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Request: a step of an instance. `Observation` answers."""
+    """Request for a step of an instance. The answer is `Observation`."""
 
     episode: int
     reply: Reply
@@ -44,11 +44,11 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class CallRequest:
-    """Request: tool calls, by number. `ToolAnswer` answers each.
+    """Request for tool calls, by number. The answer to each call is a `ToolAnswer`.
 
     Attributes:
-      episode: Its instance, if tools are methods.
-      seed: Seed of the global random generators while they run.
+      episode: Episode whose instance has the tools, if tools are methods.
+      seed: Seed of the global random generators for the calls.
     """
 
     episode: int
@@ -58,7 +58,7 @@ class CallRequest:
 
 @dataclass(frozen=True)
 class CloseRequest:
-    """Request: the final reward, if it is asked for (`FinalReward`), and the end of an instance (`InstanceClosed`)."""
+    """Request to close an instance. The answers are `FinalReward`, if `rewarded`, and then `InstanceClosed`."""
 
     episode: int
     rewarded: bool
@@ -66,7 +66,7 @@ class CloseRequest:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Request: an agent program. `FinalReward` answers."""
+    """Request to run an agent program. The answer is `FinalReward`."""
 
     episode: int
     record: Mapping[str, Any]
@@ -80,7 +80,7 @@ class ToolAnswer:
     """Answer of a tool.
 
     Attributes:
-      content: For the policy; says what is wrong where the tool failed.
+      content: Content for the policy; an error message if the tool failed.
     """
 
     number: int
@@ -91,14 +91,14 @@ class ToolAnswer:
 
 @dataclass(frozen=True)
 class FinalReward:
-    """Final reward; None is none."""
+    """Final reward of an episode; None if the code gives no reward."""
 
     reward: float | None
 
 
 @dataclass(frozen=True)
 class CodeFailure:
-    """The user's code did not do what was asked."""
+    """Failure of the user code to fulfill a request."""
 
     cause: FailureCause
     detail: str
@@ -106,17 +106,17 @@ class CodeFailure:
 
 @dataclass(frozen=True)
 class InstanceClosed:
-    """An instance is gone; `failure` says what went wrong with that."""
+    """Answer that an instance is closed; `failure` is the failure of its `close` method, if any."""
 
     failure: CodeFailure | None
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A request is done.
+    """Last answer to every request: the process is idle.
 
     Attributes:
-      spoilt: Why the process must not take on further episodes; empty where it may.
+      spoilt: Reason why the process must not run further episodes; empty if it may.
     """
 
     spoilt: str = ""

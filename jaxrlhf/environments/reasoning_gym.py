@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, each an episode of one reply; needs `jaxrlhf[environments]`.
+"""Adapter for tasks of reasoning-gym, as episodes of one reply; needs `jaxrlhf[environments]`.
 
 In a file of yours, for `Environment(factory="my_tasks.py:sums")`:
 
@@ -15,11 +15,11 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym:
-    """Factory of episodes of one data set, which is made once.
+    """Factory of episodes over one data set; the data set is created once.
 
     Args:
       prompt: Text after a question.
-      settings: Its settings, `size` and `seed` among them.
+      settings: Settings of the data set, including `size` and `seed`.
     """
 
     def __init__(self, name: str, *, prompt: str = "", **settings: Any) -> None:
@@ -32,18 +32,18 @@ class ReasoningGym:
 
 
 class ReasoningTask:
-    """A question, and the score of its answer from 0 to 1 as reasoning-gym has it."""
+    """Question, and reasoning-gym's score of its answer, from 0 to 1."""
 
     def __init__(self, tasks: Any, prompt: str) -> None:
         self._tasks, self._prompt = tasks, prompt
         self._task: dict[str, Any] = {}
 
     def reset(self, record: Mapping[str, Any], seed: int) -> str:
-        """The question of the number `index` of the record, or without one of the seed."""
+        """Return the question with the record's `index` or, if the record has none, with the seed as index."""
         self._task = self._tasks[int(record.get("index", seed)) % len(self._tasks)]
         return self._task["question"] + self._prompt
 
     def step(self, reply: Reply) -> Observation:
-        """Score the answer: the last one in `<answer>` tags, or else all of the reply."""
+        """Score the answer: the text in the last `<answer>` tags or, without tags, the whole reply."""
         answers = _ANSWER.findall(reply.content) or [reply.content]
         return Observation(reward=float(self._tasks.score_answer(answers[-1].strip(), self._task)), done=True)

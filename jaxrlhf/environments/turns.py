@@ -1,4 +1,4 @@
-"""Tool calls of one reply, and the observation that their answers make."""
+"""Tool calls of one reply, and the observation made from their answers."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from jaxrlhf.episode import CallRecord, Message, Observation, Reply, ToolCall
 
 
 class ToolTurn:
-    """Calls of a reply, and their answers so far.
+    """Tool calls of a reply, and their answers so far.
 
     Args:
-      tools: Names of the tools that there are.
-      waits: Names of those that are `async def`, which run together after the others.
+      tools: Names of all tools.
+      waits: Names of the `async def` tools; their calls run together, after all other calls.
     """
 
     def __init__(self, reply: Reply, tools: Sequence[str], waits: frozenset[str]) -> None:
@@ -25,7 +25,7 @@ class ToolTurn:
 
     @property
     def pending(self) -> dict[int, ToolCall]:
-        """Calls without an answer, by number, in the order in which they are made."""
+        """Calls without an answer, by number, in the order of execution."""
         found = [(n, call) for n, call in enumerate(self._reply.calls) if n not in self._answers]
         return dict(sorted(found, key=lambda one: (one[1].name in self._waits, one[0])))
 
@@ -33,10 +33,10 @@ class ToolTurn:
         self._answers.setdefault(called.number, called)
 
     def blame(self, numbers: Sequence[int], failed: CodeFailure, seconds: float) -> list[list[int]]:
-        """Calls to make again, together or apart, after a process went down that had these to make.
+        """Return groups of calls to make again after the process that had to make the calls `numbers` died.
 
-        The call that it was at is to blame, and answered so. Calls that ran together are all suspect, so each is made
-        again in a process of its own.
+        The call that was running gets the failure as its answer. If several async calls ran together, all are suspect,
+        so each call is made again in a separate request.
         """
         left = [number for number in numbers if number not in self._answers]
         together = [number for number in left if self._reply.calls[number].name in self._waits]
@@ -47,7 +47,7 @@ class ToolTurn:
         return [left[1:]] if left[1:] else []
 
     def observation(self) -> Observation:
-        """Answers of the calls in their order, then those to calls that could not be made."""
+        """Build the observation: the answers to the calls in order, then error messages for malformed calls."""
         said: list[Message] = []
         for number, call in enumerate(self._reply.calls):
             message = {"role": "tool", "name": call.name, "content": self._answers[number].content}

@@ -1,4 +1,4 @@
-"""Environments of verifiers, each an agent program that its rubric scores; needs `jaxrlhf[verifiers]`.
+"""Adapter for environments of verifiers, as agent programs scored by their rubric; needs `jaxrlhf[verifiers]`.
 
 In a file of yours, for `Agent(program="my_tasks.py:sums")`:
 
@@ -12,11 +12,11 @@ from jaxrlhf.episode import Session
 
 
 class Verifiers:
-    """Agent program that has an environment roll out one row of its data set, by its own client.
+    """Agent program in which a verifiers environment rolls out one row of its data set, with its own client.
 
     Args:
       environment: A `verifiers.Environment`, unchanged.
-      evaluation: Rows are those of its held-out data.
+      evaluation: True uses the rows of the evaluation data set.
     """
 
     def __init__(self, environment: Any, *, evaluation: bool = False) -> None:
@@ -24,7 +24,7 @@ class Verifiers:
         self._rows = environment.get_eval_dataset() if evaluation else environment.get_dataset()
 
     async def __call__(self, session: Session, record: Mapping[str, Any]) -> float:
-        """The rubric's reward for the row of the number `index` of the record, or without one of the seed.
+        """Roll out the row with the record's `index`, else with the seed as index; return the rubric's reward.
 
         Raises:
           RuntimeError: The environment ended with an error.

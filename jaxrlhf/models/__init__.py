@@ -1,4 +1,4 @@
-"""One decoder for every supported family: its parameters, its forward passes, its heads, its checkpoints."""
+"""Decoder of every supported model family: parameters, forward passes, heads and checkpoints."""
 
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix, empty_cache, insert_prefix

@@ -1,7 +1,7 @@
-"""The protocol of a model that is not the decoder here, to be trained, generated with and checkpointed.
+"""Interface of a causal language model other than the built-in decoder: training, generation, checkpoints.
 
-Such a model has a `CausalLM` where the decoder has a `ModelConfig`; its methods take the place of the
-decoder's functions of the same names.
+A `CausalLM` is passed wherever the decoder has a `ModelConfig`. Its methods replace the decoder's functions of the
+same names.
 """
 
 import functools
@@ -16,22 +16,22 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 class CausalLM(ABC):
-    """A causal language model with functions of its own; frozen and hashable, as programs are compiled for it.
+    """Causal language model with its own functions. Instances are frozen and hashable: programs are compiled for them.
 
-    Parameters are nested dictionaries of arrays; with a value or score head they have a vector `head`
-    as well. Keyword arguments are those of the decoder's functions, an `Execution` among them: a model refuses what
-    it cannot do.
+    Parameters are nested dictionaries of arrays. With a value or score head they also have a vector `head`.
+    Methods take the keyword arguments of the decoder's functions, including an `Execution`. A model refuses arguments
+    that it does not support.
 
     Attributes:
-      name: Words for messages and tables.
-      vocab_size: V, rows of the table.
+      name: Name in messages and tables.
+      vocab_size: V, number of tokens; further rows of the table are padding.
       hidden_size: D, width of the hidden states.
-      max_positions: Longest sequence that it computes, in tokens.
-      num_layers: Number of layers of its cache.
-      num_kv_heads: Number of heads of its cache.
-      experts, linear, full_heads, vision: Always None: what only the decoder has.
-      final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
-      logits_scaling: Number that logits are divided by.
+      max_positions: Longest supported sequence, in tokens.
+      num_layers: Number of layers of the cache.
+      num_kv_heads: Number of key-value heads of the cache.
+      experts, linear, full_heads, vision: Always None; only the decoder has these parts.
+      final_logit_softcapping: Cap c of logits l, c tanh(l / c); None is no cap.
+      logits_scaling: Divisor of the logits.
     """
 
     name: str
@@ -49,19 +49,19 @@ class CausalLM(ABC):
 
     @abstractmethod
     def num_parameters(self, head: Head = "lm") -> int:
-        """Number of weights, the given head included."""
+        """Return the number of weights, including the given head."""
 
     @abstractmethod
     def declare(self, head: Head) -> dict[str, Any]:
-        """The tree of `Param`: shapes, and the dimension names that both layouts go by."""
+        """Return the tree of `Param`: shapes, and the dimension names that the training and generation layouts use."""
 
     @abstractmethod
     def init_params(self, head: Head, key: Any) -> Params:
-        """Random float32 parameters. Pure, so that each device draws its own shards."""
+        """Return random float32 parameters. The function is pure, so that each device samples its own shards."""
 
     @abstractmethod
     def table(self, params: Params) -> Array:
-        """`[V, D]`: logits are hidden states times its transpose."""
+        """Return the output table `[V, D]`. Logits are hidden states times its transpose."""
 
     @abstractmethod
     def hidden_states(
@@ -74,11 +74,11 @@ class CausalLM(ABC):
         shared_prefix: Any = None,
         execution: Execution = ONE_DEVICE,
     ) -> Any:
-        """`HiddenStates` of packed rows."""
+        """Return the `HiddenStates` of packed rows."""
 
     @abstractmethod
     def empty_cache(self, *, slots: int, capacity: int, execution: Execution = ONE_DEVICE) -> Any:
-        """A list of `LayerCache`."""
+        """Return an empty cache: a list of `LayerCache`."""
 
     @abstractmethod
     def prefill(
@@ -91,11 +91,11 @@ class CausalLM(ABC):
         chunk_tokens: int | None = None,
         execution: Execution = ONE_DEVICE,
     ) -> Any:
-        """`PrefillOutput` of prompts."""
+        """Return the `PrefillOutput` of prompts."""
 
     @abstractmethod
     def unstack_layers(self, params: Params, *, execution: Execution = ONE_DEVICE) -> list[Params]:
-        """Layers that `decode` takes, prepared once before its loop."""
+        """Return the layers in the form that `decode` takes; called once before the decode loop."""
 
     @abstractmethod
     def decode(
@@ -108,15 +108,15 @@ class CausalLM(ABC):
         *,
         execution: Execution = ONE_DEVICE,
     ) -> Any:
-        """`DecodeOutput` of one token of every slot."""
+        """Return the `DecodeOutput` of one token of every slot."""
 
 
 AnyModel = ModelConfig | CausalLM
-"""The decoder's shape, or a model with functions of its own."""
+"""Configuration of the built-in decoder, or a model with its own functions."""
 
 
 def causal_lm_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of the decoder: a `CausalLM` as its argument `config` has its own method called instead."""
+    """Decorate a decoder function: for a `CausalLM` as `config`, call the model's method of the same name instead."""
     name, place = function.__name__, list(inspect.signature(function).parameters).index("config")
 
     @functools.wraps(function)

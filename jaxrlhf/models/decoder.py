@@ -1,8 +1,8 @@
-"""The decoder: its layers, run over packed rows, over prompts, or over one token per slot.
+"""Forward passes of the decoder: over packed rows, over prompts (prefill), or over one token per slot (decode).
 
-Parameters are float32 masters (or the generation copy in its own dtype); each matrix is
-cast to the activation dtype where it is used, so a sharded gather moves the small one.
-Norms, rotary positions and softmax are float32 whatever the activations are.
+Parameters are float32 masters, or the generation copy in its own dtype. Each matrix is cast to the activation dtype
+where it is used, so that gathers of sharded weights move the smaller dtype.
+Norms, rotary positions and softmax always compute in float32.
 """
 
 from typing import Any, NamedTuple
@@ -45,11 +45,11 @@ from jaxrlhf.models.vision.tower import Seen, see
 
 
 class HiddenStates(NamedTuple):
-    """The residual stream after the final norm.
+    """Hidden states after the final norm.
 
     Attributes:
       hidden_RWD: Hidden state of every token of every packed row.
-      router: Choices and losses of routers, `[L, ...]` over the layers with experts; None of a dense model.
+      router: Choices and losses of the routers, `[L, ...]` over the layers with experts; None for a dense model.
     """
 
     hidden_RWD: Array
@@ -57,12 +57,12 @@ class HiddenStates(NamedTuple):
 
 
 class PrefillOutput(NamedTuple):
-    """Prompts that were run.
+    """Result of `prefill`.
 
     Attributes:
       hidden_PD: Hidden state of each prompt's last token after the final norm, which predicts the next token.
       prefix: Keys and values to insert into a cache; entries past a prompt's length are meaningless.
-      choice_PSLk: int16 experts that each token went through; None of a dense model.
+      choice_PSLk: int16, ids of the experts chosen for each token; None for a dense model.
     """
 
     hidden_PD: Array
@@ -71,11 +71,11 @@ class PrefillOutput(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Beginnings of prompts that were run before.
+    """Prompt beginnings that are already computed, from which `prefill` continues.
 
     Attributes:
-      prefix: Keys and values, as wide as the prompts; entries past a prompt's own beginning are meaningless.
-      length: int32, tokens of the shortest beginning; fewer than any prompt has.
+      prefix: Keys and values, as wide as the prompts; entries past a prompt's beginning are meaningless.
+      length: int32, number of tokens of the shortest beginning; smaller than the length of every prompt.
     """
 
     prefix: Prefix
@@ -83,12 +83,12 @@ class Past(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """One token of every slot that was run.
+    """Result of `decode`: one token of every slot.
 
     Attributes:
       hidden_BD: Hidden state after the final norm, which predicts the next token.
-      cache: The cache with the token's keys and values.
-      choice_BLk: int16 experts that the token went through; None of a dense model.
+      cache: Cache with the token's keys and values added.
+      choice_BLk: int16, ids of the experts chosen for the token; None for a dense model.
     """
 
     hidden_BD: Array
@@ -114,10 +114,10 @@ def hidden_states(
     Args:
       position_RW: Index of each token in its own sequence.
       segment_RW: Number of each token's sequence in its row, from 1; 0 is padding.
-      shared_prefix: Sequences that share their prompts, which attention goes by instead of the segments.
-      images: Images of the rows, whose features stand for tokens; None is text alone.
-      router: Tokens that count for the balance of experts, and choices to replay.
-      execution: From `choose_execution`, for the mesh that the rows are on.
+      shared_prefix: Layout of sequences that share prompts; attention then uses it instead of the segments.
+      images: Images of the rows; their features replace the embeddings of image tokens. None is text only.
+      router: Tokens that count for the load balance of experts, and expert choices to replay.
+      execution: Result of `choose_execution` for the mesh of the rows.
     """
     sight = see(params, config.vision, images, execution)
     turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
@@ -169,18 +169,18 @@ def prefill(
     images: ImageRows | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> PrefillOutput:
-    """Run left-aligned prompts once.
+    """Run left-aligned prompts through the decoder.
 
     Args:
-      length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
-      layers: Result of `unstack_layers`, read in place of those of `params`, which may be absent. Larger to compile.
-      chunk_tokens: Tokens of each prompt that run together: memory is that of a chunk, and chunks past
-        the longest prompt's end are not run. None runs prompts whole.
-      past: Where to go on, chunk by chunk; experts of tokens before it are reported as 0.
-      images: Images of the prompts, whose features stand for tokens; None is text alone.
+      length_P: Number of tokens of each prompt, at least 1; the rest of its row is padding.
+      layers: Result of `unstack_layers`; replaces the layers of `params`, which may be absent. Larger to compile.
+      chunk_tokens: Number of tokens of each prompt that run at a time. Activation memory is that of one chunk, and
+        chunks past the longest prompt's end are skipped. None runs prompts whole.
+      past: Beginnings to continue, chunk by chunk; expert choices before `past.length` are reported as 0.
+      images: Images of the prompts; their features replace the embeddings of image tokens. None is text only.
 
     Raises:
-      ValueError: A chunk has no tokens, or might cut an image whose tokens see each other.
+      ValueError: `chunk_tokens` is below 1, or a chunk might split an image whose tokens see each other.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
@@ -247,9 +247,9 @@ def _prefill_chunks(
     chunk_tokens: int,
     past: Past | None,
 ) -> PrefillOutput:
-    """Run one chunk after another, each through stage after stage; the last one may begin in the one before."""
+    """Run one chunk after another, each through all pipeline stages. The last chunk may overlap the chunk before it."""
     prompts, given_width = token_PS.shape
-    if config.linear is not None:  # a state cannot take a token twice, so that no chunk begins in the one before
+    if config.linear is not None:  # a state must not read a token twice: pad, so that chunks do not overlap
         token_PS = jnp.pad(token_PS, ((0, 0), (0, -given_width % chunk_tokens)))
         sight = None if sight is None else sight.padded(token_PS.shape[1])
     width = token_PS.shape[1]
@@ -289,7 +289,7 @@ def _prefill_chunks(
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
         else:
             hidden_PCD, kept = pipeline_decode(execution.pipeline, stack, layers, kept, hidden_PCD, place)
-        # Of a prompt that goes on after this chunk, the next one replaces it.
+        # If a prompt continues after this chunk, the next chunk replaces this hidden state.
         last_P = length_P - 1 - start
         here_P1D = jnp.take_along_axis(hidden_PCD, jnp.clip(last_P, 0, chunk_tokens - 1)[:, None, None], axis=1)
         return jnp.where((last_P >= 0)[:, None], here_P1D[:, 0], last_PD), kept
@@ -302,7 +302,7 @@ def _prefill_chunks(
     start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), kept
     chunks = -(-(length_P.max() - begun) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
-    if width != given_width:  # of models with linear attention
+    if width != given_width:  # only in models with linear attention
         keys, values = (resized(leaf, given_width, execution.cache_ways, axis=2) for leaf in prefix[:2])
         prefix = prefix._replace(key_LPSKH=keys, value_LPSKH=values)
         choice_PSLk = None if choice_PSLk is None else choice_PSLk[:, :given_width]
@@ -310,19 +310,19 @@ def _prefill_chunks(
 
 
 def _kept(stack: str, kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dict[str, Any]:
-    """Outputs of a layer of prompts by name."""
+    """Return the outputs of one layer in prefill by name."""
     name = "state" if isinstance(kept, LayerState) else "sliding" if stack == SLIDING_LAYERS else "keys"
     outputs: dict[str, Any] = {name: kept}
     return outputs if routed is None else outputs | {"choice": routed.choice_RWk}
 
 
 def _prefix_of(outputs: dict[str, Any]) -> Prefix:
-    """Keys, values and states that all layers keep of prompts."""
+    """Build the `Prefix` of all layers from the outputs of `run_layers`."""
     return outputs["keys"]._replace(state=outputs.get("state"), sliding=outputs.get("sliding"))
 
 
 def _inputs(params: Params, config: ModelConfig, token_RW: Array, embed_RWD: Array) -> dict[str, Array]:
-    """Inputs of the layers of each stack; empty where they have none."""
+    """Return the layers' own inputs by stack; empty if layers have none."""
     input_LRWP = layer_inputs(params, config, token_RW, embed_RWD)
     return {} if input_LRWP is None else split_by_stack(input_LRWP, config)
 
@@ -339,14 +339,14 @@ def decode(
     offset_B: Int[Array, "B"] | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> DecodeOutput:
-    """Run one token of every slot: write its keys and values at its position, attend up to it.
+    """Run one token of every slot: write its keys and values at its position, and attend up to this position.
 
     Args:
-      layers: Result of `unstack_layers`, taken apart once before the decode loop.
-      params: The tree that `layers` came from; its stacks are not read and may be absent.
-      token_B: The newest token of each slot.
-      position_B: Index of that token in its sequence, below the cache's capacity.
-      offset_B: Difference between the position by which it is rotated and that index, behind images; None is none.
+      layers: Result of `unstack_layers`, prepared once before the decode loop.
+      params: Parameter tree that `layers` came from; its stacked layers are not read and may be absent.
+      token_B: Newest token of each slot.
+      position_B: Index of the newest token in its sequence, below the cache's capacity.
+      offset_B: Rotary position minus `position_B`, for tokens after images; None is no difference.
     """
     turned_B = position_B if offset_B is None else position_B + offset_B
     turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
@@ -369,7 +369,7 @@ def decode(
             )
             if name not in LENDERS:
                 written.append(lent[name])
-            if routed is not None:  # so there are no stages, in which this would not get out
+            if routed is not None:  # models with experts have no stages, so this list is not inside a shard_map
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
@@ -386,7 +386,7 @@ def decode(
 def _embed(
     params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution, sight: Seen | None = None
 ) -> Float[Array, "R W D"]:
-    """Embeddings of tokens, and features of images in their places."""
+    """Look up the embeddings of tokens, and put image features in the places of image tokens."""
     embed_RWD = looked_up(params["embed"], token_RW, execution)
     if config.embedding_multiplier != 1.0:
         embed_RWD = embed_RWD * config.embedding_multiplier
@@ -396,5 +396,5 @@ def _embed(
 
 
 def _deeper(sight: Seen | None, hidden_RWD: Array, layer: Params) -> Array:
-    """Hidden states behind a layer, with what the tower adds there."""
+    """Add the vision tower's features for this layer (deepstack) to the hidden states after the layer."""
     return hidden_RWD if sight is None or "depth" not in layer else sight.deeper(hidden_RWD, layer["depth"][0])

@@ -1,4 +1,4 @@
-"""Execution of a model: its dtype, its kernels, and how the arrays of a layer are split over devices."""
+"""Execution of a model: dtype, kernels, and the mesh axes that split the arrays of a layer."""
 
 import math
 from collections.abc import Callable
@@ -19,32 +19,34 @@ PagesKernel = Literal["xla", "pallas", "ragged"]
 
 @dataclass(frozen=True)
 class Execution:
-    """One description of how a model is computed, which every forward function takes. The default is one device.
+    """Execution settings of a model, an argument of every forward function. The default is one device.
 
-    The compiler splits `xla` kernels by itself. It would gather the arrays of any other kernel, so that one
-    runs on each device of `mesh` with the rows and the heads that are there.
+    The compiler shards `xla` kernels by itself. It would gather the arrays of any other kernel, so other kernels
+    run on each device of `mesh` over the device's own rows and heads.
 
     Attributes:
       dtype: Dtype of activations and of the cache.
-      remat: True to keep only each layer's input for the backward pass and compute the rest again.
-      offloads: True to have what is kept wait in host memory; only with `remat`.
-      rows_kernel: Kernel of attention of packed rows and of prompts.
-      decode_kernel: Kernel of attention of one token per slot.
-      pages_kernel: Kernel of attention to pages; None where a cache does not lie in pages.
-      mesh: Auto axes; None is one device, or arrays that are the compiler's to split.
+      remat: True keeps only each layer's input, and attention outputs over shared prompts, for the backward pass.
+        The rest is recomputed.
+      offloads: True stores the kept arrays in host memory; only with `remat`.
+      rows_kernel: Attention kernel of packed rows and of prompts.
+      decode_kernel: Attention kernel of one token per slot.
+      pages_kernel: Attention kernel of a paged cache; None if the cache is not paged.
+      mesh: Mesh with auto axes; None is one device, or arrays whose sharding is left to the compiler.
       row_axes: Mesh axes that split rows (or slots), evenly.
-      token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention exchanges them
+      token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention exchanges tokens
         for heads.
-      width_axes: Mesh axes that split rows or their tokens, and weights by their width (`fsdp`); empty where weights
-        are whole along them.
+      width_axes: Mesh axes that split rows or their tokens, and also weights by their width (`fsdp`); empty if
+        weights are not split by width.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
-      expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
-      cache_axes: Mesh axes that split the positions of a cache in slots, which are taken in turn (`interleaved`).
-      kv_ways: Parts that key-value heads split into, over `head_axes`: heads are repeated after their projection
-        until they do, and caches hold the copies.
-      ring_entries: R, entries that a slot has in layers with a window, where its cache is a ring of them; None gives
-        these layers as many as others.
-      pipeline: Stages that divide the layers; None is one. Rows have to split over its row axes.
+      expert_axes: Last axes of `row_axes`, if they also split the experts of a layer.
+      cache_axes: Mesh axes that split the positions of a cache in slots; positions alternate over devices
+        (`interleaved`).
+      kv_ways: Number of parts that key-value heads split into, over `head_axes`. Heads are repeated after their
+        projection until they split evenly, and caches hold the copies.
+      ring_entries: R, number of entries of a slot in layers with a window, if the cache of these layers is a ring;
+        None gives these layers as many entries as others.
+      pipeline: Pipeline stages that divide the layers; None is one stage. Rows must split evenly over its row axes.
     """
 
     dtype: Any = jnp.float32
@@ -66,46 +68,47 @@ class Execution:
 
     @property
     def stages(self) -> int:
-        """Number of parts that the layers are divided into."""
+        """Number of pipeline stages."""
         return 1 if self.pipeline is None else self.pipeline.stages
 
     def kv_copies(self, kv_heads: int) -> int:
-        """Times that each of so many key-value heads is repeated."""
+        """Return the number of times that each of `kv_heads` key-value heads is repeated."""
         return math.lcm(kv_heads, self.kv_ways) // kv_heads
 
     @property
     def cache_ways(self) -> int:
-        """Devices that share the positions of a slot."""
+        """Number of devices that share the positions of a slot."""
         return self.size(self.cache_axes)
 
     def over_heads(self, heads: int) -> tuple[str, ...]:
-        """Mesh axes that split so many heads of a cache: none of a latent's one, which serves all."""
+        """Return the mesh axes that split `heads` heads of a cache; none for the single head of latents."""
         return self.head_axes if heads % self.size(self.head_axes) == 0 else ()
 
     @property
     def slice_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the slices of rows; the axes of experts stay last."""
+        """Mesh axes that split the slices of rows (see `slices`); the axes of experts stay last."""
         return (*self.token_axes, *self.row_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Product of the sizes of mesh axes."""
+        """Return the product of the sizes of mesh axes."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
 
     def split(self, array: Array, *axes: tuple[str, ...] | None) -> Array:
-        """The array with its first dimensions over mesh axes, the others whole."""
+        """Shard the first dimensions of an array over mesh axes; the other dimensions stay whole."""
         if self.mesh is None:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*axes)))
 
     def split_rows(self, array_RWX: Array) -> Array:
-        """The array with its rows, or slices, over the axes that split them.
+        """Shard the rows, or slices, of an array over the axes that split them.
 
-        Left to itself the compiler may gather the rows and split the width instead of gathering each layer's weights.
+        Without this constraint the compiler may gather the rows and split the width, instead of gathering each
+        layer's weights.
         """
         return self.split(array_RWX, self.slice_axes)
 
     def slices(self, array_RWX: Array) -> Array:
-        """Rows cut for the C devices that split their tokens, `[C R, W / C, ...]`: a slice is a row of its own."""
+        """Split rows for the C devices that share their tokens, `[C R, W / C, ...]`; each slice becomes a row."""
         count = self.size(self.token_axes)
         if count == 1:
             return array_RWX
@@ -115,7 +118,7 @@ class Execution:
         return self.split_rows(array_CRYX.reshape(count * rows, -1, *rest))
 
     def joined(self, array_SYX: Array) -> Array:
-        """Rows of slices, `[R, W, ...]`; the inverse of `slices`."""
+        """Join slices into rows, `[R, W, ...]`; the inverse of `slices`."""
         count = self.size(self.token_axes)
         if count == 1:
             return array_SYX
@@ -125,7 +128,7 @@ class Execution:
         return self.split(array_RWX, self.row_axes, self.token_axes)
 
     def on_devices(self, kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`kernel` run by every device on its own part of the arrays, also inside a pipeline stage."""
+        """Wrap `kernel` so that every device runs it on its own part of the arrays, also inside a pipeline stage."""
         if self.mesh is None:
             return kernel
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -136,7 +139,7 @@ class Execution:
             return PartitionSpec(*[tuple(axis for axis in axes if axis not in manual) for axes in groups])
 
         specs = jax.tree.map(rest, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        # Kernels do not say over which axes their results vary, which the check would want to know.
+        # The check is off, because kernels do not declare over which axes their results vary.
         how = {"in_specs": specs[0], "out_specs": specs[1], "check_vma": False}
         if not manual:
             return jax.shard_map(kernel, mesh=self.mesh, **how)
@@ -144,4 +147,4 @@ class Execution:
 
 
 ONE_DEVICE = Execution()
-"""Float32 on one device, by what every backend computes."""
+"""Execution in float32 on one device, with the kernels that every backend supports."""

@@ -1,4 +1,4 @@
-"""The decoder and the tokenizer that a run starts from, by its settings."""
+"""Model and tokenizer of a run, built from its settings."""
 
 from collections.abc import Sized
 from dataclasses import replace
@@ -13,11 +13,11 @@ from jaxrlhf.models.huggingface.config import read_config, scratch_config, scrat
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 
 _VOCABULARY_MULTIPLE = 64
-"""From-scratch vocabularies are rounded up to this, so that they split over devices."""
+"""Multiple to which from-scratch vocabularies are rounded up, so that they split over devices."""
 
 
 def model_config(model: Model, tokenizer: Sized) -> AnyModel:
-    """The model that a run trains."""
+    """Return the model that a run trains."""
     if isinstance(model, Nnx):
         from jaxrlhf.models.nnx import NnxModel  # flax.nnx takes a second to import
 
@@ -28,17 +28,17 @@ def model_config(model: Model, tokenizer: Sized) -> AnyModel:
 
 
 def from_scratch(model: FromScratch, *, tokens: int) -> ModelConfig:
-    """The decoder over a tokenizer of so many tokens."""
+    """Return the configuration of a new decoder for a tokenizer with `tokens` tokens."""
     rounded = -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     config = scratch_config(model, vocab_size=rounded)
     if model.vision is None:
         return config
-    # The tokens of images are the last of the tokenizer.
+    # Image tokens are the last tokens of the tokenizer.
     return replace(config, vision=scratch_vision(model.vision, config, first_token=tokens - len(SEEING)))
 
 
 def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run; the embedded one has tokens of images where the model sees."""
+    """Return the tokenizer of a run. The embedded tokenizer has image tokens if the model reads images."""
     vision = isinstance(config.model, FromScratch) and config.model.vision is not None
     path = tokenizer_path(config)
     if vision and path is not None:
@@ -47,7 +47,7 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_path(config: Config) -> str | None:
-    """Directory of the tokenizer; None is the embedded one."""
+    """Return the directory of the tokenizer; None is the embedded tokenizer."""
     path = config.tokenizer or getattr(config.model, "path", None)
     if path is None:
         return None

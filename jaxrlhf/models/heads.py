@@ -16,24 +16,24 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.linear import few_rows_product, transposed_product
 
 CHUNK_TOKENS = 512
-"""Tokens whose logits exist at a time on a device: enough for a fast product."""
+"""Number of tokens whose logits exist at a time on a device: enough for a fast product."""
 
-_NEVER = -1e9  # the logit of a row that only pads the table: no probability, and finite, so that zero times it is zero
+_NEVER = -1e9  # logit of padding rows and excluded tokens: zero probability, and finite, so that zero times it is zero
 
 
 @causal_lm_method
 def table(params: Params, config: ModelConfig) -> Array:
-    """`[V, D]`: logits are hidden states times its transpose. Rows beyond the vocabulary pad it."""
+    """Return the output table `[V, D]`. Logits are hidden states times its transpose; extra rows are padding."""
     return params["embed" if config.tie_embeddings else "head"]
 
 
 def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
-    """Unnormalised log-probabilities of the next token, accumulated in float32."""
+    """Return the logits of the next token, accumulated in float32."""
     return padded_logits(params, config, hidden_D)[..., : config.vocab_size]
 
 
 def padded_logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
-    """Logits for every row of the table, so that they split evenly; -inf for rows that pad it."""
+    """Return the logits of every row of the table, so that they split evenly; padding rows have -inf."""
     table_VD = table(params, config).astype(hidden_D.dtype)
     hidden_TD = _scaled(hidden_D, config).reshape(-1, hidden_D.shape[-1])
     logit_V = few_rows_product(hidden_TD, table_VD, jnp.float32).reshape(*hidden_D.shape[:-1], -1)
@@ -54,23 +54,23 @@ def token_logp(
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> TokenOutput:
-    """log softmax(logits / temperature) of each wanted token, and the entropy of that distribution.
+    """Compute log softmax(logits / temperature) of each wanted token, and on request the entropy of the distribution.
 
         logp[r, t] = log_softmax(logits(hidden[r, t-1]) / temperature)[token[r, t]]
 
-    Unwanted tokens have 0, and so has column 0: nothing comes before it. The first token of a later
-    segment in a row is read off the segment before it and means nothing; it is not trained either.
+    Unwanted tokens have 0. Column 0 also has 0, because no token precedes it. The first token of a later segment in
+    a row is predicted from the segment before it. Its number is meaningless, and it is not trained on either.
 
-    Logits exist for about `chunk_tokens` tokens at a time; the backward pass computes them again.
-    Wanted tokens are moved to the front of their row, and chunks with none of them are left out.
-    Rows are never split between chunks, so rows sharded over devices stay where they are, and so do tokens.
+    Logits exist for about `chunk_tokens` tokens at a time, and the backward pass recomputes them.
+    Wanted tokens are moved to the front of their row, and chunks without wanted tokens are skipped.
+    Each chunk takes tokens of every row, so rows and tokens that are sharded over devices stay where they are.
 
     Args:
-      wanted_RW: True for tokens to read; None reads all.
-      kept_RWK: Ids that each token is among, -1 past them: the softmax is over those. All -1, or None, is any.
-      named_RWK: Ids whose log-probabilities in each token's place are read too, any number below 0 for none.
-      entropy: Compute entropies too.
-      chunk_tokens: Tokens of a chunk, over all devices.
+      wanted_RW: True for tokens to compute; None computes all.
+      kept_RWK: Token ids that the softmax is restricted to, padded with -1. All -1, or None, is no restriction.
+      named_RWK: Further token ids to compute log-probabilities of, in each token's place; negative ids are padding.
+      entropy: True computes entropies too.
+      chunk_tokens: Number of tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
     how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "execution": execution}
@@ -90,12 +90,12 @@ def likeliest_tokens(
     most: int,
     **how: Any,
 ) -> TokenOutput:
-    """log softmax of each wanted token as of `token_logp`, and of the likeliest of some tokens in its place.
+    """Compute log-probabilities of wanted tokens as `token_logp` does, and of the most likely tokens in their places.
 
     Args:
-      among_V: True for ids that may be named.
-      most: Ids that are named, the likeliest first; -1 once there are no more.
-      how: Further arguments of `token_logp`, entropies and named ids aside.
+      among_V: True for token ids that may be returned.
+      most: Number of token ids to return, the most likely first; -1 if there are fewer.
+      how: Further arguments of `token_logp`, except `entropy` and `named_RWK`.
     """
     likeliest = among_V, min(most, len(among_V))
     logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, likeliest=likeliest, **how)
@@ -110,12 +110,13 @@ def gradient_energy(
     wanted_RW: Bool[Array, "R W"] | None = None,
     **how: Any,
 ) -> Float[Array, "R W"]:
-    """Squared norm of the gradient of each wanted token's log-probability by the logits over the temperature.
+    """Compute the squared norm of the gradient of each wanted token's log-probability.
 
-    It is `1 - 2 p + sum of p^2 over the vocabulary`, read as `token_logp` reads, without a gradient of its own.
+    The gradient is with respect to the logits divided by the temperature. Its squared norm is
+    `1 - 2 p + sum of p^2 over the vocabulary`, computed in chunks as in `token_logp`; it is not differentiable.
 
     Args:
-      how: Further arguments of `token_logp`, entropies and named ids aside.
+      how: Further arguments of `token_logp`, except `entropy` and `named_RWK`.
     """
     return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, energy=True, **how)[-1]
 
@@ -136,7 +137,10 @@ def _token_outputs(
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> list[Array]:
-    """Log-probabilities, then entropies, squared norms and those of further tokens if asked for; see `token_logp`."""
+    """Return log-probabilities, then on request entropies, squared norms and log-probabilities of further tokens.
+
+    See `token_logp`.
+    """
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
@@ -171,16 +175,16 @@ def _token_outputs(
 
 
 class _ReadOrder(NamedTuple):
-    """Order in which hidden states are read; `M` is the width, rounded up to whole chunks.
+    """Order in which hidden states are processed; `M` is the row width, rounded up to whole chunks.
 
     Attributes:
-      order_RM: Index in the row of each place.
-      place_RW: Inverse of the order.
-      target_RM: Token to predict from each place.
-      chunks: Number of chunks that hold anything wanted.
-      kept_RMK: Tokens that each target is among; None is any.
-      named_RMK: Tokens to read beside each target; None reads no others.
-      among_V: Tokens that the likeliest are chosen from; None chooses none.
+      order_RM: Index in the row, for each place of the order.
+      place_RW: Inverse of `order_RM`.
+      target_RM: Token to predict at each place.
+      chunks: Number of chunks that contain wanted tokens.
+      kept_RMK: Token ids that the softmax at each place is restricted to; None is no restriction.
+      named_RMK: Further token ids to compute at each place; None computes no others.
+      among_V: Mask of the tokens that the most likely tokens are chosen from; None chooses none.
     """
 
     order_RM: Array
@@ -193,13 +197,13 @@ class _ReadOrder(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Static arguments of reading.
+    """Static arguments of `_read`.
 
     Attributes:
-      chunk: Tokens of a chunk.
-      energy: True to compute squared norms of gradients by the logits.
-      most: Likeliest tokens to read.
-      vocab: Rows of the table that are tokens.
+      chunk: Number of tokens of each row in a chunk.
+      energy: True computes squared norms of gradients with respect to the logits.
+      most: Number of most likely tokens to return.
+      vocab: Number of rows of the table that are tokens; the rest are padding.
     """
 
     chunk: int
@@ -211,7 +215,7 @@ class _Reading(NamedTuple):
     execution: Execution
 
     def logits(self, hidden_RCD: Array, table_VD: Array, kept_RMK: Array | None, index: Array) -> Array:
-        """Logits of a chunk at temperature 1, `[R, C, V]`, out of reach for what its tokens are not among."""
+        """Compute the logits of a chunk at temperature 1, `[R, C, V]`; excluded tokens get `_NEVER`."""
         hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
         logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
         logit_RCV = _masked(_cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), self.soft_cap), self.vocab, _NEVER)
@@ -220,7 +224,7 @@ class _Reading(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _read(hidden_RWD: Array, table_VD: Array, scale: Array, order: _ReadOrder, reading: _Reading) -> list[Array]:
-    """Log-probabilities, then entropies and squared norms if asked for, in the given order."""
+    """Compute log-probabilities and the requested further outputs, at the places of `order`."""
     return _read_forward(hidden_RWD, table_VD, scale, order, reading)[0]
 
 
@@ -247,7 +251,7 @@ def _read_forward(
             probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
         if entropy:
             read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
-        if reading.energy:  # of onehot - p
+        if reading.energy:  # squared norm of onehot - p
             read.append(1 - 2 * jnp.exp(read[1]) + jnp.sum(jnp.square(probability_RCV), axis=-1))
         if order.named_RMK is not None:
             named_RCK = _part(order.named_RMK, index, chunk)
@@ -256,7 +260,7 @@ def _read_forward(
         if order.among_V is not None:
             padded_V = jnp.pad(order.among_V, (0, logit_RCV.shape[-1] - len(order.among_V)))
             best_RCK, id_RCK = lax.top_k(jnp.where(padded_V, logit_RCV, _NEVER), reading.most)
-            read += [best_RCK - normalizer_RC[:, :, None], id_RCK.astype(jnp.float32)]  # exact below 2^24
+            read += [best_RCK - normalizer_RC[:, :, None], id_RCK.astype(jnp.float32)]  # ids are exact below 2^24
         return [_put(output, part, index, chunk) for output, part in zip(outputs, read, strict=True)]
 
     normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, start)
@@ -264,7 +268,10 @@ def _read_forward(
 
 
 def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
-    """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy). The likeliest have none."""
+    """Compute gradients from probabilities p: d logp = onehot - p, and d entropy = -p (logp + entropy).
+
+    Squared norms and the most likely tokens have no gradient.
+    """
     chunk, entropy, soft_cap = reading.chunk, reading.entropy, reading.soft_cap
     hidden_RWD, table_VD, scale, order, normalizer_RM, outputs = saved
     hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
@@ -311,7 +318,7 @@ _read.defvjp(_read_forward, _read_backward)
 
 
 def _scaled(hidden_D: Array, config: AnyModel) -> Array:
-    """Hidden states whose products with the table are divided as logits are."""
+    """Divide hidden states by `logits_scaling`, so that logits come out divided."""
     return hidden_D if config.logits_scaling == 1.0 else hidden_D / config.logits_scaling
 
 
@@ -320,7 +327,7 @@ def _cap(logit_V: Array, soft_cap: float | None) -> Array:
 
 
 def _masked(logit_V: Array, vocab: int, never: float) -> Array:
-    """Logits with `never` beyond the vocabulary."""
+    """Set logits past the vocabulary to `never`."""
     rows = logit_V.shape[-1]
     if rows == vocab:
         return logit_V
@@ -329,11 +336,11 @@ def _masked(logit_V: Array, vocab: int, never: float) -> Array:
 
 
 def _among(logit_RCV: Array, kept_RCK: Array) -> Array:
-    """Logits with `_NEVER` for tokens that are not among the kept ones; all where none are named."""
+    """Set the logits of tokens outside the kept ids to `_NEVER`; keep all logits if every id is negative."""
     vocab = logit_RCV.shape[-1]
 
     def kept_of(kept_K: Array) -> Array:
-        # Names of none lie past the vocabulary: a negative index would count from its end.
+        # Negative ids are moved past the vocabulary and dropped: a negative index would count from the end.
         named_V = jnp.zeros(vocab, bool).at[jnp.where(kept_K < 0, vocab, kept_K)].set(True, mode="drop")
         return named_V | (kept_K < 0).all()
 
@@ -345,7 +352,7 @@ def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:
 
 
 def _add_at(array_RCV: Array, id_RCK: Array, value_RCK: Array) -> Array:
-    """The array with values added at ids of its last dimension; those below 0 have values of 0."""
+    """Add values at ids of the last dimension. Values of negative ids must be 0."""
     added = jax.vmap(jax.vmap(lambda own_V, id_K, value_K: own_V.at[jnp.maximum(id_K, 0)].add(value_K)))
     return added(array_RCV, id_RCK, value_RCK)
 
@@ -359,7 +366,7 @@ def _put(array_RM: Array, part_RC: Array, index: Array, chunk: int) -> Array:
 
 
 def values(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:
-    """Values by the value head: `value[r, t]` is that of the prefix before token t; column 0 is 0."""
+    """Compute values by the value head: `value[r, t]` is the value of the prefix before token t; column 0 is 0."""
     return _shift(token_scores(params, hidden_RWD))
 
 
@@ -369,20 +376,20 @@ def score(
     row_B: Int[Array, "B"],
     last_B: Int[Array, "B"],
 ) -> Float32[Array, "B"]:
-    """Scores by the score head at the last token of each sequence.
+    """Compute scores by the score head at the last token of each sequence.
 
     Args:
-      row_B: Row that holds the sequence.
-      last_B: Index in that row of the sequence's last token.
+      row_B: Row that contains the sequence.
+      last_B: Index of the sequence's last token in its row.
     """
     return token_scores(params, hidden_RWD[row_B, last_B])
 
 
 def token_scores(params: Params, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch"]:
-    """Scores by the score head, or values by the value head, at every token."""
+    """Compute scores by the score head, or values by the value head, at every token."""
     return jnp.einsum("...D,D->...", hidden_D.astype(jnp.float32), params["head"].astype(jnp.float32))
 
 
 def _shift(predicted_RW: Array) -> Array:
-    """From the index that predicts a token to the index of the token."""
+    """Move predictions from the index of the predicting token to the index of the predicted token."""
     return jnp.pad(predicted_RW[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (predicted_RW.ndim - 2)))

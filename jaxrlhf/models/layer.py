@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention and the MLP, each added to the residual stream."""
+"""Decoder layer: attention and the MLP, each added to the residual stream."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,17 +43,17 @@ def layer_rows(
     borrowed: Prefix | None = None,
     input_RWP: Array | None = None,
 ):
-    """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
+    """Run a layer over packed rows with segments or shared prefixes, or over a chunk of prompts.
 
-    Images of `BothWays` are seen whole by each of their tokens.
+    With `BothWays`, each image token sees all tokens of its image.
 
     Args:
-      config: The model as the layer's stack sees it.
-      borrowed: Keys and values of another layer, for one that has none of its own.
-      input_RWP: The layer's own input; None of models whose layers have none.
+      config: Configuration as the layer's stack sees it (`ModelConfig.of_stack`).
+      borrowed: Keys and values of another layer, for a layer that makes none.
+      input_RWP: The layer's own input; None if layers have none.
 
     Returns:
-      The hidden states, the layer's keys and values as the cache keeps them or its states, and its router's outputs
+      The hidden states; the layer's keys and values as the cache keeps them, or its states; and its router's outputs
       or None.
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
@@ -105,7 +105,7 @@ def layer_rows(
 
 
 def _exchange_of(config: ModelConfig, execution: Execution) -> HeadExchange:
-    """Exchange of tokens for the heads of a layer's attention."""
+    """Return the token-head exchange (context parallelism) of a layer's attention."""
     kv_heads = config.num_kv_heads * execution.kv_copies(config.num_kv_heads)
     kv_heads = config.num_heads if config.latent is not None else kv_heads
     return HeadExchange(execution, kv_heads, config.num_heads // kv_heads)
@@ -119,7 +119,7 @@ def _linear_rows(
     execution: Execution,
     input_RWD: Array,
 ) -> tuple[Array, LayerState | None]:
-    """Linear attention of a normed input, `[R, W, V, U]`, and the states after it."""
+    """Run linear attention over a normed input. Return its output `[R, W, V, U]` and the states after the rows."""
     exchange = HeadExchange(execution, linear.key_heads)
     projected = Projected(*map(exchange.keys, linear_attention.project(linear, weights, input_RWD)))
     mixing = jax.tree.map(exchange.weights, linear_attention.mixer_weights(linear, weights))
@@ -150,12 +150,12 @@ def layer_slots(
     *,
     input_B1P: Array | None = None,
 ):
-    """Run a layer over one token per slot, whose keys and values become entry `entry_B` of the cache.
+    """Run a layer over one token per slot. The token's key and value become entry `entry_B` of the cache.
 
     Args:
-      config: The model as the layer's stack sees it.
-      stored: Cache of the layer, or of the one that it borrows from: then nothing is written.
-      working_B: False for slots whose state stays as it is, in layers that have states.
+      config: Configuration as the layer's stack sees it (`ModelConfig.of_stack`).
+      stored: Cache of the layer, or of the layer that it borrows from. A borrowed cache is not written to.
+      working_B: False for slots whose state stays unchanged, in layers with states.
 
     Returns:
       The hidden states, the layer's cache, and its router's outputs or None.
@@ -186,7 +186,7 @@ def layer_slots(
 def _linear_slots(
     weights: Params, config: ModelConfig, stored: LayerState, working_B: Array | None, input_B1D: Array
 ) -> tuple[Array, LayerState]:
-    """Linear attention of one token of every slot, and the states after it."""
+    """Run linear attention over one token of every slot. Return its output and the new states."""
     assert config.linear is not None and working_B is not None, "only layers with linear attention have states"
     projected = linear_attention.project(config.linear, weights, input_B1D)
     mixing = linear_attention.mixer_weights(config.linear, weights)
@@ -195,7 +195,7 @@ def _linear_slots(
 
 
 def _gated(mixed_RWNH: Array, gate_RWNH: Array | None) -> Array:
-    """Mixed heads times the sigmoid of their gates."""
+    """Multiply the output of attention heads by the sigmoid of their gates."""
     return mixed_RWNH if gate_RWNH is None else mixed_RWNH * jax.nn.sigmoid(gate_RWNH)
 
 
@@ -208,13 +208,15 @@ def _block(
     router: RouterInputs,
     input_RWP: Array | None,
 ) -> tuple[Array, Any, RouterOutputs | None]:
-    """Attention, the MLP and what the layer makes of its own input, each added to the residual stream.
+    """Add attention, the MLP and the product with the layer's own input to the residual stream.
 
-    Of several streams all is added to the first, by which the others are corrected; the layer's input to the others.
+    With several streams, attention and the MLP are added to the first stream, which then corrects all streams. The
+    product with the layer's own input is added to the other streams.
 
     Args:
-      hidden_RWC: The residual stream, or several beside each other.
-      mix: Attention of the tokens of a normed input, `[R, W, N, H]` of its own heads, and what it keeps of them.
+      hidden_RWC: Residual stream, or several streams side by side.
+      mix: Attention as a function of a normed input. It returns the output of each head, `[R, W, N, H]`, and the
+        keys and values or states to keep.
     """
 
     def before(part: str) -> Array:
@@ -254,7 +256,7 @@ def _block(
 
 
 def _augmented(layer: Params, config: ModelConfig, normed_RWD: Array) -> Array:
-    """A layer's normed input, and a normed product of it with two narrow matrices.
+    """Return a layer's normed input plus a normed product of the input with two narrow matrices.
 
     Source: Menghani et al. 2024 (LAuReL, arXiv:2411.07501), section 2.
     """
@@ -264,12 +266,12 @@ def _augmented(layer: Params, config: ModelConfig, normed_RWD: Array) -> Array:
 
 
 def repeat_heads(head_KH: Array, copies: int) -> Array:
-    """`[..., K, H]` key-value heads, each so many times in a row, beside the query heads that read them."""
+    """Repeat each key-value head of `[..., K, H]` `copies` times in a row, to match the query heads that read it."""
     return head_KH if copies == 1 else jnp.repeat(head_KH, copies, axis=-2)
 
 
 def _flag(layer: Params, name: str) -> Array | None:
-    """One of `LAYER_FLAGS` of this layer; None where all layers are alike."""
+    """Return one of `LAYER_FLAGS` for this layer; None if all layers are alike."""
     return layer[name][0] if name in layer else None
 
 
@@ -286,9 +288,9 @@ def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
 def _heads(
     layer: Params, config: ModelConfig, input_RWD: Array, turns: Rotations, execution: Execution
 ) -> tuple[Array, Array | None, Prefix | None]:
-    """Rotated queries of a layer's input, their gates, and its rotated keys and values, or the latents that keep them.
+    """Return rotated queries of a layer's input, their gates, and its rotated keys and values, or its latents.
 
-    There are gates only where a model has them, and no keys and values of layers that borrow them.
+    Gates are None in models without attention gates. Keys and values are None in layers that borrow them.
     """
     flag = _flag(layer, "slides")
     slides = config.sliding_window is not None if flag is None else flag
@@ -326,7 +328,7 @@ def _heads(
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:
-    """Norm of each head, or of all heads as one."""
+    """Normalize each head, or all heads as one vector."""
     if not config.qk_norm_across_heads:
         return norm(config, head_RWNH, weight)
     whole_RWC = head_RWNH.reshape(*head_RWNH.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Products of activations with weights, which may be quantised and may have an adapter, and functions of them."""
+"""Products of activations with weights, which may be quantized and may have an adapter; activation functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-"""Functions of gates and inner layers by name."""
+"""Activation functions by name."""
 
 
 @struct.dataclass
 class Adapter:
-    """A low-rank change of a weight: `scale * down @ up`.
+    """Low-rank adapter of a weight, which adds `scale * down @ up`.
 
     Attributes:
-      down: The weight's input dimensions, then the rank.
-      up: The rank, then the weight's output dimensions.
+      down: Array of the weight's input dimensions, then the rank.
+      up: Array of the rank, then the weight's output dimensions.
     """
 
     down: Any
@@ -38,7 +38,7 @@ class Adapter:
 
 @struct.dataclass
 class Adapted:
-    """A weight with its adapter, in the weight's place in the tree."""
+    """Weight with its adapter, in the weight's place in the parameter tree."""
 
     weight: Any
     adapter: Adapter
@@ -50,11 +50,11 @@ Weight = Array | Quantized | Adapted
 def project(input_D: Array, weight: Weight | cpu.Transposed, *, dims: int = 1) -> Array:
     """Contract the last `dims` dimensions of the input with the first of the weight, in the input's dtype.
 
-    An adapter is applied beside its weight; their sum is never made:
+    An adapter is applied next to its weight; their sum is never computed:
 
         y = x W + (scale * (x down)) up
 
-    Kept dimensions become one on either side, so that forward and backward passes are plain matrix products.
+    The other dimensions are flattened to one, so that forward and backward passes are plain matrix products.
     """
     if isinstance(weight, Adapted):
         adapter = weight.adapter
@@ -70,10 +70,10 @@ def project(input_D: Array, weight: Weight | cpu.Transposed, *, dims: int = 1) -
 
 
 def few_rows_layout(weight: Weight, *, dims: int = 1) -> Weight | cpu.Transposed:
-    """A weight as products of few tokens read it fastest.
+    """Convert a weight to the layout that is fastest for products with few tokens.
 
     Args:
-      dims: Number of its input dimensions.
+      dims: Number of the weight's input dimensions.
     """
     if isinstance(weight, Adapted):
         return Adapted(few_rows_layout(weight.weight, dims=dims), weight.adapter)
@@ -87,21 +87,22 @@ def _few_rows_layout(weight: Array, dims: int) -> Array:
 
 @cpu.variant(cpu.few_rows_product)
 def few_rows_product(input_TD: Array, weight_FD: Array, dtype: Any = None) -> Array:
-    """`input @ weight.T` of few rows."""
+    """Compute `input @ weight.T` for few rows."""
     return jnp.einsum("TD,FD->TF", input_TD, weight_FD, preferred_element_type=dtype)
 
 
 @cpu.variant(cpu.transposed_product)
 def transposed_product(input_TD: Array, change_TF: Array, dtype: Any) -> Array:
-    """`input.T @ change`, the gradient of a weight."""
+    """Compute `input.T @ change`, the gradient of a weight."""
     return jnp.matmul(input_TD.T, change_TF, preferred_element_type=dtype)
 
 
 def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]) -> Weight:
-    """Weights of one input as one; the ranks of their adapters lie one after another.
+    """Join weights with the same input into one weight; the ranks of their adapters are concatenated.
 
     Args:
-      join: Puts weights, or what is shaped like them but for their inputs, side by side along their outputs.
+      join: Function that puts arrays side by side along their outputs: weights, or arrays with other input
+        dimensions and the outputs of the weights.
     """
     adapters = {place: weight.adapter for place, weight in enumerate(weights) if isinstance(weight, Adapted)}
     plain = [weight.weight if isinstance(weight, Adapted) else weight for weight in weights]
@@ -110,7 +111,7 @@ def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]
         return joined
 
     def up(place: int) -> Array:
-        """Zero in the outputs of the others."""
+        """Return `up` of one adapter, with zeros in the outputs of the other weights."""
         up_R = adapters[place].up
         blocks = [jnp.zeros((len(up_R), *weight.shape[1:]), up_R.dtype) for weight in plain]
         return join([*blocks[:place], up_R, *blocks[place + 1 :]])
@@ -122,7 +123,7 @@ def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]
 
 @jax.custom_vjp
 def _frozen_product(input_TD: Array, weight: Quantized) -> Array:
-    # Tied to the input, or a loop over tokens would be given the floats of all layers at once.
+    # The barrier ties the weight to the input; otherwise a loop over tokens would get the floats of all layers at once.
     weight, input_TD = lax.optimization_barrier((weight, input_TD))
     return jnp.matmul(input_TD, weight.astype(input_TD.dtype).reshape(input_TD.shape[-1], -1))
 
@@ -132,7 +133,7 @@ def _frozen_forward(input_TD: Array, weight: Quantized) -> tuple[Array, Quantize
 
 
 def _frozen_backward(weight: Quantized, change_TF: Array) -> tuple[Array, None]:
-    # Its floats are made again, so that none wait for the backward pass.
+    # The weight is dequantized again, so that no floats are kept for the backward pass.
     weight_DF = weight.astype(change_TF.dtype).reshape(-1, change_TF.shape[-1])
     return jnp.matmul(change_TF, weight_DF.T), None
 
@@ -141,7 +142,7 @@ _frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
 @cpu.variant(cpu.product)
-# Or a cast and reshaped copy of every layer's weight would wait for the backward pass.
+# Without the checkpoint a cast and reshaped copy of every layer's weight would be kept for the backward pass.
 @jax.checkpoint
 def _product(input_TD: Array, weight: Array) -> Array:
     return jnp.matmul(input_TD, weight.astype(input_TD.dtype).reshape(input_TD.shape[-1], -1))

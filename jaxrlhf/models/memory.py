@@ -1,4 +1,4 @@
-"""Bytes that weights, activations and logits of a model take on a device, estimated."""
+"""Estimates of the memory that a model's weights, activations and logits take on a device."""
 
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.attention.attention_xla import LONG_ROW, TILE
@@ -7,30 +7,31 @@ from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
 
 FILLED_SHARE = 0.6
-"""Share of a device's memory up to which activations are kept rather than computed again; estimates are rough."""
+"""Share of a device's memory up to which activations are kept instead of recomputed; estimates are rough."""
 
 
 def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
-    """Return whether a device has room to spare for all layers' activations.
+    """Return whether a device has enough memory to keep all layers' activations.
 
     Args:
-      needed_bytes: Bytes held on a device during an update, all activations included.
+      needed_bytes: Bytes held on a device during an update, including all activations.
     """
     return needed_bytes < FILLED_SHARE * memory_bytes
 
 
 def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
-    """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
+    """Estimate the bytes per token that one layer keeps for its backward pass, without attention scores.
 
-    The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and these in
-    float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps, six in all, or
-    eight with a tanh in it. Experts keep the tokens that they are given, those of all devices that share them. Where
-    the layer is split compilers keep the residual stream twice (docs/accelerators.md has them beside this).
+    A layer keeps the residual stream six times and the input of each norm. Attention keeps queries, keys, values and
+    mixed heads, and the mixed heads in float32 as well. The MLP keeps six arrays (the gate, up, their product and the
+    intermediates of the gate's activation), or eight if the activation contains a tanh. Experts keep their input
+    tokens, from all devices that share the experts. If the layer is split, compilers keep the residual stream only
+    twice (docs/accelerators.md compares compilers with this estimate).
 
     Args:
-      itemsize: Bytes of an activation.
-      tensor: Ways the layer is split. The residual stream is whole on every device.
-      expert: Ways its experts are divided.
+      itemsize: Bytes of one number of an activation.
+      tensor: Number of ways that the layer is split. The residual stream is whole on every device.
+      expert: Number of ways that the experts are divided.
     """
     inner = mlp_numbers(model)
     normed = (model.num_heads * model.mean_head_dim + model.mean_kv_width) * model.qk_norm
@@ -44,23 +45,23 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
 
 
 def mlp_numbers(model: ModelConfig) -> float:
-    """Numbers that one token has inside of a layer's MLP, those of experts not included."""
+    """Return how many numbers one token keeps inside a layer's MLP, without routed experts."""
     return (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
 
 
 def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
-    """Bytes of one token, and of those that come to its experts, once for each expert that they go through."""
+    """Return the bytes per token of the inputs of experts: one copy for each chosen expert, from `expert` devices."""
     return 0.0 if model.experts is None else expert * model.experts.per_token * model.hidden_size * itemsize
 
 
 def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1) -> float:
-    """Bytes of one token's attention scores and weights in one layer, about.
+    """Estimate the bytes of one token's attention scores and weights in one layer.
 
-    Each token is compared with half of its row. Softmax is float32 whatever the activations are.
+    A token is compared with half of its row on average. Softmax is float32 in every activation dtype.
 
     Args:
-      row_tokens: Tokens of the row that attention runs over; 0 where a kernel has no scores in memory. Of a long
-        row they exist a tile at a time, beside sums in float32 of what is mixed.
+      row_tokens: Number of tokens of the row that attention runs over; 0 for a kernel without scores in memory. The
+        scores of a long row exist one tile at a time, next to float32 sums of the mixed heads.
     """
     if row_tokens < LONG_ROW:
         return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
@@ -69,27 +70,27 @@ def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: i
 
 
 def _heads(model: ModelConfig) -> float:
-    """Numbers in a token's queries, keys, values and mixed heads."""
+    """Return how many numbers a token's queries, keys, values and mixed heads have."""
     return 2 * model.num_heads * model.mean_head_dim + 2 * model.mean_kv_width
 
 
 def _inner(model: ModelConfig) -> float:
-    """Width of the MLP that a token meets; experts go through their tokens in blocks, of which none is kept."""
+    """Return the width of the MLP of every token. Routed experts do not count: they run in blocks that are not kept."""
     return model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
 
 
 def weights_held(model: AnyModel, head: Head, layout: Layout) -> float:
-    """Weights of a model that one device holds in the training layout."""
+    """Return the number of a model's weights that one device holds in the training layout."""
     replicated = replicated_weights(model, *_tensor_ways(layout)) if isinstance(model, ModelConfig) else 0
     return (model.num_parameters(head) + replicated) / layout.copy_devices
 
 
 def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
-    """Weights that the devices of one copy hold beyond the model's own: heads of keys and values that do not split.
+    """Return how many weights the devices of one model copy hold beyond the model's own: replicated key-value heads.
 
     Args:
-      tensor: Ways that every layer is split.
-      fewer: Ways that such heads are split where they cannot be split `tensor` ways; otherwise they are whole.
+      tensor: Number of ways that every layer is split.
+      fewer: Numbers of ways to try if key-value heads do not split `tensor` ways; if none fits, they are whole.
     """
     if model.latent is not None:
         return 0.0
@@ -104,19 +105,19 @@ def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
 
 
 def _head_ways(model: ModelConfig, *ways: int) -> int:
-    """Ways that heads of keys and values are split: the first that divides them, as `sharding.rules` has it."""
+    """Return the number of ways that key-value heads are split: the first that divides them, as in `sharding.rules`."""
     return next((count for count in ways if model.num_kv_heads % count == 0), 1)
 
 
 def _tensor_ways(layout: Layout) -> tuple[int, ...]:
-    """Ways that training may split heads: all of `tensor`, or the mesh axis that generation keeps of it."""
+    """Return the numbers of ways that training may split heads: `tensor`, or the part of it that generation uses."""
     return (layout.tensor, layout.generation_tensor) if layout.refines else (layout.tensor,)
 
 
 def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
-    """Weights of a model's adapters that one device holds in the training layout.
+    """Return the number of adapter weights that one device holds in the training layout.
 
-    Of a matrix, `tensor` splits the adapter's side towards heads or MLP, and `fsdp` the other.
+    `tensor` splits an adapter's side towards heads or the MLP, and `fsdp` splits the other side.
     """
     heads, mlp = model.num_heads * model.mean_head_dim / layout.tensor, model.mean_intermediate_size / layout.tensor
     kv_heads = model.mean_kv_width / _head_ways(model, *_tensor_ways(layout))
@@ -140,20 +141,22 @@ def training_activation_bytes(
     widened: float = 0.0,
     offloads: bool = False,
 ) -> float:
-    """Activations and logits of one device while it updates, about, and the weights gathered meanwhile.
+    """Estimate the bytes of activations, logits and gathered weights on one device during an update.
 
-    With rematerialisation one layer keeps its activations at a time, the others their input only.
-    Scores of one layer come with their gradients, and so do the logits. The head's are gone when the layers' come.
+    With rematerialization one layer at a time has its activations; the other layers keep only their input.
+    The scores of one layer exist together with their gradients, and so do the logits. The head's arrays are freed
+    before the backward pass of the layers allocates its arrays.
 
     Args:
       tokens: Number of tokens whose activations exist at a time on one device.
-      row_tokens: Tokens of the row that attention runs over.
-      idle_share: Turns of a pipeline in which a stage computes what nobody reads, over the others; it keeps them, too.
+      row_tokens: Number of tokens of the row that attention runs over.
+      idle_share: Pipeline turns in which a stage computes unused results, over its useful turns; both are kept.
       gathered: Bytes of weights that are gathered for layers, and for the head.
-      attended: Numbers of a token's mixed heads on a device where attention is not computed again: with shared prompts
-        rematerialisation keeps them beside each layer's input.
-      offloads: What rematerialisation keeps waits in host memory, but for the layer at work and the one on its way.
-      widened: Bytes by which a layer that is computed again is larger than one that keeps its activations.
+      attended: Numbers of a token's mixed heads on a device, if attention is not recomputed: with shared prompts,
+        rematerialization keeps them in addition to each layer's input.
+      offloads: True if the arrays that rematerialization keeps are in host memory, except those of two layers: the
+        current layer and the layer in transfer.
+      widened: Bytes by which a recomputed layer is larger than a layer that keeps its activations.
     """
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
@@ -162,8 +165,8 @@ def training_activation_bytes(
     if remat:
         kept = (min(layers, 2) if offloads else layers) * ((model.stream_width + attended) * itemsize)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
-    # Sorted by expert: tokens, their gradients, and what comes of them.
-    # Gradients of a long row take sums and tiles of their own.
+    # Arrays sorted by expert: tokens, their gradients, and the experts' outputs.
+    # The backward pass of a long row has sums and tiles in addition to those of the forward pass.
     working = layer * remat + scores * (1 + remat + (row_tokens >= LONG_ROW))
     working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     in_layers = tokens * working + gathered[0] + widened * remat
@@ -172,12 +175,12 @@ def training_activation_bytes(
 
 
 def _between_stages(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
-    """Bytes of a token that enters and leaves a pipeline: what stages are fed and give, one turn after another."""
+    """Return the bytes per token of the inputs and outputs of pipeline stages, over all turns."""
     return 5 * model.hidden_size * itemsize * (layout.stage > 1)
 
 
 def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
-    """Logits of one device that exist at a time, always float32; those of a head of one number are not counted."""
+    """Return the bytes of logits that exist at a time on one device, always float32; 0 for a value or score head."""
     if head != "lm":
         return 0.0
     return min(int(tokens), CHUNK_TOKENS) * model.vocab_size * 4 / (layout.stage * layout.tensor)
@@ -186,12 +189,12 @@ def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float)
 def inference_activation_bytes(
     model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int
 ) -> float:
-    """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
+    """Estimate the bytes of activations and logits on one device in a forward pass: one layer's attention or MLP."""
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     attention = _heads(model) * itemsize / layout.tensor + scores
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
-    # Parts of sums over tensor shards are there beside the sums.
+    # Partial sums of tensor shards exist alongside the sums.
     layer = (2 + 3 * (layout.tensor > 1)) * model.hidden_size * itemsize + max(attention, mlp)
     layer += _between_stages(model, layout, itemsize=itemsize)
     return tokens * layer + head_bytes(model, head, layout, tokens=tokens)

@@ -1,4 +1,4 @@
-"""A geometric mixture of two policies of one shape, token by token, to be generated from."""
+"""Geometric mixture of two policies of the same shape, as a model to generate from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,14 @@ from jaxrlhf.models.stack import unstack_layers
 
 @dataclass(frozen=True)
 class GeometricMixture(CausalLM):
-    """The next token's distribution is proportional to policy^(1 - share) * reference^share.
+    """Model whose next-token distribution is proportional to policy^(1 - share) * reference^share.
 
-    Its logits are (1 - share) of the policy's plus share of the reference's: the product of both hidden states side by
-    side, each scaled, with both tables side by side. Its cache has the layers of the policy, then those of the
-    reference. It has no stages.
+    Its logits are (1 - share) times the policy's logits plus share times the reference's logits. One product computes
+    them: both hidden states, scaled and concatenated, times both tables, concatenated. The cache has the layers of
+    the policy, then the layers of the reference. Pipeline stages are not supported.
 
     Attributes:
-      base: Shape of the two.
+      base: Configuration of both policies.
       share: Weight of the reference, from 0 to 1.
     """
 
@@ -42,10 +42,10 @@ class GeometricMixture(CausalLM):
 
     @classmethod
     def of(cls, base: AnyModel, share: float) -> "GeometricMixture":
-        """The mixture of two policies.
+        """Build the mixture of two policies.
 
         Raises:
-          Refusal: Their logits are no product of hidden states and a table, or their layers keep no keys and values.
+          Refusal: `base` is not a dense text decoder with uncapped logits, and with keys and values in all layers.
         """
         what = None
         if not isinstance(base, ModelConfig):
@@ -62,7 +62,7 @@ class GeometricMixture(CausalLM):
         return cls(base, share, "a mixture of two policies", *sizes)
 
     def joined(self, policy: Params, reference: Params) -> Params:
-        """Parameters of the mixture; those of the two are shared with it, and their tables are laid side by side."""
+        """Return the parameters of the mixture: the arrays of both policies, and both tables concatenated."""
         whole = _side_by_side(*(table(params, self.base) for params in (policy, reference)))
         return {"policy": policy, "reference": reference, "table": whole}
 
@@ -79,7 +79,7 @@ class GeometricMixture(CausalLM):
         return params["table"]
 
     def hidden_states(self, params: Params, *rows: Any, **how: Any) -> HiddenStates:
-        """Run both over packed rows."""
+        """Run both policies over packed rows."""
         each = [hidden_states(params[name], self.base, *rows, **how) for name in ("policy", "reference")]
         return HiddenStates(self._side_by_side(*(one.hidden_RWD for one in each)))
 

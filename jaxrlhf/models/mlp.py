@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: a gated MLP, or a mixture of experts."""
+"""Feed-forward part of a layer: a gated MLP, or a mixture of experts."""
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ def feed_forward(
     execution: Execution = ONE_DEVICE,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ) -> tuple[Array, RouterOutputs | None]:
-    """The gated MLP, or the mixture of experts in its place or beside it, and its router's outputs.
+    """Run the gated MLP, or a mixture of experts instead of it or next to it. Return the output and router outputs.
 
     Args:
-      plain_RWD: The input before its norm, of which experts that stand apart have a norm of their own.
+      plain_RWD: Input before its norm; experts next to the MLP (`Experts.apart`) apply their own norm to it.
       cut: See `gated`.
     """
     if config.experts is None or "router" not in mlp:
@@ -49,10 +49,11 @@ def feed_forward(
 
 
 def gated(mlp: Params, config: ModelConfig, normed_RWD: Array, *, cut: Array | None = None) -> Array:
-    """down(activation(gate(x)) * up(x)).
+    """Compute down(activation(gate(x)) * up(x)).
 
     Args:
-      cut: Standard deviations above a token's mean from which on a gate counts; minus infinity counts all, None too.
+      cut: Threshold of gates, in standard deviations above their token's mean (see `_largest`). Minus infinity or
+        None keeps all gates as they are.
     """
     gate_RWF = linear.project(normed_RWD, mlp["gate"])
     if cut is not None:
@@ -62,12 +63,13 @@ def gated(mlp: Params, config: ModelConfig, normed_RWD: Array, *, cut: Array | N
 
 
 def _largest(gate_RWF: Array, cut: Array) -> Array:
-    """Gates less mean + cut * deviation of their token, and 0 where that is negative.
+    """Subtract mean + cut * deviation of each token from its gates, and replace negative results by 0.
 
-    Source: Gemma 3n, as `activation_sparsity_pattern` in transformers: the share that a normal distribution has above.
+    Source: Gemma 3n, as `activation_sparsity_pattern` in transformers; the share of gates above the cut is that of a
+    normal distribution.
     """
     wide_RWF = gate_RWF.astype(jnp.float32)
     mean_RW1 = wide_RWF.mean(axis=-1, keepdims=True)
-    # Where all gates are alike, as those of zeros are, the root alone would have no finite gradient.
+    # If all gates are equal (of a zero input, for example), the root alone would have no finite gradient.
     deviation_RW1 = jnp.sqrt(jnp.maximum(jnp.square(wide_RWF - mean_RW1).mean(axis=-1, keepdims=True), 1e-30))
     return jax.nn.relu(wide_RWF - mean_RW1 - cut * deviation_RW1).astype(gate_RWF.dtype)

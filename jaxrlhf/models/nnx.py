@@ -1,4 +1,4 @@
-"""A causal language model that a user wrote as a `flax.nnx` module, as a `CausalLM`."""
+"""`CausalLM` of a user's own `flax.nnx` module."""
 
 import functools
 import math
@@ -22,22 +22,22 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.parameters import Param
 
 DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
-"""Names of dimensions that a layout splits; `layers` is not among them, because a module has no stages."""
+"""Names of dimensions that a layout splits; `layers` is not included, because a module has no pipeline stages."""
 
 
 @dataclass(frozen=True)
 class NnxModel(CausalLM):
-    """A module as functions of its `nnx.Param`s, which are the tree `{"module": {...}}`.
+    """Model that wraps a `flax.nnx` module. Its parameters are the module's `nnx.Param`s: `{"module": {...}}`.
 
-    All else that a module holds is as `build` makes it. It runs as `eval()` leaves it, without dropout.
+    All other state of the module is as `build` makes it. The module runs in `eval()` mode, without dropout.
 
-    A parameter is laid out by the dimension names that its `out_sharding` metadata gives
-    (`nnx.with_partitioning(init, ("embed", "mlp"))`): those of the decoder's, or None for a dimension
-    that stays whole. Without them a vector stays whole, and of anything larger the largest dimension
-    is split over `fsdp`; tensor shards then all hold and compute the same.
+    The `out_sharding` metadata of a parameter gives its dimension names
+    (`nnx.with_partitioning(init, ("embed", "mlp"))`): names of `DIM_NAMES`, or None for a dimension that stays whole.
+    Without metadata a vector stays whole, and a larger parameter is split over `fsdp` by its largest dimension;
+    all tensor shards then hold and compute the same numbers.
 
-    The module keeps no keys and values. Its cache is the tokens of each slot, and each new token
-    has it run over the whole sequence again.
+    The module keeps no keys and values. Its cache is the token ids of each slot, and every new token runs the module
+    over the whole sequence again.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -50,10 +50,10 @@ class NnxModel(CausalLM):
 
     @classmethod
     def of(cls, settings: Nnx) -> "NnxModel":
-        """The model of a configuration, looked at without computing anything.
+        """Build the model from settings. The module's shapes are traced, and nothing is computed.
 
         Raises:
-          Refusal: `build` makes no module, or one without the two functions that are needed.
+          Refusal: `build` returns no module, or a module whose call and `head()` are missing or return wrong shapes.
         """
         kind = ""
 
@@ -110,7 +110,7 @@ class NnxModel(CausalLM):
         return HiddenStates(execution.split_rows(hidden_RWD))
 
     def empty_cache(self, *, slots: int, capacity: int, execution: Execution = ONE_DEVICE) -> list[LayerCache]:
-        """One layer with one head, whose key and value at a position are the token there."""
+        """Return a cache of one layer with one head; key and value at a position are the token id there."""
         return [
             LayerCache(jnp.zeros((slots, 1, 1, capacity), jnp.int32), jnp.zeros((slots, 1, capacity, 1), jnp.int32))
         ]
@@ -149,14 +149,14 @@ class NnxModel(CausalLM):
         return DecodeOutput(self._last(params, stored.key_BKHS[:, 0, 0], position_B, execution), [stored])
 
     def _last(self, params: Params, token_BS: Array, last_B: Array, execution: Execution) -> Array:
-        """The hidden state of the last token of each row."""
+        """Return the hidden state of the last token of each row."""
         position_BS = jnp.broadcast_to(jnp.arange(token_BS.shape[1]), token_BS.shape)
         segment_BS = (position_BS <= last_B[:, None]).astype(jnp.int32)
         hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, execution=execution).hidden_RWD
         return jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
 
     def _module(self, params: Params, dtype: Any = jnp.float32) -> Any:
-        """The module with these parameters; matrices in `dtype`. What it drew for itself is never computed."""
+        """Build the module with these parameters, matrices in `dtype`. Its random initial values are never computed."""
         module = _built(self.build, jax.random.key(0))
         for path, variable in _variables(module).items():
             leaf = params["module"][path]
@@ -165,7 +165,7 @@ class NnxModel(CausalLM):
 
 
 def _built(build: Callable[[nnx.Rngs], nnx.Module], key: Any) -> Any:
-    with nnx.use_eager_sharding(False):  # dimension names are no mesh axes; a layout says what they are split over
+    with nnx.use_eager_sharding(False):  # dimension names are no mesh axes; the layout maps the names to axes
         module = build(nnx.Rngs(key))
     if not isinstance(module, nnx.Module) or not callable(module) or not hasattr(module, "head"):
         raise Refusal(
@@ -177,14 +177,14 @@ def _built(build: Callable[[nnx.Rngs], nnx.Module], key: Any) -> Any:
 
 
 def _variables(module: nnx.Module) -> dict[str, nnx.Variable]:
-    """The parameters of a module, by their path."""
+    """Return the parameters of a module by path."""
     found = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
     return {".".join(map(str, path)): variable for path, variable in found}
 
 
 @functools.cache
 def _declared(build: Callable[[nnx.Rngs], nnx.Module]) -> Mapping[str, Param]:
-    """Shape and dimension names of each parameter, by its path."""
+    """Return the shape and dimension names of each parameter by path."""
     names: dict[str, Any] = {}
 
     def shapes() -> dict[str, Any]:

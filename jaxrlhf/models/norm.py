@@ -1,4 +1,4 @@
-"""The norm of every layer."""
+"""RMS norm of every layer."""
 
 from functools import partial
 
@@ -14,10 +14,10 @@ from jaxrlhf.models.kernels import cpu
 def norm(
     config: ModelConfig, input_D: Float[Array, "*batch D"], weight_D: Float[Array, "D"], *, eps: float | None = None
 ) -> Float[Array, "*batch D"]:
-    """RMS norm x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32.
+    """Apply the RMS norm x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32.
 
     Args:
-      eps: Number under the root; None is the model's.
+      eps: Number added under the root; None is the model's `rms_norm_eps`.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467), eq. 4.
     """
@@ -26,10 +26,10 @@ def norm(
 
 
 @cpu.variant(cpu.rms_norm)
-# Or a float32 copy of every input would wait for the backward pass.
+# Without the checkpoint a float32 copy of every input would be kept for the backward pass.
 @partial(jax.checkpoint, static_argnums=(2,))
 def rms_norm(input_D: Array, scale_D: Array, eps: float) -> Array:
-    """RMS norm with a float32 scale."""
+    """Apply the RMS norm with a float32 scale."""
     wide_D, scale_D = input_D.astype(jnp.float32), jnp.expand_dims(scale_D, tuple(range(input_D.ndim - 1)))
     inverse_1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_D), axis=-1, keepdims=True) + eps)
     return (wide_D * inverse_1 * scale_D).astype(input_D.dtype)

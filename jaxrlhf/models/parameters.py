@@ -1,8 +1,8 @@
-"""Every parameter of a model, declared once.
+"""Declaration and random initialization of every parameter of a model.
 
-`declare` is the one place that knows shapes, dimension names and initialisers. Random
-initialisation, sharding rules, Hugging Face import and export read it. Layers are stacked
-on a leading `L` dimension so that one scan runs them.
+`declare` is the only place that defines shapes, dimension names and initializers. Random initialization, sharding
+rules, and Hugging Face import and export read it. Layers are stacked on a leading `L` dimension, so that one scan
+runs them.
 """
 
 from dataclasses import replace
@@ -33,14 +33,14 @@ from jaxrlhf.models.vision.parameters import declare_tower
 from jaxrlhf.sharding.rules import Dim
 
 VISION = "vision"
-"""Name of the tower among the decoder's parameters."""
+"""Name of the vision tower in the decoder's parameter tree."""
 
 
 @causal_lm_method
 def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
-    """The tree of `Param` of a model with the given head.
+    """Return the tree of `Param` of a model with the given head.
 
-    A tied language model has no `head`; a value or score head is one vector that starts at zero.
+    A language model with tied embeddings has no `head`. A value or score head is one vector that starts at zero.
     """
     stack_of, plain = config.pattern.stack_of(), _alike(config)
     tree: dict[str, Any] = {
@@ -66,7 +66,7 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
 
 
 def _alike(config: ModelConfig) -> ModelConfig:
-    """The model without what tells layers apart."""
+    """Return the configuration without the settings that make layers differ."""
     return replace(
         config,
         dense_layers=0,
@@ -81,7 +81,7 @@ def _alike(config: ModelConfig) -> ModelConfig:
 
 
 def _apart(config: ModelConfig, stack: str, count: int) -> dict[str, Any]:
-    """Layers of one of the stacks that windows tell apart, of which some make no keys or no values of their own."""
+    """Declare one stack of a model with `full_heads`; some stacks make no keys or no values of their own."""
     assert config.full_heads is not None
     layers = _layers(replace(config.of_stack(stack), num_layers=count))
     absent = {"value"} if stack == LAYERS and config.full_heads.values_are_keys else set()
@@ -90,14 +90,14 @@ def _apart(config: ModelConfig, stack: str, count: int) -> dict[str, Any]:
 
 
 def _table(config: ModelConfig) -> Param:
-    """Embedding or head: drawn so that logits start with variance 1."""
+    """Declare the embedding or the head, initialized so that logits start with variance 1."""
     rows = padded_rows(config.vocab_size)
     padding = rows - config.vocab_size
     return Param((rows, config.hidden_size), ("vocab", "embed"), fan_in=config.hidden_size, padding=padding)
 
 
 def _unit(config: ModelConfig) -> Literal["zeros", "ones"]:
-    """Initialiser of norms, which scale by one."""
+    """Return the initializer of norms, with which they scale by one."""
     return "zeros" if config.unit_offset else "ones"
 
 
@@ -106,13 +106,13 @@ def _norm(config: ModelConfig, width: int) -> Param:
 
 
 def _norms(config: ModelConfig) -> dict[str, Param]:
-    """Norms before attention and the MLP, after them, or both."""
+    """Declare the norms before attention and the MLP, after them, or both."""
     kinds = {"pre": ("norm",), "post": ("output_norm",), "sandwich": ("norm", "output_norm")}[config.norms]
     return {f"{part}_{kind}": _norm(config, config.hidden_size) for part in ("attention", "mlp") for kind in kinds}
 
 
 def _layers(config: ModelConfig) -> dict[str, Any]:
-    """All layers of a model whose layers are alike."""
+    """Declare all layers of a model whose layers are alike."""
     experts = config.experts
     return {
         **declare_in_layers(config),
@@ -123,7 +123,7 @@ def _layers(config: ModelConfig) -> dict[str, Any]:
 
 
 def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str, Param]:
-    """Both matrices of a product of two that make queries, or keys and values, are split by what they sum over."""
+    """Declare latent attention. Each matrix that makes queries, keys or values has `embed` as its input dimension."""
     layers, width, heads, rank = config.num_layers, config.hidden_size, config.num_heads, latent.rank
     key_value = config.head_dim - latent.rope_dim + latent.value_dim
     by_head = ("layers", "embed", "heads", "head_dim")
@@ -144,7 +144,7 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
 
 
 def _indexer(index: Indexer, *, layers: int, width: int, into: int) -> dict[str, Param]:
-    """Parameters of what chooses tokens to attend to: no gradient passes through a choice, so they stay as they are."""
+    """Declare the indexer of sparse attention. No gradient passes through its choice of tokens, so it is fixed."""
     by_index: tuple[Dim, ...] = ("layers", "embed", None)
     return {
         "index_query": Param((layers, into, index.heads, index.head_dim), (*by_index, None), fan_in=into, fixed=True),
@@ -156,10 +156,10 @@ def _indexer(index: Indexer, *, layers: int, width: int, into: int) -> dict[str,
 
 
 def _linear_attention(config: ModelConfig, linear: LinearAttention) -> dict[str, Param]:
-    """Queries, keys and values of each key head, and of each of its R value heads a gate, a rate and a decay.
+    """Declare linear attention: queries, keys and values of key heads, and a gate, rate and decay of each value head.
 
-    They are vectors where generation keeps float32. A state space's rate is made of its decay's, its convolution has
-    biases, and each value head a share of its input.
+    Parameters that generation keeps in float32 are declared as vectors. A state space computes its rate from its
+    decay. Its convolution has biases, and each of its value heads adds its values to its output with a `skip` factor.
     """
     layers, width, key_heads, value_heads = config.num_layers, config.hidden_size, linear.key_heads, linear.value_heads
     key_dim, value_dim, kernel, group = linear.key_dim, linear.value_dim, linear.kernel, value_heads // linear.key_heads
@@ -202,7 +202,7 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
         for name, (dim, count) in heads.items()
     }
     inner = config.num_heads * head_dim
-    if config.attention_gate:  # beside each query
+    if config.attention_gate:  # each query is followed by its gate
         gated = (layers, width, config.num_heads, 2 * head_dim)
         tree["query"] = replace(tree["query"], shape=gated)
     output = (layers, config.num_heads, head_dim, width)
@@ -233,7 +233,7 @@ def _mlp(config: ModelConfig, inner: int) -> dict[str, Any]:
 
 
 def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
-    """Experts side by side on a dimension after the layers, what all tokens share beside them, and the router."""
+    """Declare the experts (stacked on a dimension after the layers), the shared MLP of all tokens, and the router."""
     layers, width, count, inner = config.num_layers, config.hidden_size, experts.count, experts.intermediate_size
     wide = Param((layers, count, width, inner), ("layers", "experts", "expert_embed", "mlp"), fan_in=width)
     tall = Param((layers, count, inner, width), ("layers", "experts", "mlp", "expert_embed"), fan_in=inner)
@@ -262,17 +262,17 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
 
 @causal_lm_method
 def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
-    """Random float32 parameters: weights normal(0, 1 / fan_in), norms that scale by one, biases and scalar heads zero.
+    """Sample float32 parameters: normal(0, 1 / fan_in) weights, norms of scale one, zero biases and scalar heads.
 
     Source: LeCun et al. 1998 (Efficient BackProp), section 4.6.
 
-    Pure, so `jax.jit(..., out_shardings=...)` draws each device's shard in place.
+    The function is pure, so `jax.jit(..., out_shardings=...)` samples each device's shard in place.
     """
     return draw(declare(config, head), key)
 
 
 def draw(declared: Any, key: PRNGKeyArray | UInt32[Array, "2"]) -> Any:
-    """Random float32 arrays for any tree of `Param`."""
+    """Return random float32 arrays for any tree of `Param`."""
     leaves, structure = jax.tree.flatten(declared)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(structure, [_draw(param, each) for param, each in zip(leaves, keys, strict=True)])
@@ -290,15 +290,15 @@ def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
 
 
 def param_dims(config: AnyModel, head: Head) -> dict[str, Any]:
-    """Tree of the parameters' dimension names, a tuple in place of an array."""
+    """Return the tree of the parameters' dimension names, a tuple in place of each array."""
     return jax.tree.map(lambda param: param.dims, declare(config, head))
 
 
 def param_shapes(config: AnyModel, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Tree of `jax.ShapeDtypeStruct`s, for planning memory and layouts without arrays."""
+    """Return the tree of `jax.ShapeDtypeStruct`s, for planning memory and layouts without arrays."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(config, head))
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A parameter's place in the tree as text, such as `layers.attention.query`."""
+    """Return a parameter's path in the tree as text, such as `layers.attention.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,9 +1,9 @@
-"""Layers divided over pipeline stages: each stage holds consecutive layers and runs only those.
+"""Pipeline parallelism: each stage holds consecutive layers and runs only these layers.
 
-What belongs to stages lies one stage after the other along the first dimension, which is
-split over the stage axes: stacked parameters so hold `L / stages` layers on each stage. Inside
-`jax.shard_map` over these axes a stage sees its own part in its ordinary shape, so the code
-of a layer knows nothing of stages; all other mesh axes are left to the compiler.
+Arrays that are divided over stages have one stage after another along their first dimension, which is split over the
+stage axes. Stacked parameters therefore have `L / stages` layers on each stage. Inside `jax.shard_map` over these
+axes a stage sees its own part in its ordinary shape, so the code of a layer does not depend on stages. All other
+mesh axes are left to the compiler.
 
 Source: Huang et al. 2019 (GPipe, arXiv:1811.06965), section 2.
 """
@@ -23,14 +23,14 @@ from jaxrlhf.batch import Array
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages in the order of their index over `axes`; build it by `pipeline_over`.
+    """Pipeline stages, in the order of their index over `axes`. Build it with `pipeline_over`.
 
     Attributes:
-      mesh: Auto axes.
+      mesh: Mesh with auto axes.
       axes: Mesh axes that divide the layers.
       row_axes: Mesh axes that split rows (or slots).
-      weight_axes: The last of `row_axes`, those that split each layer's weights as well. Over the
-        others weights are whole, and their gradient is summed once instead of for every microbatch.
+      weight_axes: Last axes of `row_axes`, which also split each layer's weights. Over the other row axes weights are
+        whole, and their gradient is summed once instead of for every microbatch.
     """
 
     mesh: Mesh | AbstractMesh
@@ -40,7 +40,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Number of parts that the layers are divided into."""
+        """Number of pipeline stages."""
         return self.size(self.axes)
 
     @property
@@ -49,11 +49,11 @@ class Pipeline:
         return tuple(axis for axis in self.row_axes if axis not in self.weight_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Product of the sizes of mesh axes."""
+        """Return the product of the sizes of mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def microbatches(self, rows: int) -> int:
-        """Parts that `rows` are cut into, to keep stages busy: the most, up to four per stage, that divide evenly.
+        """Return the number of microbatches of `rows`: the most, up to four per stage, that divide each device's rows.
 
         A stage idles for (stages - 1) / (microbatches + stages - 1) of the time.
 
@@ -67,21 +67,21 @@ class Pipeline:
         return pipeline_parts(rows // ways, stages=self.stages)
 
     def on_stages(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` run by every stage on its own part; axes that the specs do not name stay the compiler's."""
+        """Wrap `function` so that every stage runs it on its part; axes outside the specs are left to the compiler."""
         named = {axis for spec in jax.tree.leaves((in_specs, out_specs)) for axis in jax.tree.leaves(tuple(spec))}
         axes = named | set(self.axes)
-        # Kernels inside do not say over which axes their results vary, which the check would want to know. What is
-        # differentiated is split over all of these axes, so that no gradient has to be summed over one of them.
+        # The check is off, because kernels do not declare over which axes their results vary. All differentiated
+        # arrays are split over all of these axes, so no gradient has to be summed over any of them.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
 
     def to_next(self, array: Array) -> Array:
-        """Every stage's array on the stage after it; zeros on the first."""
+        """Send every stage's array to the next stage; the first stage gets zeros."""
         return lax.ppermute(array, self.axes, [(stage, stage + 1) for stage in range(self.stages - 1)])
 
     def only_last(self, array: Array) -> Array:
-        """The last stage's array, zeros on the others; with a first dimension for the stages."""
+        """Return the last stage's array, and zeros on the other stages, with a leading dimension for the stages."""
         last = lax.axis_index(self.axes) == self.stages - 1
         return jnp.where(last, array, jnp.zeros((), array.dtype))[None]
 
@@ -89,10 +89,10 @@ class Pipeline:
 def pipeline_over(
     mesh: Mesh | AbstractMesh, axes: tuple[str, ...], *, row_axes: tuple[str, ...], weight_axes: tuple[str, ...] = ()
 ) -> Pipeline | None:
-    """The pipeline whose stages are the devices along `axes`; None where that is one stage.
+    """Return the pipeline whose stages are the devices along `axes`; None if there is only one stage.
 
     Raises:
-      ValueError: The mesh has no such axis, or `row_axes` do not end with `weight_axes`.
+      ValueError: The mesh lacks one of the axes, or `row_axes` do not end with `weight_axes`.
     """
     unknown = [axis for axis in (*axes, *row_axes) if axis not in mesh.shape]
     if unknown:
@@ -110,16 +110,16 @@ def pipeline_forward(
     hidden_RWD: Array,
     rows: Any,
 ) -> tuple[Array, Any]:
-    """Run stacked layers over rows, microbatch after microbatch through the stages.
+    """Run stacked layers over rows, one microbatch after another through the stages.
 
-    At tick t, stage s works on microbatch t - s and hands it on. Weights that `weight_axes`
-    split are gathered at every tick.
+    At tick t, stage s computes microbatch t - s and sends it to the next stage. Weights that `weight_axes` split are
+    gathered at every tick.
 
     Args:
-      stack: `(layers, hidden_RWD, rows) -> (hidden_RWD, extra)` for any number of layers and rows;
-        leaves of `extra` are `[layers, rows, ...]`.
-      layers: Stacked on the first dimension, which the stages divide evenly.
-      rows: Tree of `[R, ...]` arrays, which are not differentiated.
+      stack: Function `(layers, hidden_RWD, rows) -> (hidden_RWD, extra)` for any number of layers and rows; leaves of
+        `extra` are `[layers, rows, ...]`.
+      layers: Tree of arrays stacked on the first dimension, which the stages divide evenly.
+      rows: Tree of `[R, ...]` arrays that are not differentiated.
     """
     if pipeline is None:
         return stack(layers, hidden_RWD, rows)
@@ -134,7 +134,7 @@ def pipeline_forward(
 
         def tick(received_RWD, now):
             index, fed_RWD = now
-            # Before its first microbatch and after its last a stage computes what nobody reads.
+            # Before its first microbatch and after its last one, a stage computes results that are not used.
             microbatch = jnp.clip(index - stage, 0, count - 1)
             stage_rows = jax.tree.map(
                 lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False), rows_RM
@@ -152,9 +152,9 @@ def pipeline_forward(
     of_layers, of_rows = PartitionSpec(row_axes, stage_axes), PartitionSpec(row_axes)
     both = PartitionSpec(stage_axes, row_axes)
     run = pipeline.on_stages(on_stage, (of_layers, both, of_rows), (both, both))
-    # A copy for each place, none of which is moved: their gradients are summed over the places once, after all ticks.
+    # One copy of the layers per replica, none of them moved: gradients are summed over replicas once, after all ticks.
     layers = jax.tree.map(lambda leaf: _copies(leaf, replicas), layers)
-    # Every count-th row, so that each device finds its share of a microbatch among its own rows.
+    # A microbatch takes every count-th row, so that each device's share of the microbatch is among its own rows.
     hidden_RMWD, rows_RM = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (hidden_RWD, rows))
     done, extra = run(layers, _copies(hidden_RMWD, stages), rows_RM)
     return _sum(done), extra
@@ -170,13 +170,13 @@ def pipeline_decode(
 ) -> tuple[Array, Any]:
     """Run layers that keep a state over one token per slot, one stage after another.
 
-    Stages buy memory here, not speed: one works while the others wait. Groups of slots in turn
-    would keep all busy, but each group reads the stage's weights again and has to be sliced out
-    of the cache at every token, and decoding is bound by just these reads.
+    Stages save memory here, not time: one stage works while the others wait. Groups of slots in turn would keep all
+    stages busy. But each group would read the stage's weights again, and would have to be sliced out of the cache at
+    every token. Decoding is bound by exactly these reads.
 
     Args:
-      stack: `(layers, state, hidden_B1D, slots, working) -> (hidden_B1D, state)`; where `working` is False
-        the stage waits and must leave `state` as it is.
+      stack: Function `(layers, state, hidden_B1D, slots, working) -> (hidden_B1D, state)`; if `working` is False the
+        stage waits and must leave `state` unchanged.
       layers: Layers of all stages.
       state: State of all stages.
       slots: Tree of arrays, the same on every stage.
@@ -186,8 +186,8 @@ def pipeline_decode(
         stage = lax.axis_index(pipeline.axes)
         hidden_B1D = hidden_1B1D[0]
         for turn in range(pipeline.stages):
-            # Idle stages compute as well: they would wait for the working one either way, and a
-            # branch with collectives on some devices only is what not every backend can run.
+            # Idle stages compute as well: they would wait for the working stage either way, and not every backend can
+            # run a branch with collectives on only some devices.
             if turn:
                 hidden_B1D = pipeline.to_next(hidden_B1D)
             hidden_B1D, state = stack(layers, state, hidden_B1D, slots, stage == turn)
@@ -204,22 +204,23 @@ def _copies(array: Array, count: int) -> Array:
 
 
 def _sum(parts: Array) -> Array:
-    """Result of `only_last`, whole on every stage."""
+    """Sum the result of `only_last` over the stages, so that it is whole on every stage."""
     # Outside shard_map, because XLA:CPU aborts on bfloat16 sums inside. Only one term is not zero,
     # so the sum is exact in any dtype; `jnp.sum` would send float32.
     return lax.reduce_sum(parts, axes=(0,))
 
 
 def _join(leaf: Array, *, dim: int) -> Array:
-    """`[M, ..., R, ...]` microbatches, rows at `dim`, to all rows in their order."""
+    """Join microbatches `[M, ..., R, ...]` with rows at `dim` into all rows in their original order."""
     before, after = leaf.shape[1:dim], leaf.shape[dim + 1 :]
     return jnp.moveaxis(leaf, 0, dim).reshape(*before, -1, *after)
 
 
 PIPELINE_PARTS_PER_STAGE = 4
-"""More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
+"""Most microbatches per stage. More would shorten an idle time that is already below a fifth, with matrices too small
+to be fast."""
 
 
 def pipeline_parts(rows: int, *, stages: int, per_stage: int = PIPELINE_PARTS_PER_STAGE) -> int:
-    """Parts that rows are cut into for a pipeline: the most, up to so many for each stage, that divide evenly."""
+    """Return the number of microbatches of `rows` rows: the most, up to `per_stage` per stage, that divide evenly."""
     return next(count for count in range(min(rows, per_stage * stages), 0, -1) if rows % count == 0)

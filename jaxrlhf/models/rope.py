@@ -1,7 +1,7 @@
-"""Rotary positions.
+"""Rotary positions (RoPE).
 
-Source: Su et al. 2021 (arXiv:2104.09864), section 3.2; halves are rotated, not interleaved
-pairs, as most checkpoints in Hugging Face format expect.
+Source: Su et al. 2021 (arXiv:2104.09864), section 3.2. Halves are rotated, not interleaved pairs, as most checkpoints
+in Hugging Face format expect.
 """
 
 import math
@@ -28,14 +28,14 @@ from jaxrlhf.models.kernels import cpu
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angle of each position and each pair; `X` is half of what is rotated."""
+    """Cosines and sines of the angle of each position and each pair; `X` is half of the rotated width."""
 
     cos_RWX: Float32[Array, "R W X"]
     sin_RWX: Float32[Array, "R W X"]
 
 
 class Rotations(NamedTuple):
-    """Rotations of layers that see everything, and of those with a window if that differs.
+    """Rotations of layers without a window, and of layers with a window if they differ.
 
     Attributes:
       growth_RW: float32 factor of queries in all layers, by position; None is 1.
@@ -46,11 +46,11 @@ class Rotations(NamedTuple):
     growth_RW: Array | None = None
 
     def of_layer(self, slides: Bool[Array, ""] | bool, turns: Bool[Array, ""] | None = None) -> Rotation:
-        """Rotation of a layer that has the window or not.
+        """Return the rotation of a layer.
 
         Args:
-          slides: Flag of the layer, or of all layers of its stack.
-          turns: Flag of the layer, false if it does not rotate; None where all do.
+          slides: Flag of the layer, or of all layers of its stack; true if it has the window.
+          turns: Flag of the layer, false if it does not rotate; None if all layers rotate.
         """
         turn = self.full
         if self.sliding is not None and slides is True:
@@ -62,7 +62,7 @@ class Rotations(NamedTuple):
         return turn
 
     def grown(self, query_RWNH: Float[Array, "R W N H"]) -> Float[Array, "R W N H"]:
-        """Queries times the growth of their positions."""
+        """Multiply queries by the growth factor of their positions."""
         if self.growth_RW is None:
             return query_RWNH
         return (query_RWNH * self.growth_RW[:, :, None, None]).astype(query_RWNH.dtype)
@@ -75,11 +75,12 @@ def rotations(
     longest: int | None = None,
     turn_RW3: Int[Array, "R W 3"] | None = None,
 ) -> Rotations:
-    """The rotation of each position: angle = position * frequency, in float32.
+    """Compute the rotation of each position: angle = position * frequency, in float32.
 
     Args:
-      longest: Bound on the positions, where a decode loop may look rotations up in a table; None computes them.
-      turn_RW3: Time, row and column, of which each frequency has its own; None is the position in all three.
+      longest: Bound on the positions, with which a decode loop may look rotations up in a table; None computes them.
+      turn_RW3: Time, row and column of each token, if each frequency uses one of the three (multimodal RoPE); None
+        uses `position_RW` for all frequencies.
     """
     part_X = None
     if turn_RW3 is not None and config.vision is not None and config.vision.sections is not None:
@@ -105,7 +106,7 @@ def rotations(
 
 
 def query_growth(scaling: RopeScaling | None, position_RW: Int[Array, "R W"]) -> Float32[Array, "R W"] | None:
-    """1 + beta ln(1 + floor(position / original context)), by which queries grow; None where they do not.
+    """Compute the growth factor of queries, 1 + beta ln(1 + floor(position / original context)); None is no growth.
 
     Source: Llama 4, as `llama_4_scaling_beta` in transformers.
     """
@@ -121,10 +122,10 @@ def _at_positions(function: Callable[[Array], Rotation], position_RW: Array, lon
 
 
 def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation, *, interleaved: bool = False) -> Float[Array, "R W N H"]:
-    """Rotate each pair (i, i + X) of every head by its position's angle, in float32; what is behind them stays.
+    """Rotate each pair (i, i + X) of every head by its position's angle, in float32; later dimensions stay unchanged.
 
     Args:
-      interleaved: Pairs come as (2i, 2i + 1), and leave as (i, i + X).
+      interleaved: True if pairs are (2i, 2i + 1) in the input; they are (i, i + X) in the output.
     """
     half = turn.cos_RWX.shape[-1]
     wide_RWNH = head_RWNH.astype(jnp.float32)
@@ -137,7 +138,7 @@ def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation, *, interleaved: b
 
 
 def frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[Float32[np.ndarray, "X"], float]:
-    """Radians per position, theta^(-2i/dims) stretched by a scaling; and what cosines and sines are multiplied by."""
+    """Return radians per position, theta^(-2i/dims) stretched by a scaling, and the factor of cosines and sines."""
     exponent_X = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
     frequency_X = (1.0 / np.float32(theta) ** exponent_X).astype(np.float32)
     match scaling:
@@ -166,9 +167,9 @@ def _magnitude(scaling: YarnRope) -> float:
 
 
 def _llama3(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Float32[np.ndarray, "X"]:
-    """Divide low frequencies by `factor`, keep high ones, blend linearly in between.
+    """Divide low frequencies by `factor`, keep high frequencies, and blend linearly in between.
 
-    A frequency is judged by how many turns it makes within the original context.
+    Low and high are defined by the number of turns that a frequency makes within the original context.
 
     Source: Llama 3.1, as `rope_type: llama3` in transformers.
     """
@@ -178,14 +179,14 @@ def _llama3(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Float
 
 
 def _yarn(frequency_X: Float32[np.ndarray, "X"], theta: float, scaling: YarnRope) -> Float32[np.ndarray, "X"]:
-    """Keep frequencies of `beta_fast` turns and more, divide those of `beta_slow` and less, blend in between.
+    """Keep frequencies of `beta_fast` turns and more, divide frequencies of `beta_slow` and less, blend in between.
 
     Source: Peng et al. 2023 (arXiv:2309.00071), section 3.2, as `rope_type: yarn` in transformers.
     """
     half = len(frequency_X)
 
     def place(turns: float) -> float:
-        """Index, not a whole number, of the frequency that makes so many turns in the original context."""
+        """Return the fractional index of the frequency that makes `turns` turns in the original context."""
         context = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return half * math.log(context) / math.log(theta)
 
@@ -193,11 +194,11 @@ def _yarn(frequency_X: Float32[np.ndarray, "X"], theta: float, scaling: YarnRope
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    # Both may be one index; the step is then just behind it.
+    # Both may be the same index; the blend is then a step just after it.
     stretched_X = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return _blend(frequency_X, scaling.factor, 1 - stretched_X)
 
 
 def _blend(frequency_X: np.ndarray, factor: float, kept_X: np.ndarray) -> Float32[np.ndarray, "X"]:
-    """Frequencies of which a part is kept and the rest divided by the factor."""
+    """Average each frequency and the frequency divided by the factor, with weights `kept_X` and 1 - `kept_X`."""
     return ((1 - kept_X) * frequency_X / factor + kept_X * frequency_X).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Layers in the two layouts: stacked on a first dimension for training, a list of layers for decoding.
+"""Layers in two layouts: stacked on a first dimension for training, and a list of layers for decoding.
 
-A scan over the stack compiles one layer. A decode loop would copy slices of a stack at every token, so
-its layers are separate arrays, in the decode layout: queries, keys and values in one product.
+A scan over the stack compiles one layer. A decode loop would copy slices of a stack at every token. Its layers are
+therefore separate arrays in the decode layout, with queries, keys and values in one product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,32 +28,32 @@ from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.pipeline import Pipeline
 
 LAYER_FLAGS = ("slides", "turns", "depth", "cut")
-"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads, a layer's index, the cut of
-its gates."""
+"""Per-layer flags next to the parameters: the layer has the window, the layer rotates its heads, the layer's index, and
+the cut of its gates (see `mlp.gated`)."""
 
 Stacks = dict[str, Params]
-"""Stacks of layers by their names."""
+"""Stacks of layers by name."""
 
 Layers = Stacks | list[Params]
-"""Stacks of layers, or a list of all layers in their order."""
+"""Stacks of layers, or a list of all layers in order."""
 
 Lent = dict[str, Prefix]
-"""Keys and values of the newest layer of each stack that later layers borrow from; empty where none do."""
+"""Keys and values of the most recent layer of each stack that later layers borrow from; empty if no layer borrows."""
 
 
 class Flow(NamedTuple):
-    """Arrays that go from layer to layer: hidden states, and keys and values that later layers borrow."""
+    """Arrays passed from layer to layer: hidden states, and keys and values that later layers borrow."""
 
     hidden: Array
     lent: Lent
 
     def passed(self, stack: str, hidden: Array, kept: Any) -> "Flow":
-        """Arrays that go on from a layer, which lends what it keeps where later ones borrow from its stack."""
+        """Return the flow after a layer. The layer lends its keys and values if later layers borrow from its stack."""
         return Flow(hidden, {name: kept if name == stack else lent for name, lent in self.lent.items()})
 
 
 def nothing_lent(config: ModelConfig, hidden_RWD: Array, execution: Execution) -> Lent:
-    """Zeros for all that layers borrow."""
+    """Return zeros in place of the keys and values that layers borrow."""
     if not config.borrowing_layers:
         return {}
     (rows, width, _), lent = hidden_RWD.shape, {}
@@ -66,18 +66,18 @@ def nothing_lent(config: ModelConfig, hidden_RWD: Array, execution: Execution) -
 
 
 Step = Callable[[str, Flow, tuple[Params, Any]], tuple[Flow, dict[str, Any]]]
-"""Function of a stack's name, of what comes to a layer, and of the layer with what is its own, to what goes on from it
-and outputs by name."""
+"""Function `(stack, flow, (layer, extras)) -> (flow, outputs)` that runs one layer: the name of its stack, the arrays
+before it, its parameters with its extra inputs; then the arrays after it, and outputs by name."""
 
 
 _LAYER_INPUT = "layer_input"
-"""Name of the residual stream before a layer."""
+"""Checkpoint name of the residual stream before a layer."""
 
 
 def rematerialised(step: Step, execution: Execution) -> Step:
-    """The step, which in the backward pass is computed again if the execution says so.
+    """Wrap the step so that the backward pass recomputes it, if the execution has `remat`.
 
-    Kept are its input, and beside it what attention to shared prompts gave: on the devices, or in host memory.
+    The layer's input and the outputs of attention over shared prompts are kept, on the device or in host memory.
     """
     if not execution.remat:
         return step
@@ -94,15 +94,15 @@ def rematerialised(step: Step, execution: Execution) -> Step:
     def again(name: str, flow: Flow, each: tuple[Params, Any]) -> tuple[Flow, dict[str, Any]]:
         return step(name, flow._replace(hidden=checkpoint_name(flow.hidden, _LAYER_INPUT)), each)
 
-    # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
+    # Inside a scan the compiler cannot merge work across layers, so the barrier against merging is not needed.
     return jax.checkpoint(again, prevent_cse=False, policy=kept, static_argnums=(0,))
 
 
 def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> Stacks:
-    """The stacks of layers, with `LAYER_FLAGS` where layers differ in them.
+    """Return the stacks of layers, with `LAYER_FLAGS` if layers differ in them.
 
     Raises:
-      Refusal: Stages cannot divide them.
+      Refusal: Pipeline stages cannot divide the layers.
     """
     repeats, runs = config.pattern
     if pipeline is not None and config.dense_layers:
@@ -134,10 +134,10 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
 
 
 def split_by_stack(leaves_L: Any, config: ModelConfig, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A tree of arrays with an entry for each layer in order, divided as the stacks are.
+    """Divide a tree of arrays with one entry per layer, in layer order, into the stacks.
 
     Args:
-      skip: Stacks whose layers have no entry.
+      skip: Names of stacks whose layers have no entry.
     """
     names = [name for name in config.pattern.stack_of() if name not in skip]
     if len(set(names)) == 1:
@@ -147,11 +147,13 @@ def split_by_stack(leaves_L: Any, config: ModelConfig, *, skip: tuple[str, ...] 
 
 
 def cache_places(config: ModelConfig, stages: int) -> dict[str, Array]:
-    """Places of the layers of each stack among all that keep the same: keys and values, those of the window where they
-    lie apart, or states. Of layers that borrow them, the place of the layer that they borrow from.
+    """Return the indices of each stack's layers among all layers that keep the same kind of cache.
+
+    The kinds are keys and values, keys and values of a separate stack with a window, and states. A layer that borrows
+    has the index of the layer that it borrows from.
 
     Args:
-      stages: Parts that the layers are divided into; places are those in one of them.
+      stages: Number of parts that the layers are divided into; indices are within one part.
     """
     names = config.pattern.stack_of()[: config.num_layers // stages]
     kinds = [name if name in (LINEAR_LAYERS, SLIDING_LAYERS) or name in LENDERS else LAYERS for name in names]
@@ -165,14 +167,14 @@ def cache_places(config: ModelConfig, stages: int) -> dict[str, Array]:
 def run_layers(
     config: ModelConfig, step: Step, flow: Flow, layers: Layers, extras: dict[str, Any] | None = None
 ) -> tuple[Flow, dict[str, Any]]:
-    """Run layers in their order: a `jax.lax.scan` over each run of like layers, and over the times that runs repeat.
+    """Run layers in order: a `jax.lax.scan` over each run of like layers, and one over the repetitions of the runs.
 
     Args:
-      layers: All layers, or those of one stage. A list is run by a loop in Python.
-      extras: What layers get beside their parameters, by stack and with an entry for each of its layers.
+      layers: All layers, or the layers of one stage. A list is run by a Python loop.
+      extras: Inputs of layers besides their parameters, by stack, with an entry for each layer of the stack.
 
     Returns:
-      What goes on from the last layer, and each output of `step` stacked in the order of the layers that have it.
+      The flow after the last layer, and each output of `step`, stacked in the order of the layers that have it.
     """
     extras, found = extras or {}, []
     if isinstance(layers, list):
@@ -186,7 +188,7 @@ def run_layers(
 
 
 def _borrowed(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
-    """`_run_section` of layers that borrow: what is lent stays as it is, and is not carried through the scans."""
+    """Run a section of layers that borrow. Lent arrays stay unchanged and are not carried through the scans."""
 
     def one(stack: str, hidden: Flow, each: Any) -> tuple[Flow, dict[str, Any]]:
         passed, outputs = step(stack, hidden._replace(lent=flow.lent), each)
@@ -197,7 +199,7 @@ def _borrowed(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]) -
 
 
 def _run_section(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
-    """Runs of a pattern, so often as they repeat."""
+    """Run all repetitions of a pattern."""
     runs = section.runs
     if len(runs) == 1:
         return jax.lax.scan(partial(step, runs[0].stack), flow, given[runs[0].stack])
@@ -210,7 +212,7 @@ def _run_section(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]
 
 
 def _run_once(runs: tuple[Run, ...], step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
-    """All runs, one after another."""
+    """Run one repetition of a pattern: all its runs, one after another."""
     found, begun = [], dict.fromkeys(given, 0)
     for run in runs:
         part = slice(begun[run.stack], begun[run.stack] + run.layers)
@@ -224,7 +226,7 @@ def _run_once(runs: tuple[Run, ...], step: Step, flow: Flow, given: dict[str, An
 def _run_list(
     config: ModelConfig, step: Step, flow: Flow, layers: list[Params], extras: dict[str, Any]
 ) -> tuple[Flow, dict[str, Any]]:
-    """A list of layers, one after another."""
+    """Run a list of layers, one after another."""
     found = []
     for layer, (name, place) in zip(layers, _places(config.pattern.stack_of()), strict=False):
         flow, outputs = step(name, flow, (layer, _entry(extras.get(name), place)))
@@ -233,7 +235,7 @@ def _run_list(
 
 
 def _joined(found: list[dict[str, Any]], join: Callable[[list[Array]], Array]) -> dict[str, Any]:
-    """Outputs of several runs or layers by name, those that have them one after another."""
+    """Join the outputs of several runs or layers by name, in order; runs or layers without an output are skipped."""
     outputs: dict[str, list[Any]] = {}
     for each in found:
         for name, leaves in each.items():
@@ -244,10 +246,10 @@ def _joined(found: list[dict[str, Any]], join: Callable[[list[Array]], Array]) -
 
 @causal_lm_method
 def unstack_layers(params: Params, config: ModelConfig, *, execution: Execution = ONE_DEVICE) -> list[Params]:
-    """A tree for each layer (with stages: for each layer of a stage), in the decode layout.
+    """Return a tree for each layer (with pipeline stages: for each layer of a stage), in the decode layout.
 
     Args:
-      params: Parameters, or one of their `layer_parts`, of whose results `joined_parts` makes layers.
+      params: Parameters, or one of their `layer_parts`; `joined_parts` joins the results of all parts.
     """
     pipeline = execution.pipeline
     places = _places(config.pattern.stack_of()[: config.num_layers // execution.stages])
@@ -262,18 +264,20 @@ def unstack_layers(params: Params, config: ModelConfig, *, execution: Execution 
 
 
 def _places(names: Sequence[str]) -> list[tuple[str, int]]:
-    """The stack of each layer, and its place there."""
+    """Return the stack of each layer, and the layer's index in the stack."""
     return [(name, names[:index].count(name)) for index, name in enumerate(names)]
 
 
 def _entry(leaves: Any, place: int) -> Any:
-    """A tree of arrays of one layer, out of those of its stack."""
+    """Return the arrays of one layer from the arrays of its stack."""
     return jax.tree.map(lambda leaf: leaf[place], leaves)
 
 
 def layer_parts(params: Params) -> Iterator[Params]:
-    """The stacks in parts that can be unstacked one after another, so that little exists twice: attention, each
-    matrix of the MLP, and the rest."""
+    """Return the stacks in parts: attention, each matrix of the MLP, and the rest.
+
+    The parts can be unstacked one after another, so that only little memory exists twice.
+    """
     flat = flatten_dict({name: params[name] for name in STACKS if name in params})
     parts: dict[Any, Params] = {}
     for path in sorted(flat):
@@ -284,7 +288,7 @@ def layer_parts(params: Params) -> Iterator[Params]:
 
 
 def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
-    """Layers out of the results of `unstack_layers` for each part."""
+    """Join the results of `unstack_layers` for each part into layers."""
     return [
         unflatten_dict({path: leaf for piece in pieces for path, leaf in flatten_dict(piece).items()})
         for pieces in zip(*parts, strict=True)
@@ -294,11 +298,11 @@ def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
 _HEADS = {"qkv": 1, "query": 1, "key": 1, "query_down": 1, "latent": 1, "output": 2}
 _HEADS |= {f"linear_{name}": 1 for name in ("query", "key", "value", "gate")}
 _MLP = {"gate": 1, "up": 1, "down": 1}
-"""Input dimensions of the matrices that a decode loop multiplies few tokens with."""
+"""Number of input dimensions of each matrix that a decode loop multiplies with few tokens."""
 
 
 def decode_layout(layer: Params, execution: Execution) -> Params:
-    """A layer, or a part of it, as a decode loop reads it fastest."""
+    """Convert a layer, or a part of it, to the layout that a decode loop reads fastest."""
     ready = dict(layer)
     if "attention" in layer:
         ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], execution), _HEADS)
@@ -315,7 +319,7 @@ def _few_rows_layouts(weights: Params, input_dims: dict[str, int]) -> Params:
 
 
 def _join_projections(attention: Params, execution: Execution) -> Params:
-    """Queries, keys and values side by side for each copy of a key-value head, so that they stay where it is."""
+    """Join queries, keys and values for each copy of a key-value head, so that they stay on the head's device."""
     if "value" not in attention:  # latents, states, and layers that have no values of their own
         return attention
 

@@ -1,1 +1,1 @@
-"""Optimizers of optax as settings name them, learning rates by groups of parameters, and layouts of their state."""
+"""Optimizers of optax from settings, learning rates by parameter group, and layouts of optimizer state."""

@@ -1,5 +1,7 @@
-"""Average of the weights over updates, as the last part of an optimizer: its state is saved, split and moved as moments
-are."""
+"""Exponential moving average of the weights, as the last part of an optimizer.
+
+The average is optimizer state, so it is saved, sharded and moved like the moments.
+"""
 
 from typing import Any, NamedTuple
 
@@ -14,16 +16,16 @@ class AverageState(NamedTuple):
     """State of the average.
 
     Attributes:
-      average: Tree of the weights' shapes and dtypes.
+      average: Averaged weights, a tree with the structure, shapes and dtypes of the weights.
     """
 
     average: Params
 
 
 def averaging(decay: float) -> optax.GradientTransformation:
-    """A part of an optimizer behind all that changes its updates: `average = decay * average + (1 - decay) * weights`.
+    """Return an optimizer part that keeps `average = decay * average + (1 - decay) * weights`.
 
-    The average begins as the weights that are there before the first update.
+    Chain it after every part that changes the updates. The average starts as the weights before the first update.
     """
 
     def init(params: Params) -> AverageState:
@@ -39,6 +41,6 @@ def averaging(decay: float) -> optax.GradientTransformation:
 
 
 def place_of(names: Any) -> str | None:
-    """Path of the average among the names of a saved state, such as `2.average`; None if there is none."""
+    """Return the path of the average among the names of a saved state, such as `2.average`; None if there is none."""
     places = {name.partition(".average.")[0] for name in names if ".average." in name}
     return f"{places.pop()}.average" if len(places) == 1 else None

@@ -1,4 +1,4 @@
-"""Groups of parameters with a learning rate of their own, or frozen: by name, and by layer where layers lie stacked."""
+"""Parameter groups with a separate learning rate, or frozen: selected by name, and by layer if layers are stacked."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import VISION, Param, path_name
 
 Layers = Mapping[str, Sequence[int]]
-"""Numbers of the decoder's layers in each stack, by the stack's name."""
+"""Numbers of the decoder layers in each stack, by the name of the stack."""
 
 
 def layers_of(model: AnyModel) -> Layers:
-    """Layers in each stack of a model; none of one's own model, whose parameters are not stacked."""
+    """Return the layers in each stack of a model; empty for a user's own model, which has no stacked parameters."""
     if not isinstance(model, ModelConfig):
         return {}
     stack_of = model.pattern.stack_of()
@@ -29,25 +29,26 @@ def layers_of(model: AnyModel) -> Layers:
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Learning rates of parameters over that of their optimizer.
+    """Learning rates of parameters, relative to the optimizer's learning rate.
 
     Attributes:
-      share: Tree of float32 arrays that broadcast with the parameters; 0 is frozen.
+      share: Learning rate of each parameter divided by the optimizer's learning rate; 0 is frozen. Tree of float32
+        arrays that broadcast with the parameters.
     """
 
     share: Any
 
     @classmethod
     def of(cls, settings: Optimizer, declared: Params, layers: Layers) -> "ParameterGroups":
-        """Groups of the settings, the first that names a parameter; a vision tower is one behind them.
+        """Build the groups of the settings. The first group that names a parameter applies; a vision tower is the last.
 
-        What is fixed is in none of them, and frozen.
+        Fixed parameters are in no group, and frozen.
 
         Args:
-          declared: Tree of `Param` of what is trained.
+          declared: Tree of `Param` of the trained parameters.
 
         Raises:
-          Refusal: A group names no parameter or no layer, or all are frozen.
+          Refusal: A group names no parameter or no layer, or all parameters are frozen.
         """
         tower = ParameterGroup(rf"^{VISION}\.", learning_rate=settings.vision_learning_rate)
         leaves = jax.tree.leaves_with_path(declared)
@@ -74,25 +75,25 @@ class ParameterGroups:
 
     @property
     def frozen(self) -> Any:
-        """Tree of bools: parameters that are frozen whole."""
+        """Tree of bools: whether a parameter is entirely frozen."""
         return jax.tree.map(lambda share: not share.any(), self.share)
 
     @property
     def freeze(self) -> bool:
-        """True if a parameter is frozen whole."""
+        """True if any parameter is entirely frozen."""
         return any(jax.tree.leaves(self.frozen))
 
     @property
     def alike(self) -> bool:
-        """True if all that is not frozen whole has the optimizer's learning rate."""
+        """True if every parameter is either entirely frozen or has the optimizer's learning rate."""
         return all((share == 1).all() or not share.any() for share in jax.tree.leaves(self.share))
 
     def scaled(self, changes: Params) -> Params:
-        """Changes of the parameters, each by its own rate."""
+        """Scale the update of each parameter by its share."""
         return jax.tree.map(lambda change, share: change if (share == 1).all() else change * share, changes, self.share)
 
     def without_frozen_gradients(self, trained: Params) -> Params:
-        """The parameters, of which those that are frozen have no gradient."""
+        """Return the parameters, with gradients stopped at frozen parameters."""
 
         def one(weight: Any, share: np.ndarray) -> Any:
             if share.all():
@@ -104,7 +105,7 @@ class ParameterGroups:
 
 
 def _places(param: Param) -> tuple[int, ...]:
-    """Shape of a parameter's shares: one a layer where layers are stacked, else one."""
+    """Return the shape of a parameter's shares: one share per layer if layers are stacked, else a scalar."""
     return (param.shape[0], *[1] * (len(param.shape) - 1)) if param.shape and param.stacked else ()
 
 

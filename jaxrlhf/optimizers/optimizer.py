@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, or one of optax by its name, behind clipping, with learning rates of groups of parameters."""
+"""Optimizers: AdamW, or an optax optimizer by name, after gradient clipping, with learning rates by parameter group."""
 
 import inspect
 import math
@@ -19,14 +19,14 @@ from jaxrlhf.optimizers.rounded import rounded
 def optimizer_of(
     settings: Optimizer, declared: Params, groups: ParameterGroups, *, total_updates: int
 ) -> optax.GradientTransformation:
-    """AdamW, or the optimizer of the factory, behind clipping by the global norm.
+    """Build AdamW, or the optimizer of the factory, after clipping by the global norm.
 
     Args:
-      declared: Tree of `Param` of what is trained.
-      groups: Learning rates of parameters over the optimizer's. What is frozen whole has no moments.
+      declared: Tree of `Param` of the trained parameters.
+      groups: Relative learning rates of parameters. Entirely frozen parameters have no moments.
 
     Raises:
-      Refusal: There is no such factory, or it does not take the arguments.
+      Refusal: The factory does not exist, or does not take the arguments.
     """
     steps = [optax.clip_by_global_norm(settings.max_grad_norm)]
     made = _made(settings, declared, total_updates=total_updates)
@@ -59,13 +59,13 @@ def _made(settings: Optimizer, declared: Params, *, total_updates: int) -> optax
 
 
 _MATRICES = "muon_weight_dimension_numbers"
-"""Argument of factories that treat matrices by themselves; see `optax.contrib.muon`."""
+"""Name of the argument of factories that treat matrices separately; see `optax.contrib.muon`."""
 
 
 def _matrices(declared: Params, tree: Any) -> Any:
-    """Dimensions that each parameter sums over and those of its outputs; None of what is no matrix, and of tables.
+    """Return the input (summed) and output dimensions of each parameter; None for non-matrices and vocabulary tables.
 
-    Layers and experts lie stacked before them, and heads apart.
+    Stacked layers and experts come first in a shape and belong to neither. Heads are separate dimensions.
     """
     params = dict(jax.tree.leaves_with_path(declared))
 
@@ -81,7 +81,7 @@ def _matrices(declared: Params, tree: Any) -> Any:
 
 
 def learning_rate(optimizer: Optimizer, *, total_updates: int) -> optax.Schedule:
-    """Linear warm-up from 0, then constant or decayed to 0 at `total_updates`."""
+    """Return the schedule: linear warm-up from 0, then constant or decayed to 0 at `total_updates`."""
     peak, warmup = optimizer.learning_rate, optimizer.warmup_updates
     rest = max(total_updates - warmup, 1)
     tail = {

@@ -1,8 +1,8 @@
-"""Optimizers whose state is kept in bfloat16, rounded at random.
+"""Optimizers with bfloat16 state, rounded stochastically.
 
-With beta2 = 0.999 an update changes the second moment by a thousandth of itself, and neighbours in bfloat16 are up to
-a 128th apart: rounded to the nearest it would never move. Rounded up with the probability of what lies below, it moves
-by the right amount on average.
+With beta2 = 0.999 an update changes the second moment by a thousandth of itself, and neighbors in bfloat16 are up to
+a 128th apart: rounded to nearest, the second moment would never change. Stochastic rounding changes the moment by the
+right amount on average.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ class RoundedState(NamedTuple):
     """State of an optimizer in bfloat16.
 
     Attributes:
-      updates: int32 updates made, which numbers are rounded by.
-      state: The optimizer's own, its float32 arrays in bfloat16.
+      updates: int32, number of updates made; seeds the random bits of the rounding.
+      state: State of the optimizer, with float32 arrays in bfloat16.
     """
 
     updates: Int[Array, ""]
@@ -28,10 +28,10 @@ class RoundedState(NamedTuple):
 
 
 def rounded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, computing in float32 and keeping its float32 arrays in bfloat16.
+    """Return the optimizer, computing in float32 and keeping its float32 arrays in bfloat16.
 
-    What is drawn depends on the number of the update and on an entry's place in its array alone, so that a run is
-    repeated and resumed bitwise on any devices.
+    The random bits depend only on the number of the update and the position of an entry in the state, so a run
+    is repeated and resumed bitwise on any devices.
     """
 
     def init(params: Params) -> RoundedState:
@@ -54,12 +54,14 @@ def rounded(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def stochastically_rounded(array: Float32[Array, "*shape"], bits: UInt16[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """One of the two neighbours in bfloat16 of each finite number: the one farther from 0 by the share that lies below.
+    """Round each finite number to one of its two bfloat16 neighbors, without bias.
+
+    The probability of rounding away from 0 is the part of the gap between the neighbors that truncation would lose.
 
     Args:
-      bits: Random bits, uniform.
+      bits: Uniform random bits.
     """
-    # A bfloat16 is the upper half of a float32, whose lower half carries with this probability.
+    # A bfloat16 is the upper half of a float32. Adding `bits` to the lower half carries with this probability.
     whole = jax.lax.bitcast_convert_type(array, jnp.uint32) + bits.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type((whole >> 16).astype(jnp.uint16), jnp.bfloat16)
 

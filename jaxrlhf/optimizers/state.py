@@ -1,4 +1,4 @@
-"""State of an optimizer: its layout and its size."""
+"""Optimizer state: its layout and its size."""
 
 from typing import Any
 
@@ -12,10 +12,13 @@ from jaxrlhf.optimizers.optimizer import optimizer_of
 
 
 def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
-    """Shardings of an optimizer's state.
+    """Return the shardings of an optimizer's state.
 
-    An array that has the shape of its parameter, whose path its own ends in, lies as that; others lie whole on every
-    device: counts, and sums over rows and columns, which are small.
+    The path of a state array ends in the path of its parameter. A state array with the shape of its parameter gets the
+    parameter's sharding. Other arrays get `whole`: counts, and sums over rows and columns, which are small.
+
+    Args:
+      whole: Sharding that replicates an array on every device.
     """
     layouts, params = (dict(jax.tree.leaves_with_path(tree)) for tree in (layout, shapes))
 
@@ -27,7 +30,7 @@ def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
 
 
 def state_bytes_per_weight(settings: Optimizer, declared: Params, layers: Layers) -> float:
-    """Bytes that the optimizer keeps for a weight, on average over all that are trained; counts are none."""
+    """Return the bytes of optimizer state per weight, averaged over the weights of `declared`; without counts."""
     groups = ParameterGroups.of(settings, declared, layers)
     shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared)
     state = jax.eval_shape(optimizer_of(settings, declared, groups, total_updates=1).init, shapes)

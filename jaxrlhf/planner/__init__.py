@@ -1,4 +1,4 @@
-"""Predictions: from a configuration to a placement, on which hardware, and how it is shown."""
+"""Placement planner: finds a placement of a configuration on hardware, predicts its step time, and reports both."""
 
 from jaxrlhf.planner.apply import freed, snippet
 from jaxrlhf.planner.compiled import check_fits, compiled_to_json

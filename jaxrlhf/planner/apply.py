@@ -1,4 +1,4 @@
-"""A plan as settings of a configuration, and as Python to paste."""
+"""Application of a plan: as settings of a configuration, and as a Python snippet to paste."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from jaxrlhf.planner.problem import generates_here, judges_of, placed_roles, wri
 
 
 def planned_config(config: Config, plan: PlacementPlan) -> Config:
-    """The configuration with the plan's placement in place of its own.
+    """Return the configuration with the placement of the plan.
 
     Raises:
       Refusal: The plan places other roles than the configuration has.
@@ -21,13 +21,13 @@ def planned_config(config: Config, plan: PlacementPlan) -> Config:
 
 
 def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> dict[str, Any]:
-    """Settings of the plan by dotted name, where they differ from what is written.
+    """Return the settings of the plan that differ from the configuration, by dotted name.
 
-    Layouts leave `data` to the devices that are there. A microbatch that gives a row to each data-parallel device is
-    the smallest there can be, so a token budget below that is raised.
+    Layouts leave `data` open, to be set by the number of devices. The smallest possible microbatch has one row for each
+    data-parallel device, so smaller token budgets are raised to that.
 
     Args:
-      written: The configuration that the settings are to change, if it was freed to be planned.
+      written: Configuration that the settings will change, if `config` is the result of `freed`.
 
     Raises:
       Refusal: The plan places other roles than the configuration has.
@@ -54,17 +54,17 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
     if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
         settings["rollout.slots"] = plan.slots
-    parts = (entry.partition(".") for entry in plan.offload)  # reward models wait together
+    parts = (entry.partition(".") for entry in plan.offload)  # all reward models are offloaded together
     settings["offload"] = tuple(
         dict.fromkeys(("reward" if role in judges else role) + dot + part for role, dot, part in parts)
     )
-    if ROLLOUT not in layouts:  # parts are learnt from while another pool draws the others
+    if ROLLOUT not in layouts:  # parts need a pool that generates while other parts are learned from
         settings["rollout.stream_parts"] = 1
     return {name: value for name, value in settings.items() if find(written or config, name)[0] != value}
 
 
 def freed(config: Config) -> Config:
-    """The configuration without the placement that it gives, and what takes it, but for its number of devices."""
+    """Return the configuration without its placement, and without settings that need one; keeps the device count."""
     judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
     trained = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
     layouts = {f"{name}.layout": Layout() for name in (*trained, *judges)}
@@ -73,7 +73,7 @@ def freed(config: Config) -> Config:
 
 
 def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> str:
-    """Python with the settings of `planned_settings`; empty if there are none to change."""
+    """Return Python source that applies `planned_settings`; empty if no setting changes."""
     settings = planned_settings(config, plan, written=written)
     if not settings:
         return ""
@@ -82,7 +82,7 @@ def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = Non
 
 
 def _pools(config: Config, plan: PlacementPlan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
-    """The plan's pools; those of the configuration, with their names and order, if they are the same."""
+    """Return the plan's pools; if equal to the configuration's pools, keep the configuration's names and order."""
     planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
     if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
         return config.pools
@@ -97,10 +97,10 @@ def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone
 
 
 def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
-    """The actor's layout, with that of a pool which generates for it, if there is one."""
+    """Return the actor's layout, with the generation layout of the rollout pool, if there is one."""
     actor = layouts["actor"]
     if not generates_here(config):
-        # Steps do not generate but evaluations do; as it is split for training, the policy fits.
+        # Steps do not generate here, but evaluations do: the policy fits if it is split as for training.
         return dataclasses.replace(actor.of_training, generation_stage=actor.stage, generation_tensor=actor.tensor)
     apart = layouts.get(ROLLOUT, actor)
     fields = ("generation_context", "generation_stage", "generation_tensor")
@@ -108,7 +108,7 @@ def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
 
 
 def _open(layout: Layout) -> Layout:
-    """The layout, with `data` left to the devices that are there."""
+    """Return the layout with `data` open, to be set by the number of devices."""
     return dataclasses.replace(layout, data=None)
 
 
@@ -120,7 +120,7 @@ def _budget(training: Training, layout: Layout, config: Config) -> int:
 
 
 def _python(value: Any) -> str:
-    """Python source of a value; settings that have their default are left out."""
+    """Return the Python source of a value, without layout fields that have their default."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_python, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, Pool):

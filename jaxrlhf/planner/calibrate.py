@@ -1,7 +1,7 @@
-"""Measurement of the devices at hand as `Hardware`, and of the share of their rates that the decoder reaches.
+"""Calibration: measures the available devices as `Hardware`, and the share of their rates that the decoder reaches.
 
-In every figure all devices of this process are busy at once, as they are in an SPMD program. CPU devices, which share
-a processor, so get their part of it; `shared_compute` records that.
+For every figure all devices of this process are busy at once, as in an SPMD program. So CPU devices, which share a
+processor, are measured with their share of the processor; `shared_compute` records that.
 """
 
 import datetime
@@ -31,13 +31,13 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import cast_shapes
 
 Progress = Callable[[str, int, int], None]
-"""`(figure, done, total)`, before each figure and after the last."""
+"""Callback with `(figure, done, total)`, called before each figure and after the last."""
 
 FIGURES = ("program start", "matrix products", "memory", "host", "links", "network", "decoding", "training")
 
 TOKENS = Rollout.decode_tokens_per_dispatch  # tokens of each slot in one call of the decode program
-EXPECTED_SHARE = 1 / 3  # share of the devices' rates that is expected; only sizes are chosen by it
-MODEL_SHARE = 1 / 2  # share of a device's memory that a model and its activations or cache take at most
+EXPECTED_SHARE = 1 / 3  # expected share of the devices' rates; only used to choose sizes
+MODEL_SHARE = 1 / 2  # largest share of a device's memory for a model and its activations or cache
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
 _ROWS = (
@@ -57,7 +57,12 @@ _ROWS = (
 
 
 class DecoderSize(NamedTuple):
-    """A decoder, and what each device has in a call: rows of so many tokens, or slots with a cache of so many."""
+    """Size of a test decoder, and of the work of a call on each device.
+
+    Attributes:
+      rows: Number of rows, or of slots.
+      width: Number of tokens of a row, or of positions of a slot's cache.
+    """
 
     hidden: int
     layers: int
@@ -66,7 +71,7 @@ class DecoderSize(NamedTuple):
 
     @property
     def model(self) -> ModelConfig:
-        """The decoder in usual proportions, with half as many key-value heads as heads where it has several."""
+        """Decoder of usual proportions, with half as many key-value heads as heads if there are several."""
         hidden = self.hidden
         head_dim = min(128 if hidden >= 1024 else 64, hidden)
         heads = hidden // head_dim
@@ -81,9 +86,9 @@ TRAININGS = tuple(
     )
 )  # fmt: skip
 NARROW = DecoderSize(64, 16, 4, 64)
-"""Size whose layers take little more than running a layer takes at least."""
+"""Size whose layers take little more than the fixed overhead of a layer."""
 SHALLOW = DecoderSize(64, 2, 4, 64)
-"""Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
+"""Size as narrow as `NARROW` with fewer layers: compiles faster, but work outside the layers has a larger share."""
 DECODINGS = tuple(
     DecoderSize(*numbers)
     for numbers in (
@@ -94,7 +99,7 @@ DECODINGS = tuple(
 
 
 class Link(NamedTuple):
-    """A connection, with a note if it was not measured."""
+    """Connection between devices, with a note if it was not measured."""
 
     latency_s: float
     bytes_per_s: float
@@ -102,7 +107,7 @@ class Link(NamedTuple):
 
 
 def datasheet(devices: Sequence[jax.Device]) -> Hardware | None:
-    """Datasheet figures of such devices, for as many machines; None if they are of no known kind."""
+    """Return the datasheet figures of devices, for the same number of machines; None for an unknown kind."""
     name = recognise(devices[0].device_kind, devices[0].platform)
     machines, per_machine = _machines(devices)
     return None if name is None else hardware(f"{name}x{machines}x{per_machine}")
@@ -111,14 +116,14 @@ def datasheet(devices: Sequence[jax.Device]) -> Hardware | None:
 def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progress: Progress) -> Hardware:
     """Measure devices of one kind.
 
-    With several processes each of them has to call this; the network is measured between them.
+    With several processes each process has to call this; the network is measured between processes.
 
     Args:
-      devices: Devices of all processes, as many of each.
-      seconds_per_figure: About, for each of `FIGURES` and without compiling; sizes are chosen to fit.
+      devices: Devices of all processes, the same number of each.
+      seconds_per_figure: Approximate seconds for each of `FIGURES`, without compilation; sizes are chosen to fit.
 
     Raises:
-      Refusal: Seconds that are not above 0, or processes with different numbers of devices.
+      Refusal: Seconds are not above 0, or processes have different numbers of devices.
     """
     if not seconds_per_figure > 0:
         raise Refusal(f"seconds_per_figure must be above 0, got {seconds_per_figure}")
@@ -170,15 +175,15 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
         dispatch_overhead_s=dispatch_s,
         matmul_efficiency=matmul_share,
         memory_efficiency=memory_share,
-        link_efficiency=1.0,  # the rate is what collectives reached
-        usable_memory=0.95,  # of what the allocator has
+        link_efficiency=1.0,  # the measured rate is the rate that collectives reach
+        usable_memory=0.95,  # share of the allocator's memory
         shared_compute=own[0].platform == "cpu",
         source=f"measured on {kind} x {len(devices)}, jax {jax.__version__}, {today}{link.note}{network.note}",
     )
 
 
 def _machines(devices: Sequence[jax.Device]) -> tuple[int, int]:
-    """Number of processes, and devices of each."""
+    """Return the number of processes, and the number of devices of each process."""
     counts = dict.fromkeys(sorted({device.process_index for device in devices}), 0)
     for device in devices:
         counts[device.process_index] += 1
@@ -188,10 +193,10 @@ def _machines(devices: Sequence[jax.Device]) -> tuple[int, int]:
 
 
 def measured_rows(measured: Hardware, known: Hardware | None) -> list[tuple[str, str, object, str]]:
-    """Measured hardware as rows for `tracking.SettingsTable`; every figure is of one device while all are busy.
+    """Return measured hardware as rows for `tracking.SettingsTable`; figures are of one device while all are busy.
 
     Args:
-      known: The same number of devices by their datasheet; None if they are of no known kind.
+      known: Datasheet figures of the same number of devices; None for an unknown kind.
     """
     rows: list[tuple[str, str, object, str]] = []
     for section, name, field, unit in _ROWS:
@@ -201,22 +206,22 @@ def measured_rows(measured: Hardware, known: Hardware | None) -> list[tuple[str,
 
 
 def quantity(value: float, unit: str) -> str:
-    """Figure with three digits and a prefix: `312 TFLOP/s`, `25.7 us`; shares as `45 %`."""
+    """Return a figure as text with three digits and a prefix: `312 TFLOP/s`, `25.7 us`; shares as `45 %`."""
     if unit == "%":
         return f"{value:.0%}".replace("%", " %")
     scale, prefix = next((each for each in _PREFIXES if value >= each[0]), _PREFIXES[-1])
     return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"
 
 
-# Shares that the decoder reaches. Every device runs its own copy on its own rows: no collective is in these times.
+# Shares that the decoder reaches. Every device runs a copy of the model on its own rows, without collectives.
 
 
 def _decoding(
     own: Sequence[jax.Device], dtype: type, bytes_per_s: float, *, memory_bytes: float, seconds: float
 ) -> tuple[float, float]:
-    """Seconds that a layer takes at least, and the share of the memory's rate that decoding reaches.
+    """Measure the fixed overhead of a layer in seconds, and the share of the memory rate that decoding reaches.
 
-    Both are read off a model that is nearly all overhead and one that is nearly all reading.
+    Both are fitted to a model that is nearly all overhead and a model that is nearly all memory reads.
     """
     room: Any = {"memory_bytes": memory_bytes, "itemsize": jnp.dtype(dtype).itemsize, "seconds": seconds}
     size = choose_decoding(bytes_per_s=bytes_per_s, **room)
@@ -228,21 +233,21 @@ def _decoding(
 def _training(
     own: Sequence[jax.Device], dtype: type, flops_per_s: float, *, memory_bytes: float, seconds: float
 ) -> float:
-    """Share of the matmul rate that training reaches."""
+    """Measure the share of the matmul rate that training reaches."""
     room: Any = {"memory_bytes": memory_bytes, "itemsize": jnp.dtype(dtype).itemsize, "seconds": seconds}
     size = choose_training(flops_per_s=flops_per_s, **room)
     return min(1.0, training_flops(size) / training_s(own, size, dtype=dtype, seconds=seconds) / flops_per_s)
 
 
 def training_flops(size: DecoderSize) -> float:
-    """FLOPs of a forward and a backward pass, the latter twice the former, without scores that the mask hides."""
+    """Return the FLOPs of a forward pass and a backward pass (twice a forward pass), without masked scores."""
     model, tokens = size.model, float(size.rows * size.width)
     layers = size.layers * layer_flops(model, tokens=tokens, context=size.width / 2)
     return 3 * (layers + head_flops(model, "lm", tokens=tokens))
 
 
 def decode_bytes(size: DecoderSize, *, itemsize: int) -> float:
-    """Bytes read for one token of every slot: layers and head once, and all of the cache."""
+    """Return the bytes read to decode one token of every slot: layers and head once, and the whole cache."""
     model = size.model
     weights = size.layers * (model.attention_parameters + model.mlp_parameters()) + model.head_parameters("lm")
     cache = size.rows * size.width * cache_bytes_per_token(model, Layout(), itemsize=itemsize)
@@ -250,7 +255,7 @@ def decode_bytes(size: DecoderSize, *, itemsize: int) -> float:
 
 
 def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecoderSize:
-    """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
+    """Return the largest training size expected to fit into the seconds and the memory; at least the smallest."""
 
     def needed(size: DecoderSize) -> tuple[float, float]:
         sizes: Any = {"tokens": float(size.rows * size.width), "row_tokens": size.width, "itemsize": 4}  # as in float32
@@ -262,11 +267,11 @@ def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, s
 
 
 def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecoderSize:
-    """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
+    """Return the largest decoding size expected to fit into the seconds and the memory; at least the smallest."""
 
     def needed(size: DecoderSize) -> tuple[float, float]:
         read = decode_bytes(size, itemsize=itemsize)
-        # Beside what is read, the copy of layers that are taken apart.
+        # In addition to the bytes read there is a copy of the layers, unstacked.
         held = read + size.model.num_parameters() * itemsize
         return CALLS * TOKENS * read / (bytes_per_s * EXPECTED_SHARE), held
 
@@ -279,7 +284,7 @@ def _largest(
     seconds: float,
     memory_bytes: float,
 ) -> DecoderSize:
-    """The last size whose seconds and bytes are there; the first in any case."""
+    """Return the last size that fits into the seconds and the memory; the first size if none fits."""
     chosen = sizes[0]
     for size in sizes:
         needed_s, held_bytes = needed(size)
@@ -289,7 +294,7 @@ def _largest(
 
 
 def training_s(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: Any, seconds: float) -> float:
-    """Seconds of one forward and backward pass of every device over its own rows, without rematerialisation."""
+    """Measure the seconds of a forward and backward pass of every device over its rows, without rematerialization."""
     mesh, model = mesh_of({"data": len(devices)}, devices), size.model
     split, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
     token_RW = _tokens(mesh, (len(devices) * size.rows, size.width), model)
@@ -304,14 +309,14 @@ def training_s(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: Any, 
     def gradient(params: Params, token_RW: jax.Array) -> Params:
         return jax.tree.map(lambda leaf: leaf[None], jax.grad(loss)(params, token_RW))
 
-    # Not one gradient of all rows: that would sum the devices' and time a collective.
+    # A gradient per device: a single gradient of all rows would need a collective, which must not be timed.
     program = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False))
     params = _params(mesh, model, jnp.float32)
     return timed(lambda: program(params, token_RW), seconds=seconds)
 
 
 def decode_sample(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: Any, seconds: float) -> RateSample:
-    """Sample of decoding one token of every slot by the engine's own program; its layers are the steps."""
+    """Time the engine's decode program for one token of every slot; the steps of the sample are the layers."""
     mesh, model = mesh_of({"data": len(devices)}, devices), size.model
     shape = programs.Shape(
         config=model,
@@ -340,7 +345,7 @@ def decode_sample(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: An
     layers = jax.jit(partial(programs.unstack, shape=shape))(params)
 
     def call() -> Any:
-        # As calls go on, slots run past their capacity: nothing is written there, and still all of the cache is read.
+        # After many calls, slots run past their capacity: nothing is written there, and the whole cache is still read.
         nonlocal cache, slots
         cache, slots, window = program(layers, params, cache, slots)
         return window
@@ -350,7 +355,7 @@ def decode_sample(devices: Sequence[jax.Device], size: DecoderSize, *, dtype: An
 
 
 def _params(mesh: Mesh, model: ModelConfig, dtype: Any) -> Params:
-    """Weights without a pattern and of the usual scale, whole on every device."""
+    """Make pseudo-random weights of the usual scale, replicated on every device."""
     declared = models.declare(model, "lm")
     kinds = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm"), dtype=dtype)
 
@@ -361,7 +366,7 @@ def _params(mesh: Mesh, model: ModelConfig, dtype: Any) -> Params:
 
 
 def _scattered(param: models.Param, offset: jax.Array) -> jax.Array:
-    """Normal weights as uniform ones of their variance, by a hash: a generator would take seconds to compile.
+    """Make uniform weights with the variance of normal weights, by a hash: a generator would compile for seconds.
 
     Source: Knuth 1998 (The Art of Computer Programming 3), section 6.4, multiplicative hashing.
     """

@@ -1,4 +1,4 @@
-"""Programs of a plan, compiled: what the chip's own compiler says of their memory and of what they send."""
+"""Compiled programs of a plan: memory and collectives as reported by the chip's compiler."""
 
 import re
 import time
@@ -15,23 +15,24 @@ from jaxrlhf.planner.hardware import Hardware, gib
 from jaxrlhf.planner.hlo import Collective, collectives, product_flops
 
 _SIZED = ("decode", "place", "add pages", "prefill", "insert", "resize", "keep")
-"""Programs that a run compiles for several sizes; the largest stands for them."""
+"""Programs that a run compiles for several sizes; only the largest size is checked."""
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """One program, compiled for one device of the plan's hardware. Bytes are per device.
+    """Program compiled for the plan's hardware. Bytes are per device.
 
     Attributes:
-      name: `role.program[sizes]`.
-      alias_bytes: Outputs that take the memory of donated arguments.
-      needed_bytes: Most of all these that there is at a time, which the compiler compares with its chip's memory; on
-        TPUs less than `compiled_bytes`, as their temporaries are counted with those that took their place. 0
-        of a compiler that does not count it, whose `compiled_bytes` are taken for it.
-      estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
-      beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
-      collectives: Largest first; None where the compiler cannot print the program.
-      flops: Operations of a device's matrix products, those inside kernels left out; None where collectives are.
+      name: Name of the form `role.program[sizes]`.
+      seconds: Seconds of compilation.
+      alias_bytes: Bytes of outputs that use the memory of donated arguments.
+      needed_bytes: Peak memory of the program, which the compiler compares with the chip's memory. On TPUs the peak is
+        below `compiled_bytes`, because `compiled_bytes` counts temporaries that share memory one after another. 0 if
+        the compiler does not count the peak; `compiled_bytes` is then used instead.
+      estimated_bytes: Estimate of `compiled_bytes` by the plan; None if plans do not count the program.
+      beside_bytes: Bytes of everything else in the device's memory while the program runs, by the plan.
+      collectives: Collectives, largest first; None if the compiler cannot print the program.
+      flops: FLOPs of a device's matrix products, without products inside kernels; None if `collectives` is None.
     """
 
     name: str
@@ -48,18 +49,18 @@ class CompiledProgram:
 
     @property
     def compiled_bytes(self) -> int:
-        """Arguments, temporaries, and outputs that alias nothing."""
+        """Bytes of arguments, temporaries, and outputs that alias no argument."""
         return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def peak_bytes(self) -> float:
-        """All that is in a device's memory while the program runs."""
+        """Bytes in a device's memory while the program runs."""
         return (self.needed_bytes or self.compiled_bytes) + self.beside_bytes
 
     def seconds_at_best(self, hardware: Hardware) -> float:
-        """Seconds of multiplying, of reading arguments and writing outputs, and of receiving, one beside another.
+        """Return the roofline time: the longest of computing, accessing memory and receiving, at the chip's peak rates.
 
-        All are at the chip's peaks: its roofline.
+        Memory access counts reading arguments and writing outputs.
         """
         multiplied = (self.flops or 0) / hardware.matmul_flops_per_s
         moved = sum(each.bytes for each in self.collectives or ())
@@ -68,7 +69,7 @@ class CompiledProgram:
 
 
 def largest(names: Sequence[str]) -> list[str]:
-    """Names without those that serve smaller sizes of what another does."""
+    """Return the names of the programs, with only the largest size of each program in `_SIZED`."""
     kept: dict[str, tuple[tuple[int, ...], str]] = {}
     for name in names:
         base = name.partition("[")[0]
@@ -86,14 +87,14 @@ def compile_programs(
     options: dict[str, bool | str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> list[CompiledProgram]:
-    """Compile the programs, the largest of each kind.
+    """Compile the programs, the largest size of each.
 
     Args:
-      options: Flags of the compiler that a run has in its environment, from `topology.compiler_options`.
-      progress: Told which program is compiled next, how many are done, and how many there are.
+      options: Compiler flags that a run has in its environment, from `topology.compiler_options`.
+      progress: Callback with the name of the next program, the number of compiled programs, and the total number.
 
     Raises:
-      Refusal: A program that the compiler refuses, such as for lack of memory.
+      Refusal: The compiler refuses a program, for example for lack of memory.
     """
     names, compiled = largest(list(lowered)), []
     for done, name in enumerate(names):
@@ -109,7 +110,7 @@ def _compiled(
     start = time.perf_counter()
     try:
         program = lowered.compile(compiler_options=options)
-    except Exception as error:  # Mosaic's and Triton's have classes of their own
+    except Exception as error:  # Mosaic and Triton raise error classes of their own
         raise Refusal(f"{name} does not compile for this hardware: {str(error).partition(chr(10))[0]}") from error
     seconds = time.perf_counter() - start
     memory, text = program.memory_analysis(), _text(program)
@@ -132,7 +133,7 @@ def _compiled(
 
 
 def _text(program: jax.stages.Compiled) -> str | None:
-    """The program as its compiler prints it; None where it cannot, as some with asynchronous collectives."""
+    """Return the compiled program as text; None if the compiler cannot print it (some asynchronous collectives)."""
     try:
         return program.as_text()
     except jax.errors.JaxRuntimeError:
@@ -148,7 +149,7 @@ def _collectives(program: jax.stages.Compiled, text: str) -> tuple[Collective, .
 
 
 def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
-    """Raise `Refusal` if a program needs more than a plan may fill of a device, with what would help."""
+    """Raise `Refusal` if a program needs more device memory than a plan may fill; the message says what would help."""
     usable = hardware.memory_bytes * hardware.usable_memory
     fullest = max(programs, key=lambda program: program.peak_bytes)
     if fullest.peak_bytes <= usable:
@@ -157,8 +158,8 @@ def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
     estimate, needed = fullest.estimated_bytes, fullest.peak_bytes - fullest.beside_bytes
     counted = "" if estimate is None else f" (plans count {gib(estimate)} for it)"
     raise Refusal(
-        f"the step does not fit {hardware.name}: {fullest.name} needs {gib(needed)} by its compiler's "
-        f"word{counted}, and {gib(fullest.beside_bytes)} is there beside it; a plan may fill {gib(usable)} "
+        f"the step does not fit {hardware.name}: {fullest.name} needs {gib(needed)} according to its compiler"
+        f"{counted}, and everything else takes {gib(fullest.beside_bytes)}; a plan may fill {gib(usable)} "
         f"of a device. {_HELP.get(base, _HELP['gradient'])}"
     )
 
@@ -173,7 +174,7 @@ _HELP = {
 
 
 def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) -> dict[str, Any]:
-    """Programs as `--json` prints them, whether all of them fit, and the names of those that do not."""
+    """Return the programs as printed by `--json`, whether all fit, and the names of programs that do not fit."""
     usable = hardware.memory_bytes * hardware.usable_memory
     rows = [
         {

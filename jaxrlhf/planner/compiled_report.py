@@ -1,4 +1,4 @@
-"""Report of compiled programs: a table, what is fullest, and a picture."""
+"""Report of compiled programs: a table, the program that needs the most memory, and a picture."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _GIB, _MIB = 2**30, 2**20
 _SMALL = 16 * _MIB
-"""Programs below this are left out of the picture, and collectives below a hundredth of it out of the table."""
+"""Bytes below which a program is left out of the picture; collectives below a hundredth are left out of the table."""
 
 _NAME_WIDTH = 16
-"""Columns of a terminal that a program's name has at the least."""
+"""Smallest width of a program's name, in terminal columns."""
 
 
 def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> RenderableType:
-    """The table, and what is fullest."""
+    """Return the tables of programs and collectives, and a sentence on the program that needs the most memory."""
     title = f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each"
     table = Table(title=title, padding=(0, 1, 0, 0), **LOOK)
-    table.add_column("program", overflow="fold", min_width=_NAME_WIDTH)  # made narrower before any figure is cut
+    table.add_column("program", overflow="fold", min_width=_NAME_WIDTH)  # narrowed before figures are truncated
     for heading in ("compile s", "args", "temp", "out", "all", "plan", "beside", "TFLOP", "least s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for program in programs:
@@ -67,7 +67,7 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
 
 
 def collectives_text(found: Sequence[Collective] | None) -> str:
-    """Collectives in words, such as `28 all-gather over fsdp 12.3 GiB`."""
+    """Return collectives as text, such as `28 all-gather over fsdp 12.3 GiB`."""
     if found is None:
         return "its compiler cannot print this program"
     parts = []
@@ -83,7 +83,7 @@ def _size(number: int) -> str:
 
 
 def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, title: str) -> Figure:
-    """Draw a bar for each larger program: what is beside it, its arguments, temporaries and outputs."""
+    """Draw a bar for each larger program: other memory of the device, arguments, temporaries and outputs."""
     from matplotlib.figure import Figure
 
     shown = [program for program in programs if program.compiled_bytes >= _SMALL][::-1]

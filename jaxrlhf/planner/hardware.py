@@ -1,6 +1,6 @@
-"""Hardware that a plan is for: its figures, the machines known by name, files of measured ones, and the devices here.
+"""Hardware descriptions for plans: known machines by name, files of measured machines, and this machine's devices.
 
-A datasheet gives peaks; what a model reaches of them is in the `*_efficiency` shares.
+Rates from datasheets are peaks; the `*_efficiency` fields are the shares of these peaks that a model reaches.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "li
 """Figures that JAX devices simulated on one processor share."""
 
 MEASURED = "-measured"
-"""End of the name of hardware that was measured, after the kind that it is of."""
+"""Suffix of the name of measured hardware, after its kind."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,27 @@ class Hardware(Settings):
     Devices of a machine are consecutive. Rates are per device and, for links, in one direction.
 
     Attributes:
-      name: Name it is asked for by, such as `a100`.
+      name: Name that selects the hardware, such as `a100`.
       machines: Number of machines joined by the network.
       devices_per_machine: Devices that share a machine's fast links, and one host process.
       memory_bytes: Memory of one device.
       matmul_flops_per_s: Peak of dense matrix products in the compute dtype.
       memory_bytes_per_s: Peak of reading device memory.
       link_bytes_per_s: Rate at which a device sends to others of its machine.
-      network_bytes_per_s: A machine's connection to others, over its devices; one alone may use the whole machine's.
+      network_bytes_per_s: Rate of a machine's connection to other machines, divided by its devices; a single device may
+        use the rate of the whole machine.
       host_bytes_per_s: Rate between a device and its host's memory.
       link_latency_s: Latency of one step of a collective inside a machine.
       network_latency_s: Latency of one step of a collective between machines.
-      layer_overhead_s: Overhead of running one layer once, whatever its size: kernel launches.
+      layer_overhead_s: Overhead of running one layer once, for any size: kernel launches.
       dispatch_overhead_s: Overhead of starting one program, host work included.
       matmul_efficiency: Share of the matmul peak that a layer's forward and backward reach.
       memory_efficiency: Share of the memory's peak that decoding reaches.
       link_efficiency: Share of a link's or the network's peak that collectives reach.
       usable_memory: Share of a device's memory that a plan may fill.
       shared_compute: JAX simulates the devices on one processor (CPU): rates are of a device while all are
-        busy, and one that works alone has the others' share too.
-      source: Where the figures are from.
+        busy, and a device that works alone has the shares of the other devices too.
+      source: Source of the figures.
     """
 
     name: str
@@ -81,17 +82,17 @@ class Hardware(Settings):
 
     @property
     def reached_flops_per_s(self) -> float:
-        """FLOPs per second that matrix products reach."""
+        """Rate of matrix products that a model reaches, in FLOPs per second."""
         return self.matmul_flops_per_s * self.matmul_efficiency
 
     @property
     def reached_bytes_per_s(self) -> float:
-        """Bytes of device memory per second that reading reaches."""
+        """Rate of reading device memory that a model reaches, in bytes per second."""
         return self.memory_bytes_per_s * self.memory_efficiency
 
     @property
     def takes_turns(self) -> bool:
-        """True if all pools share one processor, so that none gains by running beside another."""
+        """True if all pools share one processor, so that running pools at the same time gains nothing."""
         return self.shared_compute and self.machines == 1
 
     @property
@@ -110,7 +111,7 @@ KNOWN_HARDWARE: dict[str, Hardware] = {
     )
     for name, kind in _KINDS.items()
 }
-"""One machine of each kind."""
+"""Hardware of one machine of each known kind, by name."""
 
 _ALIASES = {alias: name for name, kind in _KINDS.items() for alias in kind.get("aliases", ())}
 
@@ -123,14 +124,14 @@ _BY_DEVICE_KIND = {known: name for name, kind in _KINDS.items() for known in kin
 
 
 def hardware(spec: str) -> Hardware:
-    """The machines that a name means.
+    """Return the hardware of a name.
 
-    `h100` is one machine, `h100x4` four, `a100x16x8` 16 machines of 8 devices, `v5p-128` a TPU slice by Google's name
-    (128 TensorCores, 64 devices), `my.json` a measured machine.
+    `h100` is one machine, `h100x4` four machines, `a100x16x8` 16 machines of 8 devices, `v5p-128` a TPU slice by
+    Google's name (128 TensorCores, 64 devices), `my.json` a measured machine.
 
     Raises:
-      Refusal: Unknown name, sizes that are no whole numbers of at least 1, a slice that does not fill its hosts, or a
-        file that does not describe hardware.
+      Refusal: The name is unknown, a size is no whole number of at least 1, a slice does not fill its hosts, or a file
+        does not describe hardware.
     """
     if spec.lower().endswith(".json"):
         return load_hardware(spec)
@@ -145,23 +146,23 @@ def hardware(spec: str) -> Hardware:
 
 
 def recognise(device_kind: str, platform: str) -> str | None:
-    """The known name of a device, from what JAX calls it; None for others, such as a part of a GPU (MIG)."""
+    """Return the known name of a device kind of JAX; None for an unknown kind, such as a part of a GPU (MIG)."""
     return "cpu" if platform == "cpu" else _BY_DEVICE_KIND.get(device_kind.lower())
 
 
 def compiler_of(hardware: Hardware) -> Literal["gpu", "tpu"] | None:
-    """XLA's backend that programs of this hardware come from; None of a kind that is not known, and of CPUs."""
+    """Return the XLA backend that compiles for this hardware; None for unknown kinds and CPUs."""
     compilers: dict[str, Literal["gpu", "tpu"]] = {"nvidia": "gpu", "tpu": "tpu"}
     return compilers.get(_KINDS.get(hardware.name.removesuffix(MEASURED), {}).get("like", ""))
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write a description, which `load_hardware` reads."""
+    """Write hardware to a file for `load_hardware`."""
     Path(path).write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
 
 
 def load_hardware(path: str | Path) -> Hardware:
-    """Read a description that `save_hardware` wrote; fields may have been changed by hand since.
+    """Read a file of `save_hardware`; fields may have been edited by hand.
 
     Raises:
       Refusal: The file is missing or no JSON object, or a field is missing, unknown, of another type, or out of range.
@@ -190,7 +191,11 @@ def load_hardware(path: str | Path) -> Hardware:
 
 
 def _machines(spec: str, kind: Hardware, sizes: str) -> Hardware:
-    """`sizes` is what follows the name: nothing, `x4` or `x16x8`."""
+    """Return machines of a kind.
+
+    Args:
+      sizes: Text after the name: empty, `x4` or `x16x8`.
+    """
     numbers = sizes.split("x")[1:]
     if len(numbers) > 2 or not all(map(_whole, numbers)):
         raise Refusal(f"hardware {spec!r}: sizes must be whole numbers of at least 1; {_FORMS}")
@@ -199,8 +204,12 @@ def _machines(spec: str, kind: Hardware, sizes: str) -> Hardware:
 
 
 def _slice(spec: str, kind: Hardware, number: str) -> Hardware:
-    """`number` is what a slice's name counts, which is not always devices."""
-    counted = _KINDS[kind.name].get("slice_counts_per_device")  # TensorCores, of which a v4 or v5p device has two
+    """Return a TPU slice of a kind.
+
+    Args:
+      number: Number in the slice's name, which counts devices or TensorCores.
+    """
+    counted = _KINDS[kind.name].get("slice_counts_per_device")  # 2 for v4 and v5p, which count TensorCores
     if counted is None:
         raise Refusal(f"hardware {spec!r}: only TPU slices are named with a dash; {_FORMS}")
     if not _whole(number):
@@ -217,7 +226,7 @@ def _slice(spec: str, kind: Hardware, number: str) -> Hardware:
 
 
 def _sized(kind: Hardware, machines: int, devices: int) -> Hardware:
-    """Hardware of `machines` machines of `devices` each; what a machine's devices share is divided by their number."""
+    """Return `machines` machines of `devices` devices each; shared rates of a machine are divided by its devices."""
     share = kind.devices_per_machine / devices
     shared = ["network_bytes_per_s"] if _KINDS[kind.name].get("one_connection") else []
     shared += _OF_PROCESSOR if kind.shared_compute else []
@@ -226,7 +235,7 @@ def _sized(kind: Hardware, machines: int, devices: int) -> Hardware:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in words, such as `74.5 GiB`."""
+    """Return bytes as text, such as `74.5 GiB`."""
     size = num_bytes / 2**30
     return f"{size:,.0f} GiB" if size >= 100 else f"{size:.3g} GiB"
 
@@ -239,14 +248,14 @@ _HOW = "name it, such as a100x16x8, or give the file that `python -m jaxrlhf.cal
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:
-    """Hardware that a run is planned for; the configuration takes as many of its devices as it says.
+    """Return the hardware that a run is planned for, limited to the configuration's number of devices.
 
     Args:
-      spec: A name or a file; None is the hardware that the run would be launched on from here.
+      spec: Name or file; None is the hardware of the configuration, or of this process.
 
     Raises:
-      Refusal: An unknown name, fewer devices than are asked for, devices of no known kind, or a cluster, of which no
-        device is seen from here, without a name.
+      Refusal: The name is unknown, there are fewer devices than requested, the devices are of no known kind, or the
+        configuration has a cluster without naming its hardware (its devices are not visible from here).
     """
     if spec is None and config.cluster is None:
         return _hardware_here(config)
@@ -257,7 +266,7 @@ def hardware_of(config: Config, spec: str | None = None) -> Hardware:
 
 
 def _hardware_here(config: Config) -> Hardware:
-    """The devices of this process that the run takes; they are one machine."""
+    """Return the devices of this process that the run uses, as one machine."""
     import jax
 
     devices = jax.devices()
@@ -283,7 +292,7 @@ def _hardware_here(config: Config) -> Hardware:
 
 
 def _first(machines: Hardware, devices: int | None) -> Hardware:
-    """The first devices of the machines; None is all of them."""
+    """Return the hardware with only the first `devices` devices; None is all devices."""
     if devices is None or devices == machines.devices:
         return machines
     if devices > machines.devices:
@@ -296,6 +305,6 @@ def _first(machines: Hardware, devices: int | None) -> Hardware:
         return replace(machines, machines=devices // each)
     if devices > each:
         raise Refusal(f"devices={devices} is no whole number of machines of {each}; give a multiple of {each}")
-    shared = _OF_PROCESSOR if machines.shared_compute else ()  # the other devices idle
+    shared = _OF_PROCESSOR if machines.shared_compute else ()  # the other devices are idle
     rates = {name: getattr(machines, name) * each / devices for name in shared}
     return replace(machines, machines=1, devices_per_machine=devices, **rates)

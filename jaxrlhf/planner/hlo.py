@@ -1,6 +1,7 @@
-"""Collectives and matrix products of a compiled program, read from the text of its HLO.
+"""Collectives and matrix products of a compiled program, parsed from the text of its HLO.
 
-Collectives are there with the devices that take part and what each receives; loops count as often as they turn.
+A collective is reported with its mesh axes and the bytes that each device receives. Instructions in a loop count once
+per iteration.
 """
 
 import math
@@ -27,13 +28,13 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=(%[\w.\-]+)|branch_comp
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind over the same mesh axes.
+    """Sum of all collectives of one kind over the same mesh axes.
 
     Attributes:
       kind: One of `KINDS`.
       axes: Mesh axes whose devices take part.
-      count: Times that they run; one turn counts of a loop that does not say how many it makes, such as that of tokens.
-      bytes: Bytes that each device receives in all of them.
+      count: Number of runs; a loop with an unknown number of iterations, such as the loop over tokens, counts once.
+      bytes: Total bytes that each device receives.
     """
 
     kind: str
@@ -51,10 +52,10 @@ class _Instruction(NamedTuple):
 
 
 def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """Collectives of a program, those that move most first.
+    """Return the collectives of a program, sorted by bytes, largest first.
 
     Args:
-      mesh_shape: Size of every axis of the mesh whose devices, in order, run the program.
+      mesh_shape: Size of every axis of the mesh that the program runs on.
     """
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     received: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -68,7 +69,7 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 
 def product_flops(text: str) -> int:
-    """FLOPs of a device's matrix products; those inside kernels, such as attention's, are not seen."""
+    """Return the FLOPs of a device's matrix products, without products inside kernels such as attention."""
     return sum(times * _flops(instruction, types) for instruction, types, times in _run(text, _multiplies))
 
 
@@ -83,14 +84,15 @@ def _multiplies(instruction: _Instruction) -> bool:
 
 
 def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
-    """Twice the product's outputs, times the length of its sums."""
+    """Return the FLOPs of a product: twice its number of outputs times the length of its sums."""
     first, second = (_dims(types.get(operand, "")) for operand in _operands(instruction)[:2])
     out = math.prod(_dims(instruction.type))
     if instruction.operation != "convolution":
         found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\s*[\[{]([\d,"\s]*)[\]}]', instruction.rest)
         assert found is not None, f"a product says what it sums over: {instruction.rest}"
         return 2 * out * math.prod(first[int(dim)] for dim in re.findall(r"\d+", found[1]))
-    # TPUs multiply by convolutions without space, or with batches in place of it: of the sum there is one feature.
+    # TPUs express products as convolutions without spatial dimensions, or with batch dimensions in their place. Then
+    # the sum is over the input features.
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
     assert labels is not None, f"a convolution names its dimensions: {instruction.rest}"
     space = 1
@@ -101,12 +103,12 @@ def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
 
 
 def _run(text: str, wanted: Callable[[_Instruction], bool]) -> Iterator[tuple[_Instruction, Mapping[str, str], int]]:
-    """Instructions of a program that are wanted, the types of all beside them, and how often each runs."""
+    """Yield the wanted instructions of a program, the types in their computation, and how often each runs."""
     computations = dict(_computations(text))
     entry = re.search(r"^ENTRY (%[\w.\-]+) ", text, re.MULTILINE)
     assert entry is not None, "this is no text of a compiled program"
     runs: set[str] = set()
-    for name, instructions in computations.items():  # those called come before their callers
+    for name, instructions in computations.items():  # a called computation comes before its callers
         called = (called for each in instructions for called in _called(each.rest))
         if any(map(wanted, instructions)) or any(each in runs for each in called):
             runs.add(name)
@@ -138,7 +140,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
 
 
 def _called(rest: str) -> list[str]:
-    """Computations that an instruction runs; a condition of a loop has no collectives, and is passed over."""
+    """Return the computations that an instruction runs, without loop conditions, which have no collectives."""
     called = []
     for match in _CALLED.finditer(rest):
         if match[0].startswith(("condition", "to_apply")):
@@ -148,7 +150,7 @@ def _called(rest: str) -> list[str]:
 
 
 def _turns(loop: _Instruction, computations: Mapping[str, Sequence[_Instruction]]) -> int:
-    """Turns of a loop that counts to a constant; 1 of any other."""
+    """Return the number of iterations of a loop that counts to a constant; 1 for any other loop."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(known[1])
     condition = re.search(r"condition=(%[\w.\-]+)", loop.rest)
@@ -166,7 +168,7 @@ def _is_limit(instruction: _Instruction) -> bool:
 def _of_instruction(
     kind: str, instruction: _Instruction, types: Mapping[str, str], mesh_shape: Mapping[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """Mesh axes of a collective, and the bytes that each device receives in it."""
+    """Return the mesh axes of a collective, and the bytes that each device receives."""
     size = sum(_type_bytes(types.get(operand, "")) for operand in _operands(instruction))
     if kind == "collective-permute":
         pairs = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", instruction.rest)]
@@ -188,19 +190,19 @@ def _operands(instruction: _Instruction) -> list[str]:
 
 
 def _dims(type_text: str) -> list[int]:
-    """Dimensions of an array, or of the first of several."""
+    """Return the dimensions of an array type, or of the first array of a tuple type."""
     found = re.search(r"\w+\[([\d,]*)\]", type_text)
     return [int(dim) for dim in found[1].split(",") if dim] if found else []
 
 
 def _type_bytes(type_text: str) -> int:
-    """Bytes of all arrays of a type."""
+    """Return the bytes of all arrays of a type."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
     return sum(_ITEM_BYTES.get(item, 0) * math.prod(int(dim) for dim in dims.split(",") if dim) for item, dims in found)
 
 
 def _groups(rest: str, mesh_shape: Mapping[str, int]) -> np.ndarray:
-    """Device numbers of each group, `[groups, devices of a group]`."""
+    """Return the device numbers of each replica group, `[groups, devices of a group]`."""
     devices = math.prod(mesh_shape.values())
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest):
         return np.array([list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])])
@@ -216,13 +218,18 @@ def _groups(rest: str, mesh_shape: Mapping[str, int]) -> np.ndarray:
 
 
 def _transposed(dims: str, order: str | None) -> np.ndarray:
-    """Device numbers in an array of such dimensions, transposed."""
+    """Return the device numbers as an array of dimensions `dims`, transposed to `order`."""
     numbers = np.arange(math.prod(map(int, dims.split(",")))).reshape([int(dim) for dim in dims.split(",")])
     return numbers if order is None else numbers.transpose([int(dim) for dim in order.split(",")])
 
 
 def _named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Places of each group, of axes of a mesh: `'a'=4,'b'=2`, or `'a':(1)2`, parts of 2 after those of 1."""
+    """Return the positions in the mesh of each group's devices.
+
+    Args:
+      mesh: Axes of the mesh with their sizes: `'a'=4,'b'=2`.
+      axes: Axes of a group: `'a'`, or a part of an axis such as `'a':(1)2`, the 2 parts after a prefix of size 1.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
     shape: list[int] = []
     chosen: list[int] = []
@@ -243,7 +250,7 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
 
 
 def _axes(groups: np.ndarray | Sequence[tuple[int, ...]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Axes along which the devices of a group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     if not len(groups):
         return ()
     names, sizes = list(mesh_shape), list(mesh_shape.values())

@@ -1,7 +1,7 @@
-"""Rates of devices and links: matrix products, memory, transfers to the host, collectives.
+"""Measurement of device and link rates: matrix products, memory, transfers to the host, collectives.
 
 All devices are busy at once. Every figure is the median of warm calls of a compiled program; sizes grow until the
-next one would not fit into the time or the memory that the figure is given.
+next size would not fit into the figure's time or memory.
 """
 
 import math
@@ -20,30 +20,30 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.config import Refusal
 from jaxrlhf.resharding.offload import to_device, to_host
 
-FEWEST, MOST = 3, 200  # timed calls
-CALLS = 1 + FEWEST  # calls that a figure takes at least; the first one compiles
-ROW = 4096  # numbers that go into one sum
-ARRAYS_SHARE = 1 / 8  # share of a device's memory that arrays take at most
+FEWEST, MOST = 3, 200  # smallest and largest number of timed calls
+CALLS = 1 + FEWEST  # smallest number of calls of a figure; the first call compiles
+ROW = 4096  # numbers that are added to one sum
+ARRAYS_SHARE = 1 / 8  # largest share of a device's memory for arrays
 
 MATMUL_WIDTHS = tuple(256 << step for step in range(7))
 ARRAY_BYTES = tuple(2**20 << 2 * step for step in range(8))
-HOST_BYTES = ARRAY_BYTES[:6]  # for each device; the host has to hold them all
+HOST_BYTES = ARRAY_BYTES[:6]  # per device; the host has to hold the arrays of all devices
 
 
 class Timed(NamedTuple):
-    """A size and how long one call with it took."""
+    """Timing of one call: its size and its seconds."""
 
     size: int
     seconds: float
 
 
 def timed(run: Callable[[], Any], *, seconds: float | None) -> float:
-    """Median seconds of a call, after a first one that compiles.
+    """Return the median seconds of a call, after a first call that compiles.
 
     Args:
-      run: Returns arrays that are waited for.
-      seconds: Calls go on for as long, but for a few at least; None makes just those few, as do several processes
-        that have to call together.
+      run: Function to time; `timed` waits for the arrays that it returns.
+      seconds: Duration of the measurement, with at least `FEWEST` calls. None makes exactly `FEWEST` calls, for several
+        processes that have to make the same calls.
     """
     jax.block_until_ready(run())
     times: list[float] = []
@@ -63,13 +63,13 @@ def climb(
     seconds: float | None,
     fewest: int = 1,
 ) -> list[Timed]:
-    """Time one size after another, as long as the next is expected to fit into the seconds.
+    """Time sizes in order, as long as the next size is expected to fit into the seconds.
 
     Args:
-      build: Gives the call to time for a size.
-      work: Gives the number that the seconds of a call grow with.
-      seconds: Time for all sizes; None takes every size.
-      fewest: Sizes that are timed whatever they take.
+      build: Function from a size to the call to time.
+      work: Function from a size to a number that is proportional to the expected seconds of a call.
+      seconds: Time for all sizes; None times every size.
+      fewest: Number of sizes that are timed in any case.
     """
     found: list[Timed] = []
     end = time.perf_counter() + (seconds or 0.0)
@@ -78,14 +78,14 @@ def climb(
             expected = found[-1].seconds * work(size) / work(found[-1].size)
             if time.perf_counter() + CALLS * expected > end:
                 break
-        # The small ones leave most of the time to the large ones.
+        # Small sizes leave most of the time to large sizes.
         each = None if seconds is None else seconds / len(sizes) / 4
         found.append(Timed(size, timed(build(size), seconds=each)))
     return found
 
 
 def device_memory_bytes(devices: Sequence[jax.Device]) -> float:
-    """Memory of one device; CPU devices share the machine's."""
+    """Return the memory of one device in bytes; CPU devices share the memory of the machine."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"])
@@ -93,7 +93,7 @@ def device_memory_bytes(devices: Sequence[jax.Device]) -> float:
 
 
 def dispatch_s(devices: Sequence[jax.Device], *, seconds: float) -> float:
-    """Seconds of a program over all devices that computes next to nothing."""
+    """Measure the seconds of starting a program over all devices that computes almost nothing."""
     mesh = _row_of(devices)
     one_each = filled(mesh, (1,), jnp.float32)
     program = jax.jit(lambda x: x + 1)
@@ -101,7 +101,7 @@ def dispatch_s(devices: Sequence[jax.Device], *, seconds: float) -> float:
 
 
 def matmul_flops_per_s(devices: Sequence[jax.Device], *, dtype: Any, memory_bytes: float, seconds: float) -> float:
-    """FLOPs per second of one device, by the best of several square products: 2 width^3 operations each."""
+    """Measure the FLOPs per second of one device: the best of several square products of 2 width^3 FLOPs each."""
     mesh = _row_of(devices)
     multiply = each_device(mesh, lambda x: x @ x)
 
@@ -117,7 +117,10 @@ def matmul_flops_per_s(devices: Sequence[jax.Device], *, dtype: Any, memory_byte
 
 
 def memory_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> float:
-    """Bytes per second of one device that sums the rows of its largest array: all read, a number a row written."""
+    """Measure the memory rate of one device in bytes per second, summing the rows of its largest array.
+
+    Counts all numbers as read, and one number per row as written.
+    """
     mesh = _row_of(devices)
     add = each_device(mesh, lambda x: x.sum(axis=-1))
 
@@ -130,7 +133,7 @@ def memory_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, se
 
 
 def host_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> float:
-    """Bytes per second of one device, the geometric mean of the ways to the host and back that offloading takes."""
+    """Measure the host transfer rate of one device in bytes per second: geometric mean of offload and return."""
     mesh = _row_of(devices)
     rates: list[float] = []
 
@@ -160,31 +163,31 @@ def _over(mesh: Mesh) -> NamedSharding:
 
 
 def each_device(mesh: Mesh, function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """A program in which every device calls the function with its entry."""
+    """Compile a program in which every device applies the function to its entry of the first dimension."""
     specs: Any = {"in_specs": PartitionSpec(mesh.axis_names), "out_specs": PartitionSpec(mesh.axis_names)}
     return jax.jit(jax.shard_map(lambda x: function(x[0])[None], mesh=mesh, **specs, check_vma=False))
 
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array of this shape for each device."""
+    """Return an array of ones with an entry of this shape on each device."""
     return jax.jit(lambda: jnp.ones((mesh.size, *shape), dtype), out_shardings=_over(mesh))()
 
 
 def fitting(sizes: Sequence[int], num_bytes: Callable[[int], float], memory_bytes: float) -> list[int]:
-    """The sizes whose arrays fit, the smallest in any case."""
+    """Return the sizes whose arrays fit into memory, and the smallest size in any case."""
     return [size for size in sizes if size == sizes[0] or num_bytes(size) <= memory_bytes * ARRAYS_SHARE]
 
 
-# Links: latency and rate, fitted to collectives in every size of group.
+# Links: latency and rate, fitted to collectives in groups of several sizes.
 
 Kind = Literal["all-reduce", "all-gather"]
 
-GRID, ZOOMS = 200, 8  # points that are tried, and times that this is done between the neighbours of the best
-BEYOND = 16  # factor outside the sampled sizes that a step may be worth in bytes: past that the samples could not tell
+GRID, ZOOMS = 200, 8  # points of a grid search, and number of searches, each between the neighbors of the best point
+BEYOND = 16  # factor beyond the sampled sizes in the search for the latency (in bytes); samples do not tell more
 
 
 class RateSample(NamedTuple):
-    """One timing of steps, one after another, that move `num_bytes` in all."""
+    """Timing of `steps` consecutive steps that move `num_bytes` in total."""
 
     steps: int
     num_bytes: float
@@ -192,7 +195,7 @@ class RateSample(NamedTuple):
 
 
 def ring_sample(kind: Kind, group: int, num_bytes: float, seconds: float) -> RateSample:
-    """Sample of a collective that leaves `num_bytes` on each of g devices.
+    """Return the sample of a collective that leaves `num_bytes` on each of g devices.
 
     An all-gather takes g - 1 steps and sends (g - 1) / g of the bytes; an all-reduce takes and sends twice that.
 
@@ -208,7 +211,7 @@ NETWORK_BYTES = LINK_BYTES[:4]
 
 
 def link_samples(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> list[RateSample]:
-    """Samples of groups of neighbours, from pairs up to all devices; groups of one size run at once."""
+    """Measure groups of neighboring devices, from pairs up to all devices; groups of one size run at once."""
     sizes = group_sizes(len(devices))
     found = []
     for group in sizes:
@@ -218,9 +221,10 @@ def link_samples(devices: Sequence[jax.Device], *, memory_bytes: float, seconds:
 
 
 def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
-    """Samples of groups with one device of every process; all groups run at once.
+    """Measure groups with one device of every process; all groups run at once.
 
-    Every process has to call this with the devices of all; sizes and calls are fixed, so that all do the same.
+    Every process has to call this with the devices of all processes. Sizes and calls are fixed, so that all processes
+    make the same calls.
     """
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     grid = np.asarray(ordered).reshape(len({device.process_index for device in devices}), -1).T
@@ -228,26 +232,26 @@ def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
 
 
 def group_sizes(devices: int) -> list[int]:
-    """Sizes of groups: 2, 4, 8, ... as far as they divide the devices, and all of them."""
+    """Return the sizes of groups: powers of 2 from 2 that divide the number of devices, and all devices."""
     doubled = [size for size in (2 << step for step in range(devices.bit_length())) if devices % size == 0]
     return sorted({*doubled, devices})
 
 
 def in_a_row(num_bytes: int) -> int:
-    """Collectives in one program: more of the small ones, so that starting it does not count as their latency."""
+    """Return the number of collectives in one program: more if they are small, to hide the start of the program."""
     return max(2, min(32, 2**22 // num_bytes))
 
 
 def collective_program(mesh: Mesh, kind: Kind, times: int) -> Callable[[jax.Array], jax.Array]:
-    """Several collectives, one after another, of arrays `[devices, numbers]` over the axis `group`.
+    """Compile `times` consecutive collectives of arrays `[devices, numbers]` over the axis `group`.
 
-    An all-reduce leaves the mean. An all-gather collects the first part of every device's array, and puts the next
-    device's part first in what it leaves.
+    An all-reduce results in the mean. An all-gather collects the first part of every device's array; its result has the
+    next device's part first.
     """
     group = mesh.shape["group"]
 
     def gather(x: jax.Array) -> jax.Array:
-        # A device that went on with its own part would need no other's, and the compiler might see it.
+        # If a device continued with its own part, it would need no other part, and the compiler could drop the gather.
         part = x.shape[0] // group
         whole = jax.lax.all_gather(x[:part], "group", tiled=True)
         place = (jax.lax.axis_index("group") + 1) % group * part
@@ -258,7 +262,7 @@ def collective_program(mesh: Mesh, kind: Kind, times: int) -> Callable[[jax.Arra
 
 
 def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -> list[RateSample]:
-    """Samples of both collectives; each row of the grid is a group."""
+    """Measure both kinds of collectives; each row of the grid is a group."""
     group = grid.shape[1]
     mesh = Mesh(grid, ("apart", "group"), axis_types=(AxisType.Auto,) * 2)
     numbers = {num_bytes: num_bytes // 4 // group * group for num_bytes in sizes}
@@ -276,22 +280,22 @@ def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -
 
 
 def fit_link(samples: Sequence[RateSample]) -> tuple[float, float]:
-    """`(latency_s, bytes_per_s)`: the latency of a step and the rate that explain the samples best.
+    """Fit `(latency_s, bytes_per_s)`, the latency of a step and the rate, to samples.
 
         t = steps * latency_s + num_bytes / bytes_per_s
 
-    The sum of |log(predicted / measured)| is least, so that a sample of microseconds counts as much as one of
-    milliseconds, and one disturbed timing does not carry the rest away. Both constants are above 0.
+    The fit minimizes the sum of |log(predicted / measured)|, so that microseconds count as much as milliseconds, and a
+    single disturbed timing has little influence. Both constants are above 0.
 
     Raises:
-      Refusal: Fewer than two samples, or one that is not above 0.
+      Refusal: There are fewer than two samples, or a sample has a number that is not above 0.
     """
     if len(samples) < 2 or any(min(sample) <= 0 for sample in samples):
         needed = "two or more samples with steps, bytes and seconds above 0"
         raise Refusal(f"two constants need {needed}, got {list(samples)}")
     each = [sample.num_bytes / sample.steps for sample in samples]
     low, high = math.log(min(each) / BEYOND), math.log(max(each) * BEYOND)
-    # One unknown: the bytes that would take as long as a step's latency. The rate then follows.
+    # Search one unknown: log of the bytes that take as long as a step's latency. The rate follows from it.
     for _ in range(ZOOMS):
         width, start = (high - low) / GRID, low
         worth = min((start + index * width for index in range(GRID + 1)), key=lambda worth: _scale(samples, worth)[1])
@@ -301,7 +305,7 @@ def fit_link(samples: Sequence[RateSample]) -> tuple[float, float]:
 
 
 def _scale(samples: Sequence[RateSample], worth: float) -> tuple[float, float]:
-    """log of the seconds per byte that fit best, where a step is worth exp(worth) bytes; and how badly they fit."""
+    """Return the log of the best seconds per byte, if a step's latency is worth exp(worth) bytes, and its fit error."""
     logs = [math.log(each.seconds / (each.steps * math.exp(worth) + each.num_bytes)) for each in samples]
     scale = statistics.median(logs)
     return scale, sum(abs(log - scale) for log in logs)

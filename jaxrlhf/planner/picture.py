@@ -1,4 +1,4 @@
-"""Picture of a plan: a line for each pool, a bar for each call."""
+"""Timeline picture of a plan: a line for each pool, a bar for each call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINES_WIDE_IN = WIDTH_IN - 1.6  # without labels
 
 
 class CallBar(NamedTuple):
-    """A call, and when it starts in its step."""
+    """Call and its start, in seconds from the start of the step."""
 
     call: PlannedCall
     start_s: float
@@ -32,7 +32,10 @@ class CallBar(NamedTuple):
 
 
 def bars_of(plan: PlacementPlan) -> list[CallBar]:
-    """When each call runs: stages one after another, in a stage the calls of a pool, or of all that take turns."""
+    """Return the start of each call: stages run one after another, and so do a stage's calls on one pool.
+
+    If pools take turns, all calls of a stage run one after another.
+    """
     bars, begins_s = [], 0.0
     for stage in STAGES:
         calls = [call for call in plan.calls if call.stage == stage]
@@ -47,7 +50,7 @@ def bars_of(plan: PlacementPlan) -> list[CallBar]:
 
 
 def draw_timeline(plan: PlacementPlan, *, title: str) -> Figure:
-    """Timeline of one step as a matplotlib figure."""
+    """Draw the timeline of one step as a matplotlib figure."""
     calls = bars_of(plan)
     bars = [Bar(call.pool, call.verb, start_s, call.cost.seconds) for call, start_s in calls]
     names = [f"{_lines(pool.roles)}\n{pool.devices} device{'s' * (pool.devices != 1)}" for pool in plan.pools]
@@ -67,7 +70,7 @@ def draw_timeline(plan: PlacementPlan, *, title: str) -> Figure:
 
 
 def _draw_stages(axes: Axes, plan: PlacementPlan) -> None:
-    """A background for each stage, with its name above, where there is room for it."""
+    """Draw a background for each stage, with the stage's name above if there is room."""
     begins_s = 0.0
     for index, stage in enumerate(STAGES):
         seconds = plan.stage_seconds.get(stage, 0.0)
@@ -79,7 +82,11 @@ def _draw_stages(axes: Axes, plan: PlacementPlan) -> None:
 
 
 def _label(call: PlannedCall, share: float) -> tuple[str, int]:
-    """Text on a bar of a share of the step, and how far it is turned; as much as there is room for."""
+    """Return the text on a bar, as much as there is room for, and its rotation in degrees.
+
+    Args:
+      share: Length of the bar as a share of the step.
+    """
     seconds = f"{seconds_text(call.cost.seconds)} s"
     if _fits(call.role, share):
         return (f"{call.role}\n{seconds}" if _fits(seconds, share) else call.role), 0
@@ -88,10 +95,10 @@ def _label(call: PlannedCall, share: float) -> tuple[str, int]:
 
 
 def _fits(text: str, share: float) -> bool:
-    """Return whether a text has room in a share of the step."""
+    """Return whether a text fits into a share of the step's width."""
     return (len(text) + 1) * _CHARACTER_IN < share * _LINES_WIDE_IN
 
 
 def _lines(roles: tuple[str, ...]) -> str:
-    """Role names, two to a line."""
+    """Return the role names as text, two per line."""
     return "\n".join(" + ".join(roles[start : start + 2]) for start in range(0, len(roles), 2))

@@ -1,4 +1,4 @@
-"""Data of the search: its problem, the cost of a call, placement plans as its answer, and their files."""
+"""Data types of the search: placement problem, cost of a call, placement plan, and files of plans."""
 
 import json
 import operator
@@ -18,15 +18,15 @@ GivenPools = tuple[tuple[tuple[str, ...], int], ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one device, by what they are spent on.
+    """Cost of a call: seconds of one device, by cause.
 
     Attributes:
-      compute_s: Matrix products.
-      memory_s: Reading weights and cache, where that takes longer than the products.
-      collective_s: Collectives between devices.
-      idle_s: Waiting for another pipeline stage.
-      host_s: Between device and host memory.
-      overhead_s: Starting programs and kernels.
+      compute_s: Seconds of matrix products.
+      memory_s: Seconds of reading weights and cache, as far as that takes longer than the products.
+      collective_s: Seconds of collectives between devices.
+      idle_s: Seconds of waiting for another pipeline stage.
+      host_s: Seconds of transfers between device and host memory.
+      overhead_s: Seconds of starting programs and kernels.
     """
 
     compute_s: float = 0.0
@@ -37,15 +37,15 @@ class Cost:
     overhead_s: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Cost of both, one after the other."""
+        """Return the cost of both, one after the other."""
         return Cost(*map(operator.add, self._parts, other._parts))
 
     def __mul__(self, count: float) -> "Cost":
-        """Cost of `count` repetitions."""
+        """Return the cost of `count` repetitions."""
         return Cost(*(seconds * count for seconds in self._parts))
 
     @property
-    def _parts(self) -> tuple[float, ...]:  # dataclasses.astuple copies deeply, which a search feels
+    def _parts(self) -> tuple[float, ...]:  # dataclasses.astuple makes deep copies, too slow for a search
         return self.compute_s, self.memory_s, self.collective_s, self.idle_s, self.host_s, self.overhead_s
 
     @property
@@ -55,7 +55,7 @@ class Cost:
 
     @property
     def bottleneck(self) -> str:
-        """Part of the cost with the most seconds, in words."""
+        """Name of the part of the cost with the most seconds."""
         return PARTS[max(PARTS, key=lambda name: getattr(self, name))]
 
 
@@ -67,12 +67,12 @@ PARTS: Mapping[str, str] = {
     "host_s": "host transfers",
     "overhead_s": "overhead",
 }
-"""Parts of a cost, in words."""
+"""Names of the parts of a cost, for reports."""
 
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One verb of one role in a step, on the pool of that index. Calls of one pool run one after another."""
+    """Call of a role in a step, on the pool of index `pool`. Calls of one pool run one after another."""
 
     stage: Stage
     pool: int
@@ -84,12 +84,12 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """Roles that share devices.
+    """Pool of a plan: roles that share devices.
 
     Attributes:
-      layouts: Layout of each role, with `data` given.
-      peak_bytes: Most that one device holds.
-      peak_during: The call that needs it, such as `actor update`.
+      layouts: Layout of each role, with `data` set.
+      peak_bytes: Most bytes that one device holds.
+      peak_during: Call that needs the most bytes, such as `actor update`.
     """
 
     roles: tuple[str, ...]
@@ -101,14 +101,14 @@ class PlannedPool:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A placement, with what it is predicted to cost.
+    """Placement, with its predicted cost.
 
     Attributes:
-      pools: Largest first.
-      offload: Entries of `Config.offload`: role states that wait in host memory.
-      calls: In the order in which a pool runs them.
-      stage_seconds: Seconds of the slowest pool in each stage.
-      slots: Responses that are decoded at once, over all replicas; None if nothing is generated.
+      pools: Pools, largest first.
+      offload: Entries of `Config.offload`: role states that are kept in host memory while not in use.
+      calls: Calls of a step; calls of one pool are in the order in which the pool runs them.
+      stage_seconds: Seconds of each stage: of its slowest pool, or of all pools if they take turns.
+      slots: Number of responses decoded at once, over all replicas; None if nothing is generated.
     """
 
     pools: tuple[PlannedPool, ...]
@@ -125,18 +125,18 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Placement problem: roles, workload and software, and the hardware they are placed on.
+    """Placement problem: roles, workload and software, and the hardware for them.
 
     Attributes:
-      offloads: Alternatives for `Config.offload`; the cheapest that fits is taken.
+      offloads: Alternatives for `Config.offload`; the fastest alternative that fits is chosen.
       together: Groups of roles that have to share a pool.
-      fsdp: Also consider splitting weights over data-parallel devices.
-      layouts: Alternatives for roles whose layout is given; those of others are searched. Without
-        `data` a layout takes the devices that are left.
-      devices_per_host: Devices of one process where there are several. A pool has whole hosts, and each generation
-        replica lies within one; None lets pools share a machine.
-      pools: The only placement to look at, roles and devices of each pool; None looks at all, where the actor's pool
-        generates. A role named `rollout` generates on a pool of its own.
+      fsdp: Whether to try splitting weights over data-parallel devices.
+      layouts: Alternatives for roles with fixed layouts; layouts of other roles are searched. A layout without `data`
+        takes the devices that are left.
+      devices_per_host: Number of devices of a process, if there are several processes. A pool then has whole hosts, and
+        each generation replica is inside one host. None lets pools share a machine.
+      pools: Only placement to try, as roles and devices of each pool; None tries all placements in which the actor's
+        pool generates. A role named `rollout` generates on a separate pool.
     """
 
     roles: tuple[Role, ...]
@@ -152,7 +152,7 @@ class PlacementProblem:
 
     @property
     def rollout_apart(self) -> bool:
-        """True if generation has a pool of its own."""
+        """True if generation has a separate pool."""
         return any(ROLLOUT in roles for roles, _ in self.pools or ())
 
 
@@ -161,10 +161,11 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-      plans: The best of each placement, cheapest first.
-      placements: Set partitions looked at.
-      allocations: Distributions of devices over pools that were costed or pruned.
-      simulated: Layouts of one role on one number of devices that were costed.
+      plans: Best plan of each placement, fastest first.
+      placements: Number of set partitions that were tried.
+      allocations: Number of options of pools that were tried in distributions of devices.
+      simulated: Number of simulated layouts, each of one role on one number of devices.
+      seconds: Seconds of the search.
     """
 
     plans: tuple[PlacementPlan, ...]
@@ -175,27 +176,27 @@ class SearchResult:
 
 
 class Infeasible(Refusal):
-    """No placement fits; the message says which role lacks how many bytes, and what would help."""
+    """Refusal because no placement fits; the message says which role lacks how many bytes, and what would help."""
 
 
 PLAN = "plan.json"
-"""File of a run's plan in its workdir."""
+"""Name of the file of a run's plan in the workdir."""
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan, and the fields of the `Hardware` that it was made for."""
+    """Plan, with the fields of the `Hardware` that it was made for."""
 
     plan: PlacementPlan
     hardware: dict[str, Any]
 
     @property
     def devices(self) -> int:
-        """Number of devices that it was made for."""
+        """Number of devices that the plan was made for."""
         return self.hardware["machines"] * self.hardware["devices_per_machine"]
 
     def why_not(self, *, devices: int, roles: Iterable[str]) -> str | None:
-        """Reason that the plan does not serve a run on so many devices with these roles; None if it does."""
+        """Return the reason why the plan cannot serve a run with these devices and roles; None if it can."""
         if self.devices != devices:
             return f"it is for {self.devices} devices and there are {devices}"
         placed = {role for pool in self.plan.pools for role in pool.roles} - {ROLLOUT}
@@ -205,13 +206,13 @@ class SavedPlan:
 
 
 def save_plan(plan: PlacementPlan, hardware: Hardware, workdir: Path) -> None:
-    """Write a run's plan, so that the run goes on with it."""
+    """Write a run's plan, so that the resumed run uses the same plan."""
     fields = {"hardware": asdict(hardware), "plan": plan_to_json(plan)}
     (workdir / PLAN).write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def read_plan(workdir: Path) -> SavedPlan | None:
-    """The plan of a workdir; None if it has none.
+    """Read the plan of a workdir; None if the workdir has no plan.
 
     Raises:
       Refusal: The file is no plan.
@@ -227,15 +228,15 @@ def read_plan(workdir: Path) -> SavedPlan | None:
 
 
 def plan_to_json(plan: PlacementPlan) -> dict[str, Any]:
-    """All fields of a plan as JSON data, with its total seconds."""
+    """Return all fields of a plan as JSON data, with its total seconds."""
     return {"seconds": plan.seconds, **asdict(plan)}
 
 
 def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
-    """The plan that `plan_to_json` wrote.
+    """Build a plan from the data of `plan_to_json`.
 
     Raises:
-      Refusal: A field is missing, or is not a plan's.
+      Refusal: A field is missing or invalid.
     """
     try:
         pools = []

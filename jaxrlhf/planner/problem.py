@@ -31,12 +31,12 @@ from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
 
 SCORED_TOKENS = 16_384
-"""Tokens of one forward pass of a reward model."""
+"""Number of tokens of one forward pass of a reward model."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens that are expected; None is the most that the configuration allows."""
+    """Expected mean numbers of tokens; None is the maximum that the configuration allows."""
 
     prompt_tokens: float | None = None
     response_tokens: float | None = None
@@ -50,7 +50,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Question:
-    """A problem, and sentences on what in it is an estimate or is left out."""
+    """Placement problem, with notes on estimates and on parts that are left out."""
 
     problem: PlacementProblem
     notes: tuple[str, ...]
@@ -59,14 +59,14 @@ class Question:
 def question_of(
     config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
 ) -> Question:
-    """Placement problem of a configuration on hardware, with notes.
+    """Build the placement problem of a configuration on hardware, with notes.
 
     Args:
-      lengths: The means, where they are known.
-      vocabulary: Tokens of the tokenizer; None loads it if a model is made from scratch.
+      lengths: Mean numbers of tokens, if known.
+      vocabulary: Size of the tokenizer's vocabulary; None loads the tokenizer if a model is made from scratch.
 
     Raises:
-      Refusal: A model whose shape is not known, or lengths that the configuration does not allow.
+      Refusal: The shape of a model is not known, or the configuration does not allow the lengths.
     """
     lengths = lengths or Lengths()
     shapes = _Shapes(config, vocabulary)
@@ -89,18 +89,21 @@ def question_of(
 
 
 def judges_of(config: Config) -> dict[str, int]:
-    """The role of each reward model, and its index in `rewards.parts`."""
+    """Return the index in `rewards.parts` of each reward model, by the name of its role."""
     indices = [index for index, part in enumerate(config.rewards.parts) if isinstance(part, ModelReward)]
     return {"reward" if len(indices) == 1 else f"reward_{index}": index for index in indices}
 
 
 def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tuple[Role, ...]:
-    """Roles of the dataflow: every model, and what a step does with it; `shapes` gives the shape of a model.
+    """Return the roles of the dataflow: every model, and its work in a step.
 
-    A step that scores has sampled: its actor generates, and every role makes one forward pass over the responses, the
-    actor only where its sampler's log-probabilities do not serve. One on preference pairs reads both answers with every
-    role. `Algorithm.further_passes` come beside those. Otherwise the step is an update, and before it only frozen roles
-    compute anything. A reference that is the actor without its adapters is no role: the actor makes its passes.
+    In a step with rewards the actor generates, and every role makes one forward pass over the responses; the actor
+    skips its pass if the sampler's log-probabilities are used instead. In a step on preference pairs every role reads
+    both answers. `Algorithm.further_passes` are added. Any other step is an update, and only frozen roles make a pass
+    before the update. A reference that is the actor without its adapters is no role: the actor makes its passes.
+
+    Args:
+      shapes: Function that returns the shape of a model.
     """
     samples, own = generates(config), generates_here(config)
     found = []
@@ -135,7 +138,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 
 def _undivided(config: Config) -> tuple[str, ...]:
-    """Parts that a run would refuse to divide, see `Role.undivided`."""
+    """Return the parts that a run would refuse to divide; see `Role.undivided`."""
     pages, mixed = config.rollout.cache == "pages", config.algorithm.reference_share() is not None
     parts = {
         "rows": bool(getattr(config.model, "vision", None)),
@@ -146,7 +149,7 @@ def _undivided(config: Config) -> tuple[str, ...]:
 
 
 def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
-    """Bytes that an optimizer keeps for a weight; None for AdamW of all weights, which keeps two float32 moments."""
+    """Return the optimizer's bytes per weight; None for AdamW of all weights, which keeps two float32 moments."""
     optimizer = training.optimizer
     plain = optimizer.factory is None and optimizer.state_dtype == "float32"
     if plain and not optimizer.groups and optimizer.average_decay is None:
@@ -166,30 +169,33 @@ def _passes(config: Config, role: str) -> int:
 
 
 def _unplaced(config: Config) -> tuple[str, ...]:
-    """Roles that a plan does not place: judges stand for rewards, and the actor for what it is without its adapters."""
+    """Return the roles that a plan does not place.
+
+    Reward models replace the role `reward`. The actor replaces a reference that is the actor without its adapters.
+    """
     return ("reward", "reference") if config.reference_is_frozen_actor else ("reward",)
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:
-    """The names of all roles that have weights of their own."""
+    """Return the names of all roles that have separate weights."""
     return (*(role for role in config.roles if role not in _unplaced(config)), *judges_of(config))
 
 
 def generates(config: Config) -> bool:
-    """Return whether a step samples responses: those that are scored."""
+    """Return whether a step samples responses; such steps have rewards."""
     return "reward" in config.roles
 
 
 def generates_here(config: Config) -> bool:
-    """Return whether the run's own devices sample them, and no other engine's servers."""
+    """Return whether the run's own devices sample the responses, instead of servers of another engine."""
     return generates(config) and (config.rollout.server is None or config.generates_apart)
 
 
 def workload_of(config: Config, lengths: Lengths) -> Workload:
-    """Workload of one step of the algorithm.
+    """Return the workload of one step of the algorithm.
 
     Raises:
-      Refusal: A mean that is above the configuration's maximum.
+      Refusal: A mean is above the configuration's maximum.
     """
     algorithm, rollout, means = config.algorithm, config.rollout, {}
     prompts = algorithm.problems_per_step(config)
@@ -213,10 +219,10 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
 
 
 def software_of(config: Config, hardware: Hardware, generator: ModelConfig | None = None) -> Software:
-    """Software with float32 masters, and activations in the compute dtype.
+    """Return the software settings, with float32 masters, and activations in the compute dtype.
 
     Args:
-      generator: Model that samples the responses; None if none does.
+      generator: Model that samples the responses; None if no model does.
     """
     compiler, dtype = compiler_of(hardware), config.compute_dtype
     if dtype == "auto":
@@ -230,7 +236,7 @@ def software_of(config: Config, hardware: Hardware, generator: ModelConfig | Non
 
 
 def written_layouts(config: Config) -> dict[str, Layout]:
-    """The layouts that a configuration gives: all of them with pools, else those that are not the default."""
+    """Return the layouts that a configuration fixes: all layouts if it has pools, else only non-default layouts."""
     judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
     layouts = {role: training.layout for role, training in config.trained.items()}
     layouts |= {name: part.layout for name, part in judges.items() if isinstance(part, ModelReward)}
@@ -243,7 +249,7 @@ def written_layouts(config: Config) -> dict[str, Layout]:
 
 
 def written_pools(config: Config) -> GivenPools | None:
-    """The roles and devices of each pool that a configuration gives, with models alone; None if it gives none."""
+    """Return the roles and devices of each pool of a configuration, only roles with models; None without pools."""
     if not config.pools:
         return None
     judges = tuple(judges_of(config))
@@ -257,7 +263,7 @@ def written_pools(config: Config) -> GivenPools | None:
 
 
 def _by_role(config: Config) -> tuple[str, ...]:
-    """The configuration's offload, with an entry for each of several reward models."""
+    """Return the configuration's offload entries, with a separate entry for each reward model."""
     found: list[str] = []
     for entry in config.offload:
         role, dot, part = entry.partition(".")
@@ -266,7 +272,7 @@ def _by_role(config: Config) -> tuple[str, ...]:
 
 
 class _Shapes:
-    """The shape of each model, read once, and notes on where it is from."""
+    """Cache of the shapes of models, with notes on the source of each shape."""
 
     def __init__(self, config: Config, vocabulary: int | None) -> None:
         self._config, self._vocabulary = config, vocabulary

@@ -1,4 +1,4 @@
-"""Report of a search in tables and sentences: the best plans, where their seconds go, and why others lost."""
+"""Report of a search in tables and sentences: the best plans, their seconds by cause, and why others are slower."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,15 @@ from jaxrlhf.planner.workload import STAGES, Stage
 
 _GIB, _NAMED = 2**30, 3
 LOOK: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
-"""Look of a table."""
+"""Style of all tables, as arguments of `Table`."""
 
 
 def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
-    """Whole report, best plan first."""
+    """Return the whole report, best plan first."""
     best, *others = search.plans
     plans = search.plans[:shown]
     waits = [
-        Text(f"plan {rank}: what is not in use waits in host memory, of {', '.join(plan.offload)}")
+        Text(f"plan {rank}: offloaded to host memory while not in use: {', '.join(plan.offload)}")
         for rank, plan in enumerate(plans, start=1)
         if plan.offload
     ]
@@ -39,7 +39,7 @@ def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, sh
 
 
 def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
-    """One line for each plan, and one below it for each further pool."""
+    """Return a table of plans, with one line for each pool of a plan."""
     table = Table(title=f"{hardware.devices} devices: {machines(hardware)}", **LOOK)
     for heading in ("", "placement"):
         table.add_column(heading)
@@ -52,7 +52,7 @@ def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
             first, last = index == 0, index + 1 == len(plan.pools)
             seconds = [seconds_text(plan.stage_seconds.get(stage, 0.0)) if first else "" for stage in STAGES]
             total, limit = (seconds_text(plan.seconds), bottleneck(plan)) if first else ("", "")
-            where = f"{' + '.join(pool.roles)} {pool.devices}{'' if last else ' |'}"  # may be broken at the blanks
+            where = f"{' + '.join(pool.roles)} {pool.devices}{'' if last else ' |'}"  # may be wrapped at the spaces
             peak = f"{pool.peak_bytes / _GIB:.1f}"
             cells = [str(rank) if first else "", where, _layouts_text(pool), _generation_text(plan, index), *seconds]
             table.add_row(*map(Text, [*cells, total, peak, limit]), end_section=last)
@@ -61,7 +61,7 @@ def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
 
 
 def calls_table(plan: PlacementPlan) -> Table:
-    """Every call of a step, with its seconds by cause; and what a pool waits for the others."""
+    """Return a table of the calls of a step with their seconds by cause, and of the seconds that pools wait."""
     table = Table(title="the best plan, by call", **LOOK)
     for heading in ("stage", "call"):
         table.add_column(heading, no_wrap=True)
@@ -85,7 +85,7 @@ def calls_table(plan: PlacementPlan) -> Table:
 
 
 def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
-    """Sentences on the stages that cost a plan its place, by how much, and what grew in the worst of them."""
+    """Return sentences on why a plan is slower than the best: by how much, in which stages, and from which cause."""
     excess = {stage: loser.stage_seconds.get(stage, 0.0) - winner.stage_seconds.get(stage, 0.0) for stage in STAGES}
     total = loser.seconds - winner.seconds
     if total <= 1e-3 * winner.seconds:
@@ -107,30 +107,30 @@ def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
 
 
 def placement_text(pools: Sequence[PlannedPool]) -> str:
-    """Roles and devices of each pool, such as `actor+reference 64 | critic 64`."""
+    """Return the roles and devices of each pool as text, such as `actor+reference 64 | critic 64`."""
     return " | ".join(f"{'+'.join(pool.roles)} {pool.devices}" for pool in pools)
 
 
 def layout_text(layout: Layout) -> str:
-    """`p-t-d`, and over how many devices more the weights are split, which share the data like d."""
+    """Return a layout as `stage-tensor-data`, then `xN` for `fsdp * expert` and `cN` for `context` if above 1."""
     text = f"{layout.stage}-{layout.tensor}-{layout.data}"
     text += f" x{shards}" if (shards := layout.fsdp * layout.expert) > 1 else ""
     return text + (f" c{layout.context}" if layout.context > 1 else "")
 
 
 def machines(hardware: Hardware) -> str:
-    """Machines in words, such as `16 machines of 8 x a100`."""
+    """Return the machines as text, such as `16 machines of 8 x a100`."""
     some = "1 machine" if hardware.machines == 1 else f"{hardware.machines} machines"
     return f"{some} of {hardware.devices_per_machine} x {hardware.name}"
 
 
 def timeline_title(config: Config, hardware: Hardware) -> str:
-    """Title of a timeline."""
+    """Return the title of a timeline."""
     return f"{config.name} on {machines(hardware)}"
 
 
 def bottleneck(plan: PlacementPlan) -> str:
-    """Largest part of the cost, and the longest call: of the pools that the others wait for."""
+    """Return the largest part of the cost and the longest call, over calls of the pools that other pools wait for."""
     critical = [call for stage in STAGES for call in critical_calls(plan, stage)]
     spent = Cost(**{part: _spent(critical, part) for part in PARTS})
     longest = max(critical, key=lambda call: call.cost.seconds)
@@ -138,7 +138,7 @@ def bottleneck(plan: PlacementPlan) -> str:
 
 
 def critical_calls(plan: PlacementPlan, stage: Stage) -> list[PlannedCall]:
-    """The calls that make a stage as long as it is: of its slowest pool, or of all where pools share processors."""
+    """Return the calls that determine the length of a stage: of its slowest pool, or all if pools take turns."""
     calls = [call for call in plan.calls if call.stage == stage]
     if sum(call.cost.seconds for call in calls) <= plan.stage_seconds.get(stage, 0.0) * (1 + 1e-9):
         return calls
@@ -147,7 +147,7 @@ def critical_calls(plan: PlacementPlan, stage: Stage) -> list[PlannedCall]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three digits, or as many as stand before the point."""
+    """Return seconds as text with three digits, or with all digits before the decimal point."""
     if seconds == 0:
         return "0"
     if seconds < 1e-3:
@@ -161,7 +161,7 @@ def _spent(calls: Sequence[PlannedCall], part: str) -> float:
 
 
 def _series(plan: PlacementPlan, calls: Sequence[PlannedCall]) -> str:
-    """Calls in words, such as `actor update + reference update on 8 devices in 2.10 s`."""
+    """Return calls as text, such as `actor update + reference update on 8 devices in 2.10 s`."""
     longest = sorted(calls, key=lambda call: -call.cost.seconds)[:_NAMED]
     names = " + ".join(f"{call.role} {call.verb}" for call in calls if call in longest) or "nothing"
     names += f" + {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
@@ -171,14 +171,14 @@ def _series(plan: PlacementPlan, calls: Sequence[PlannedCall]) -> str:
 
 
 def _layouts_text(pool: PlannedPool) -> str:
-    """Layout of each role; once if they are all the same."""
+    """Return the layout of each role as text; a single layout if all are equal."""
     texts = {role: layout_text(layout) for role, layout in pool.layouts.items() if role != ROLLOUT}
     same = set(texts.values())
     return same.pop() if len(same) == 1 else "\n".join(f"{role} {text}" for role, text in texts.items())
 
 
 def _generation_text(plan: PlacementPlan, index: int) -> str:
-    """Generation layout of the role that generates on a pool, if one does."""
+    """Return the generation layout of the pool's generating role as text; empty if the pool does not generate."""
     roles = [call.role for call in plan.calls if (call.pool, call.verb) == (index, "generate")]
     layouts = [plan.pools[index].layouts[role] for role in roles]
     if not layouts:

@@ -1,4 +1,4 @@
-"""Shapes of well-known checkpoints, so that a plan needs neither their files nor a network."""
+"""Shapes of well-known checkpoints, so that planning needs neither their files nor a network."""
 
 import difflib
 import tomllib
@@ -24,7 +24,7 @@ def _read_table() -> dict[str, ModelConfig]:
 
 
 def _shape(family: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
-    """Shape of a checkpoint that adds its own fields to those of its family."""
+    """Build the shape of a checkpoint from the fields of its family and its own fields."""
     fields = {"head_dim": own["hidden_size"] // own["num_heads"], **family, **own}
     for name, kind in (("rope_scaling", Llama3Rope), ("experts", Experts), ("latent", LatentAttention)):
         if name in fields:
@@ -33,18 +33,18 @@ def _shape(family: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
 
 
 SHAPES: Mapping[str, ModelConfig] = _read_table()
-"""By hub id."""
+"""Shapes of known checkpoints, by hub id."""
 
 
 def shape_of(path: str) -> tuple[ModelConfig, str]:
-    """The shape of a checkpoint, and where it is from in words.
+    """Return the shape of a checkpoint, and its source in words.
 
     Args:
-      path: A directory, a GGUF file, or a hub id; the hub is asked only for ids that are not in `SHAPES`.
+      path: Directory, GGUF file, or hub id; the hub is contacted only for ids that are not in `SHAPES`.
 
     Raises:
-      Refusal: No such directory and no such id in the table or on a reachable hub, or a
-        config.json that this decoder does not compute.
+      Refusal: The directory does not exist and the id is neither in the table nor on a reachable hub, or the decoder
+        does not support the config.json.
     """
     if Path(path).expanduser().exists():
         return read_config(path), f"config.json of {path}"
@@ -57,7 +57,7 @@ def shape_of(path: str) -> tuple[ModelConfig, str]:
 
 
 def _hint(path: str) -> str:
-    """The known ids that a wrong one may stand for."""
+    """Return a hint with known ids that are similar to an unknown id."""
     lower = {name.lower(): name for name in SHAPES}
     if path.lower() in lower:
         return f"did you mean {lower[path.lower()]}? ids are case-sensitive"

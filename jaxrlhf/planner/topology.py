@@ -1,6 +1,6 @@
-"""Devices of hardware that is not here: topologies that programs are compiled for by the chips' own compilers.
+"""Topologies of absent hardware: devices that the chips' own compilers compile programs for.
 
-TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin`; no driver and no chip. All of it comes
+TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin`; neither needs a driver or a chip. Both packages come
 with `jaxrlhf[compile]`.
 """
 
@@ -18,7 +18,7 @@ from jaxrlhf.runtime.xla_flags import GPU_FLAGS
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 _SQUARES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _TPU_SLICES: Mapping[str, Mapping[int, str]] = {"v4": _CUBES, "v5p": _CUBES, "v5e": _SQUARES, "v6e": _SQUARES}
-"""Shape of a slice by its number of chips. Source: https://cloud.google.com/tpu/docs, the pages of each version."""
+"""Shape of a slice, by its number of chips. Source: https://cloud.google.com/tpu/docs, the pages of each version."""
 
 _HOPPER = {
     "threads_per_block_limit": 1024,
@@ -54,48 +54,48 @@ _NO_TPU_HERE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment in which libtpu asks no cloud for the machine that it is on, and several processes may compile."""
+"""Environment in which libtpu does not query a cloud about its machine, and several processes may compile."""
 
 _LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "b200": "NVIDIA B200"}
 _CAPABILITY = {"h100": 9, "h200": 9, "b200": 10}
-"""CUDA's compute capability, of which the second number is 0 in all."""
+"""Major CUDA compute capability; the minor number is 0 for all."""
 
 
 def compiler_options(hardware: Hardware) -> dict[str, bool | str] | None:
-    """Flags of XLA that a run on this hardware has in its environment; libtpu reads its own there."""
+    """Return the XLA flags of a run on this hardware, as compiler options; None for TPUs: libtpu reads its variable."""
     return dict(GPU_FLAGS) if hardware.name in _GPUS else None
 
 
 def topology(hardware: Hardware) -> tuple[jax.Device, ...]:
-    """The devices of some hardware, to make meshes of and to compile for; nothing runs on them.
+    """Return the devices of some hardware, for meshes and compilation; nothing runs on these devices.
 
     Raises:
-      Refusal: Hardware that no compiler here knows, a slice of a size that there is not, or a missing package.
+      Refusal: No compiler supports the hardware, no slice has this size, or a package is missing.
     """
     if hardware.name in _TPU_SLICES:
         return _tpu(hardware)
     if hardware.name in _GPUS:
         return _gpu(hardware)
     known = ", ".join([*_GPUS, *_TPU_SLICES])
-    raise Refusal(f"programs cannot be compiled for {hardware.name} without it; they can for {known}")
+    raise Refusal(f"without the hardware, programs cannot be compiled for {hardware.name}, only for {known}")
 
 
 def _tpu(hardware: Hardware) -> tuple[jax.Device, ...]:
     slices = _TPU_SLICES[hardware.name]
     if hardware.devices not in slices:
         sizes = ", ".join(map(str, slices))
-        raise Refusal(f"there is no slice of {hardware.devices} {hardware.name} chips; there are those of {sizes}")
-    if jax.default_backend() != "tpu":  # which also has other backends read their flags
+        raise Refusal(f"there is no slice of {hardware.devices} {hardware.name} chips; slices have {sizes} chips")
+    if jax.default_backend() != "tpu":  # default_backend also makes other backends read their flags first
         for name, value in _NO_TPU_HERE.items():
             os.environ.setdefault(name, value)
-        os.environ.pop("XLA_FLAGS", None)  # libtpu ends the process at flags that are not its own
-    # Else libtpu takes every host for one of 2 x 2 chips.
+        os.environ.pop("XLA_FLAGS", None)  # libtpu ends the process at flags of other backends
+    # Otherwise libtpu assumes that every host has 2 x 2 chips.
     alone = {"chips_per_host_bounds": [1, 1, 1]} if hardware.devices == 1 else {}
     return _described("tpu", f"{hardware.name}:{slices[hardware.devices]}", "libtpu", alone)
 
 
 def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no driver has to be there
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # a driver need not be installed
     fields = "\n".join(f"  {name}: {value}" for name, value in _GPUS[hardware.name].items())
     capability = f"cuda_compute_capability {{ major: {_CAPABILITY[hardware.name]} minor: 0 }}"
     target = (
@@ -110,7 +110,7 @@ def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
 def _described(platform: str, name: str, package: str, options: Mapping[str, Any]) -> tuple[jax.Device, ...]:
     try:
         found = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
-    except Exception as error:  # whatever a plugin raises that is not there, or not whole
+    except Exception as error:  # a missing or incomplete plugin may raise anything
         reason = str(error).partition("\n")[0]
         raise Refusal(
             f"compiling for {name} needs the package {package}, and asking it for these devices failed with "

@@ -1,4 +1,4 @@
-"""Workload of a step: the models of a dataflow, and how much each of them computes."""
+"""Workload of a step: the models of a dataflow, and the amount of work of each model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,19 +15,19 @@ STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of an algorithm.
+    """Workload of one step of an algorithm.
 
     Attributes:
-      prompts: Distinct ones; each is prefilled once.
-      responses: B, over all prompts.
-      prompt_tokens: Mean length.
-      response_tokens: Mean length.
-      longest_tokens: Longest prompt and response together; memory is set aside for it.
-      longest_prompt_tokens: Longest prompt, whose part of the cache its responses share where that lies in pages.
-      updates: Optimizer updates of each trained model, over all epochs.
-      epochs: Passes over the responses.
-      slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
-      quantize: Format of the matrices that generate; None is the compute dtype.
+      prompts: Number of distinct prompts; each prompt is prefilled once.
+      responses: B, number of responses to all prompts.
+      prompt_tokens: Mean length of a prompt.
+      response_tokens: Mean length of a response.
+      longest_tokens: Length of the longest prompt and response together; memory is reserved for this length.
+      longest_prompt_tokens: Length of the longest prompt; responses share the prompt's cache if the cache is in pages.
+      updates: Number of optimizer updates of each trained model, over all epochs.
+      epochs: Number of passes over the responses.
+      slots: Largest number of responses decoded at once, over all replicas; None is as many as fit.
+      quantize: Format of the matrices for generation; None is the compute dtype.
     """
 
     prompts: int
@@ -44,24 +44,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Role:
-    """One model of the dataflow, and what it does in a step.
+    """Model of the dataflow, and its work in a step.
 
     Attributes:
-      name: Such as `actor`; unique in a problem.
-      generates: It samples the responses.
-      passes: Forward passes over all responses while they are prepared.
-      trained: It is updated, and so has gradients and an optimizer.
-      tokens_per_microbatch: Over all its devices, in rows of the longest length or more, into which sequences are
-        packed; None goes by `rows_per_microbatch`, without rows and padding.
-      rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
-      remat: Layers are recomputed in the backward pass; None decides by the room for their activations, and
-        recomputes where JAX simulates devices on one processor.
-      offloads: Inputs of layers that are recomputed wait in host memory.
-      within_machine: Stages and tensor shards of one copy may not cross machines.
-      lora: Adapters are trained, beside weights in the compute dtype.
-      optimizer_bytes: Bytes that its optimizer keeps for a weight; None is what the software's keeps.
-      undivided: What devices do not divide: the tokens of `rows`; while it generates the layers (`stage`), or positions
-        of a cache (`context`).
+      name: Unique name, such as `actor`.
+      generates: Whether the role samples the responses.
+      passes: Number of forward passes over all responses in the prepare stage.
+      trained: Whether the role is updated; it then has gradients and an optimizer.
+      tokens_per_microbatch: Number of tokens of a microbatch over all devices, in packed rows of the longest length or
+        more; None uses `rows_per_microbatch`, without packing and padding.
+      rows_per_microbatch: Number of sequences that one data-parallel replica takes at a time.
+      remat: Whether layers are recomputed in the backward pass; None decides by the memory for their activations, and
+        recomputes if JAX simulates devices on one processor.
+      offloads: Whether inputs of recomputed layers are kept in host memory.
+      within_machine: Whether stages and tensor shards of one copy have to be inside a machine.
+      lora: Settings of adapters that are trained next to frozen weights in the compute dtype; None trains all weights.
+      optimizer_bytes: Bytes of optimizer state per weight; None is `Software.optimizer_bytes`.
+      undivided: Parts that devices must not split: `rows` (tokens of a row), and in generation `stage` (layers) and
+        `context` (positions of a cache).
     """
 
     name: str
@@ -80,41 +80,42 @@ class Role:
     undivided: tuple[str, ...] = ()
 
     def optimizer_bytes_with(self, software: "Software") -> float:
-        """Bytes that the optimizer keeps for a weight."""
+        """Return the bytes of optimizer state per weight."""
         return software.optimizer_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
 @dataclass(frozen=True)
 class Software:
-    """Choices of programs that neither model nor layout say. The defaults are this package's in bfloat16.
+    """Software properties that neither model nor layout determine. The defaults describe this package in bfloat16.
 
     Attributes:
-      weight_bytes: Bytes of a trained weight as it is trained.
+      weight_bytes: Bytes of a trained weight in training.
       gradient_bytes: Bytes of a weight's gradient.
-      optimizer_bytes: Bytes that the optimizer keeps for a weight.
-      compute_bytes: Bytes of an activation, a cached key, a frozen or generating weight.
-      reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in an update;
-        None does so only where weights are split by width and also by stage or tensor.
-      pipeline_parts_per_stage: Parts for each stage that a microbatch is cut into; None has a pipeline run through
-        all microbatches of an update (1F1B) before it is drained.
-      scatters_between_stages: Each tensor shard sends its part of the residual stream to the next stage.
-      head_on_last_stage: The first stage looks tokens up and the last one computes the logits, and not all stages
-        together; tables are gathered as layers are.
-      adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
-      decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
-      cache_copies: Copies of the cache that exist at most while tokens are decoded.
-      decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
-      recomputes_logits: Chunks of logits are computed once more in the backward pass.
-      reads_responses: Logits are computed of the tokens of responses alone, and not of all.
-      skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
-      compiler: XLA's backend, whose copies are counted; None counts none. For TPUs it casts a device's weights of
-        layers before all of them run; has a device's part of a microbatch's gradient once more, in the compute dtype in
-        which it gathers it (that of experts as it is), where weights are split by width; has the MLP's activations of
-        layers that are computed again in float32; and fills a head's part of the cache up. For GPUs it gives matrices
-        that are split along other than their first dimension, experts and those that lead back to the residual stream,
-        another order of dimensions before all layers run: that in which gathering appends.
-      pages: The cache lies in pages, of which responses to one prompt share those that it fills.
-      shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
+      optimizer_bytes: Bytes of optimizer state per weight.
+      compute_bytes: Bytes of an activation, a cached key, a frozen weight, or a weight in generation.
+      reduces_every_microbatch: Whether gradients are summed over replicas at every microbatch, instead of once per
+        update; None does so only if weights are split both by width and by stage or tensor.
+      pipeline_parts_per_stage: Number of parts per stage that a microbatch is split into; None runs a pipeline through
+        all microbatches of an update (1F1B) before draining it.
+      scatters_between_stages: Whether each tensor shard sends only its part of the residual stream to the next stage.
+      head_on_last_stage: Whether the first stage alone looks tokens up and the last stage alone computes the logits;
+        tables are then gathered like layers.
+      adds_gradients: Whether a microbatch's gradient is a separate whole array before it is added to the sum.
+      decodes_apart: Whether decoding reads unstacked layers; the stack is deleted, unless it is also trained.
+      cache_copies: Largest number of copies of the cache during decoding.
+      decode_tokens_per_dispatch: Number of tokens that one program decodes; None counts no program starts, and no
+        reads of unused cache capacity.
+      recomputes_logits: Whether chunks of logits are computed again in the backward pass.
+      reads_responses: Whether logits are computed only for tokens of responses.
+      skips_masked: Whether attention neither computes nor keeps scores that the causal mask hides.
+      compiler: XLA backend whose extra copies are counted; None counts none. The TPU compiler casts all layer weights
+        of a device before the layers run, keeps MLP activations of recomputed layers in float32, and pads the cache of
+        each head. If weights are split by width, it also keeps a second copy of a device's shard of a microbatch's
+        gradient, in the compute dtype of the gather (gradients of experts in their own dtype). The GPU compiler
+        reorders the dimensions of some matrices before the layers run, so that a gather appends: matrices that are
+        split along another dimension than the first, which are experts and matrices back to the residual stream.
+      pages: Whether the cache is in pages; responses to one prompt share the pages that the prompt fills.
+      shares_prompts: Whether a prompt is computed once for all its responses in a packed row, except in attention.
     """
 
     weight_bytes: int = 4
@@ -138,10 +139,10 @@ class Software:
 
     @property
     def trains_in_compute_dtype(self) -> bool:
-        """True if generation can take the trained weights as they are, so that no second copy exists."""
+        """True if generation can use the trained weights directly, without a second copy."""
         return self.weight_bytes == self.compute_bytes
 
     @property
     def cache_lanes(self) -> int:
-        """Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out."""
+        """Multiple that the cached numbers of each head are padded to; 128 in the memory layout of TPUs."""
         return 128 if self.compiler == "tpu" else 1

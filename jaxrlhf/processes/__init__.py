@@ -1,1 +1,1 @@
-"""Processes that run code of users: how they are started, watched and ended."""
+"""Processes that run user code: starting, watching and ending them."""

@@ -1,7 +1,7 @@
-"""Messages over a socket: a length of four bytes, then the message.
+"""Framed messages over a socket: a length of four bytes, then the message.
 
-The end that watches many processes never waits for one of them: what a process wrote in part stays in a buffer, and so
-does what it does not read.
+The end that watches many processes never blocks on one process: incomplete incoming messages and unsent outgoing bytes
+stay in buffers.
 """
 
 import socket
@@ -11,15 +11,15 @@ LENGTH = struct.Struct("!I")
 
 
 class Garbled(Exception):
-    """Error: bytes that are no message, such as text that a user's code wrote into the socket."""
+    """Error for bytes that are not a message, such as text that user code wrote into the socket."""
 
 
 class Channel:
     """One end of a connection.
 
     Args:
-      largest: Bytes of a message that is received, at most.
-      waits: Receive and send wait until they are done; else they do what can be done now.
+      largest: Maximum size of a received message in bytes.
+      waits: If True, `send` and `receive` block; if False, they transfer only the bytes that can be transferred now.
     """
 
     def __init__(self, end: socket.socket, *, largest: int, waits: bool) -> None:
@@ -31,7 +31,7 @@ class Channel:
         return self.socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message, or as much of it as can be sent now.
+        """Send a message, or without `waits` only the bytes that can be sent now.
 
         Raises:
           OSError: The other end is gone.
@@ -40,7 +40,9 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """True once all is sent; without `waits` it may take several calls, one whenever the socket can be written.
+        """Send buffered bytes and return True once the buffer is empty.
+
+        Without `waits`, call this method again whenever the socket is writable.
 
         Raises:
           OSError: The other end is gone.
@@ -54,11 +56,11 @@ class Channel:
         return True
 
     def receive(self) -> list[bytes]:
-        """Messages that are complete; waits for more bytes first, or takes those that are there.
+        """Read once from the socket and return the messages that are now complete; with `waits`, block for new bytes.
 
         Raises:
           EOFError: The other end is closed.
-          Garbled: The bytes are no message.
+          Garbled: The bytes are not a message.
           OSError: The connection is broken.
         """
         try:

@@ -1,4 +1,4 @@
-"""Processes that a process has left behind, in whatever session."""
+"""Descendant processes in any session: adopt, find and kill the processes that a process leaves behind."""
 
 import ctypes
 import os
@@ -11,14 +11,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Have processes below this one that lose their parent become its children, so that they are found; on Linux."""
+    """Make this process the new parent of its orphaned descendants, so that `descendants` finds them; Linux only."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager
 def ends_descendants() -> Iterator[None]:
-    """End all processes below this one after the block, daemons that it has adopted included."""
+    """Kill all descendants of this process after the block, including adopted daemons."""
     try:
         yield
     finally:
@@ -26,18 +26,18 @@ def ends_descendants() -> Iterator[None]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """End processes by force, those that are there and may be ended."""
+    """Kill processes with SIGKILL; skip processes that are gone or that this process may not kill."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int, mark: bytes) -> list[int]:
-    """Processes that a process started, and those started by them, in whatever session; none where there is no /proc.
+    """Return the ids of all descendants of a process, in any session; empty on systems without /proc.
 
     Args:
-      mark: An entry of the environment that they have inherited; empty goes by ancestors alone. One that has neither
-        it nor a living ancestor is not found.
+      mark: Environment entry, `NAME=value`, that identifies descendants which inherited it; empty searches by parent
+        process only. A descendant without the mark and without a living ancestor is not found.
     """
     children: dict[int, list[int]] = {}
     found = []
@@ -55,7 +55,7 @@ def descendants(pid: int, mark: bytes) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes whose parent a process is, dead ones that are not reaped included; none where there is no /proc."""
+    """Return the ids of a process's direct children, including zombies; empty on systems without /proc."""
     found: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):

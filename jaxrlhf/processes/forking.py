@@ -1,11 +1,12 @@
-"""The process that loads a user's code once and forks a process for whoever is to run it.
+"""Fork server: the process that imports user code once and forks a worker process for each request.
 
-A fork takes milliseconds and about 3 MB, and an interpreter that imports a second and a hundred; so an episode
-can have a process of its own. The fork server runs none of the user's code but its import. It is the root of all
-processes that the user's code makes: what a process of its leaves behind when it ends becomes a child of the server
-(on Linux), which ends it; and when the run is gone, all end with the server.
+A fork takes milliseconds and about 3 MB; a new interpreter that imports the code takes a second and about 100 MB.
+Forking therefore lets every episode have its own process. The fork server imports the user code and runs no other part
+of it. The server is the ancestor of all processes that the user code starts. On Linux, processes that outlive their
+worker become children of the server, and the server kills them. When the run is gone, the server ends and all
+processes end with it.
 
-Code that starts threads when it is imported cannot be forked; its processes are interpreters of their own.
+Code that starts threads at import cannot be forked; its workers are new interpreters instead.
 """
 
 import faulthandler
@@ -32,47 +33,48 @@ from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, kill
 from jaxrlhf.processes.guards import settle
 
-COMMAND = struct.Struct("!cq")  # FORK with a socket beside it, or END and a process
+COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or END and a process id
 FORK, END = b"F", b"E"
 LARGEST_REQUEST = 1 << 30
 ORPHAN_CHECK_S = 5.0
 GRACE_S = 1.0  # for processes to end by themselves once the run is gone
-MOST_ROUNDS = 100  # of ending what goes on forking
+MOST_ROUNDS = 100  # rounds of killing processes that keep forking
 
 
 class Served(Protocol):
-    """Code of the user's, loaded.
+    """Loaded user code that serves requests.
 
     Attributes:
-      about: Sent to the run, plain data.
+      about: Plain data, description of the code that is sent to the run.
     """
 
     about: Any
 
     def serve(self, channel: Channel) -> None:
-        """Answer requests until the channel closes, in a process of its own."""
+        """Answer requests until the channel closes; runs in a worker process."""
 
 
 @dataclass(frozen=True)
 class CodeLoaded:
-    """The user's code is loaded; `about` is what it says of itself."""
+    """Message: the user code is loaded; `about` is its description."""
 
     about: Any
 
 
 @dataclass(frozen=True)
 class CodeRefused:
-    """The user's code could not be loaded."""
+    """Message: the user code could not be loaded."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class ProcessForked:
-    """A process was made for the oldest request that has none yet; a number below 0 is none.
+    """Message: result of the oldest open fork request.
 
     Attributes:
-      detail: Reason for there being none.
+      pid: Id of the new process; below 0 if the fork failed.
+      detail: Reason of the failure.
     """
 
     pid: int
@@ -81,7 +83,7 @@ class ProcessForked:
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A process is gone, and all that it left behind; `status` as of `os.waitstatus_to_exitcode`."""
+    """Message: a process and all its descendants are gone; `status` is the value of `os.waitstatus_to_exitcode`."""
 
     pid: int
     status: int
@@ -91,7 +93,7 @@ def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
     """Serve the socket at `fd` until it closes or the process `parent` is gone.
 
     Args:
-      loader: `module:function` that is given the setup and returns a `Served`.
+      loader: `module:function`; the function receives the setup and returns a `Served`.
       setup: Pickled argument of the loader.
       folder: Folder for the temporary files of the processes.
     """
@@ -106,7 +108,7 @@ def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
             control.send(pickle.dumps(CodeRefused(str(error))))
             return
         gc.collect()
-        gc.freeze()  # collections in a fork would write to, and so copy, what it shares with this process
+        gc.freeze()  # garbage collection in a fork would write to, and so copy, the pages shared with this process
         control.send(pickle.dumps(CodeLoaded(served.about)))
         server = _Server(control, parent, served, loader, setup, Path(folder))
         try:
@@ -116,7 +118,7 @@ def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
 
 
 def serve_alone(fd: int, loader: str, setup: bytes, folder: str) -> None:
-    """A process for code that cannot be forked."""
+    """Load the code and serve requests in this new interpreter, for code that cannot be forked."""
     settle()
     _serve(socket.socket(fileno=fd), _load(loader, setup), Path(folder))
 
@@ -127,13 +129,13 @@ def _load(loader: str, setup: bytes) -> Served:
 
 
 class _Server:
-    """Makes processes, ends them, and reports their ends."""
+    """Server loop that forks processes, kills them, and reports their ends."""
 
     def __init__(self, control: Channel, parent: int, served: Served, loader: str, setup: bytes, folder: Path) -> None:
         self._control, self._parent, self._folder = control, parent, folder
         self._served, self._loader, self._setup = served, loader, setup
         self._pids: set[int] = set()
-        self._interpreters: dict[int, subprocess.Popen[bytes]] = {}  # kept, or `subprocess` would reap them itself
+        self._interpreters: dict[int, subprocess.Popen[bytes]] = {}  # references kept so `subprocess` does not reap
         self._bell, self._ring = socket.socketpair()
         self._ring.setblocking(False)
         self._bell.setblocking(False)
@@ -141,7 +143,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        waiting = select.poll()  # `select` takes no descriptor above 1023, and the run may have more open
+        waiting = select.poll()  # `select` rejects descriptors above 1023, and the run may have more open
         for end in (self._control, self._bell):
             waiting.register(end, select.POLLIN)
         while True:
@@ -215,7 +217,7 @@ class _Server:
             os._exit(status)
 
     def _reap(self) -> None:
-        """Report processes that are gone, once what they left behind is gone too."""
+        """Report processes that have ended, after killing the descendants that they left behind."""
         ended = []
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -231,7 +233,7 @@ class _Server:
                 self._control.send(pickle.dumps(one))
 
     def _end_orphans(self) -> None:
-        """End children that this process has adopted: their parent, which adopts while it lives, is dead."""
+        """Kill the orphans that this process has adopted: a live worker adopts its own, so their worker is dead."""
         for _ in range(MOST_ROUNDS):
             orphans = [pid for pid in children(os.getpid()) if pid not in self._pids]
             if not orphans:
@@ -242,7 +244,7 @@ class _Server:
                     os.waitpid(orphan, 0)
 
     def end(self) -> None:
-        """End all processes, by force if they do not go by themselves."""
+        """End all processes; kill the processes that do not end by themselves."""
         signal.set_wakeup_fd(-1)
         patience = int(GRACE_S / 0.02)
         with suppress(ChildProcessError):
@@ -268,11 +270,11 @@ def temporary_folder(folder: Path, pid: int) -> Path:
 
 
 def _serve(end: socket.socket, served: Served, folder: Path) -> None:
-    with suppress(PermissionError):  # it leads a session already
+    with suppress(PermissionError):  # this process leads a session already
         os.setsid()
     adopt_orphans()
     own = temporary_folder(folder, os.getpid())
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)
-    with suppress(EOFError, ConnectionError):  # the run's way to say that it is over
+    with suppress(EOFError, ConnectionError):  # the run closes the channel to end this process
         served.serve(Channel(end, largest=LARGEST_REQUEST, waits=True))

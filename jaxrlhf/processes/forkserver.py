@@ -1,4 +1,4 @@
-"""The run's end of a fork server (`forking.py`)."""
+"""Client of a fork server (`forking.py`), in the process of the run."""
 
 import os
 import pickle
@@ -16,20 +16,20 @@ from jaxrlhf.processes.interpreter import Interpreter
 from jaxrlhf.processes.plain import loads
 
 LARGEST_ANSWER = 1 << 24
-MOST_FORKS = 32  # asked for and not made: sockets under way fill the control socket's buffer
+MOST_FORKS = 32  # open fork requests: the sockets sent with them fill the control socket's buffer
 GRACE_S = 15.0  # for the server to end its processes
 
 Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 
 
 class ForkServer:
-    """Server of forks of one user's code. Nothing here waits for it, but its end.
+    """Client of the fork server of one piece of user code; only `end` blocks.
 
     Args:
       loader: `module:function` that loads the code in the server; see `forking.main`.
       setup: Argument of the loader.
-      output: File that receives what the processes print; None is the standard error stream.
-      largest: Bytes of an answer of a process, at most.
+      output: File that receives the output of the processes; None is the standard error stream.
+      largest: Maximum size of a worker process's answer in bytes.
     """
 
     def __init__(self, loader: str, setup: Any, output: Path | None, *, largest: int = LARGEST_ANSWER) -> None:
@@ -44,7 +44,7 @@ class ForkServer:
                 f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {pickle.dumps(setup)!r}, {str(self._folder)!r})",
                 fd=theirs.fileno(),
                 output=output,
-                # A thousand processes of a few calls each gain nothing from threads in them.
+                # Threads do not help a thousand processes that handle a few calls each.
                 environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
             )
         self.control = Channel(ours, largest=LARGEST_ANSWER, waits=False)
@@ -55,14 +55,14 @@ class ForkServer:
 
     @property
     def asked(self) -> int:
-        """Processes that were asked for and are not made."""
+        """Number of open fork requests."""
         return len(self._asked)
 
     def fork(self) -> None:
-        """Ask for a process; `ProcessForked` answers, and then `take` has its channel.
+        """Request a process; after the answering `ProcessForked`, `take` returns the channel of the process.
 
         Raises:
-          OSError: The server is gone, or too many were asked for.
+          OSError: The server is gone, or too many requests are open.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -74,11 +74,11 @@ class ForkServer:
         self._asked.append(Channel(ours, largest=self._largest, waits=False))
 
     def take(self) -> Channel:
-        """The channel of the process that the latest `ProcessForked` tells of."""
+        """Return the channel of the process that the latest `ProcessForked` reported."""
         return self._asked.popleft()
 
     def end_process(self, pid: int) -> None:
-        """Ask for the end of a process, by force; `ProcessEnded` answers.
+        """Request that a process is killed; `ProcessEnded` answers.
 
         Raises:
           OSError: The server is gone.
@@ -87,13 +87,13 @@ class ForkServer:
         self._ask_ends()
 
     def _ask_ends(self) -> None:
-        with suppress(BlockingIOError):  # the server has much to do; what it answers to that calls this again
+        with suppress(BlockingIOError):  # the server is busy; receiving its next answers calls this method again
             while self._to_end:
                 self.control.socket.send(COMMAND.pack(END, self._to_end[0]))
                 self._to_end.popleft()
 
     def receive(self) -> list[Message]:
-        """Messages of the server.
+        """Return the server's messages that have arrived.
 
         Raises:
           EOFError, Garbled, OSError: The server is gone.
@@ -111,7 +111,7 @@ class ForkServer:
             channel.close()
 
     def end(self, *, patience_s: float = GRACE_S) -> str:
-        """End the server and all its processes; says how it ended."""
+        """End the server and all its processes; return a description of how the server ended."""
         self.close()
         try:
             return self._interpreter.end(patience_s=patience_s)

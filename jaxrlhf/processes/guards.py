@@ -1,4 +1,4 @@
-"""Guards around calls of a user's code, in the process that makes them."""
+"""Guards around calls of user code, in the process that makes the calls."""
 
 import builtins
 import faulthandler
@@ -13,18 +13,18 @@ SLACK_S = 0.5
 
 
 def settle() -> None:
-    """Have Ctrl-C be the parent's to handle, and this process be the one that ends where memory runs out."""
+    """Ignore Ctrl-C, which the parent handles, and make this process the first to be killed when memory runs out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError):  # of a system that is not Linux
+    with suppress(OSError):  # raised on systems other than Linux
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class Watchdog:
-    """Ends the process when a call takes longer than the limit, and prints where it was.
+    """Watchdog that ends the process when a call exceeds the time limit, and prints the call's stack.
 
-    `faulthandler` watches from a C thread, so neither a loop that holds the interpreter lock nor blocked signals nor
-    the death of the parent keep a call alive that hangs. Arming starts that thread, which costs more than most calls,
-    so short calls in a row share one arming: a call is ended between `limit_s` and `limit_s + SLACK_S` after it began.
+    `faulthandler` watches from a C thread, so a hanging call is ended even if it holds the interpreter lock, blocks
+    signals or outlives the parent. Arming starts that thread, which costs more than most calls, so consecutive short
+    calls share one arming: a call is ended between `limit_s` and `limit_s + SLACK_S` after it began.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -43,17 +43,17 @@ class Watchdog:
 
 
 class Builtins:
-    """The builtins as they were, to be put back after each call."""
+    """Snapshot of the builtins, restored after each call."""
 
     def __init__(self) -> None:
         self._kept = dict(vars(builtins))
 
     @contextmanager
     def kept(self, changed: Callable[[str], None]) -> Iterator[None]:
-        """Put builtins back that the block changes, before anything else uses them.
+        """Restore builtins that the block changes, before other code uses them.
 
         Args:
-          changed: Told the names of those that it changed.
+          changed: Callback, receives the names of the changed builtins.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""HTTP server in a thread of its own."""
+"""HTTP server that runs in a background thread."""
 
 import asyncio
 import contextlib
@@ -14,17 +14,17 @@ from jaxrlhf.config import Refusal
 
 
 class HttpServer:
-    """Server of a web application; a context manager that serves until it is left.
+    """Server of a web application; a context manager that serves during its `with` block.
 
     Attributes:
-      address: Its address, such as `http://127.0.0.1:8000`.
+      address: Address of the server, such as `http://127.0.0.1:8000`.
 
     Args:
-      port: Port to listen at; 0 takes a free one.
-      flags: Flags that name host and port, for messages.
+      port: Port to listen at; 0 selects a free port.
+      flags: Command-line flags that set host and port, named in error messages.
 
     Raises:
-      Refusal: The address cannot be listened at.
+      Refusal: The server cannot listen at the address.
     """
 
     def __init__(self, *, host: str, port: int, flags: str) -> None:
@@ -32,25 +32,26 @@ class HttpServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
-        except (OSError, OverflowError, UnicodeError) as error:  # no such address, port, or name of a host
+        except (OSError, OverflowError, UnicodeError) as error:  # invalid address, port, or host name
             self._socket.close()
             reason = getattr(error, "strerror", error)
             raise Refusal(f"cannot listen at {host}:{port} ({reason}); choose another {flags}") from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
-        # Events, since a Ctrl-C within `Thread.join` has a thread that runs count as ended before Python 3.13.
+        # Events, because before Python 3.13 a Ctrl-C within `Thread.join` marks a running thread as ended.
         self._began, self._ended = threading.Event(), threading.Event()
         self._grace_s, self._stop = 0.0, _nothing
 
     def answer_by(
         self, app: Any, *, grace_s: float = 0.0, stop: Callable[[], None] | None = None, **options: Any
     ) -> None:
-        """Have requests answered by an ASGI application.
+        """Set the ASGI application that answers requests.
 
         Args:
-          grace_s: Seconds that requests under way have left when the server stops.
-          stop: Is called then, in the server's thread, to have the application answer them at once.
-          options: uvicorn's.
+          grace_s: Seconds that open requests have left when the server stops.
+          stop: Callback after these seconds, in the server's thread, that makes the application answer open requests
+            at once.
+          options: Options of uvicorn.
         """
         self._grace_s, self._stop = grace_s, stop or _nothing
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **options)
@@ -72,7 +73,7 @@ class HttpServer:
             self._socket.close()
 
     def wait(self) -> None:
-        """Wait until the server ends."""
+        """Block until the server ends."""
         while not self._ended.wait(1.0):
             pass
 

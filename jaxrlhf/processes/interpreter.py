@@ -1,4 +1,4 @@
-"""Plain interpreters that run code of users: started beside the run, and ended with all that they leave behind."""
+"""New Python interpreters that run user code alongside the run, and that are ended with all their descendants."""
 
 import os
 import secrets
@@ -12,17 +12,17 @@ from pathlib import Path
 from jaxrlhf.processes.descendants import descendants, kill
 
 STDERR = 2
-MARK = "JAXRLHF_PROCESS"  # the variable that tells an interpreter's own descendants
+MARK = "JAXRLHF_PROCESS"  # environment variable that identifies an interpreter's descendants
 
 
 class Interpreter:
-    """A new interpreter, not a fork or a copy of `__main__`, both of which would carry JAX.
+    """New Python interpreter. A fork or a copy of `__main__` would carry JAX along.
 
     Args:
-      code: Program that it runs, with this process's `sys.path`.
-      fd: Descriptor that it inherits.
-      output: File that receives what it prints; None is the standard error stream.
-      environment: Variables beside this process's own.
+      code: Program that the interpreter runs, with this process's `sys.path`.
+      fd: File descriptor that the interpreter inherits.
+      output: File that receives the interpreter's output; None is the standard error stream.
+      environment: Environment variables in addition to this process's variables.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Interpreter:
                 stderr=sink,
                 # A function that uses JAX must not take the accelerator.
                 env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {}), MARK: mark},
-                start_new_session=True,  # signals to the run's group pass it by; it can be killed with its children
+                start_new_session=True,  # not signaled with the run's group; can be killed together with its children
             )
 
     @property
@@ -47,16 +47,16 @@ class Interpreter:
         return self.process.pid
 
     def end(self, *, patience_s: float) -> str:
-        """Reap the process, by force if it outlives `patience_s`, and what it left behind; says how it ended."""
+        """Wait `patience_s`, kill the process and its descendants, and return a description of how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
         left = descendants(self.process.pid, self._mark)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        kill(left)  # those in sessions of their own
+        kill(left)  # descendants in other sessions
         return how_it_ended(self.process.wait())
 
 
 def how_it_ended(status: int) -> str:
-    """Words for the status of a process; below 0 it is minus the signal that ended it."""
+    """Describe the exit status of a process; a status below 0 is minus the signal that ended it."""
     return f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"

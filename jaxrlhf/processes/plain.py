@@ -1,4 +1,4 @@
-"""Messages of processes that run code of users: read without running any of it."""
+"""Safe unpickling of messages from processes that run user code: no user code runs while reading."""
 
 import io
 import pickle
@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 WORDS = ("jaxrlhf.episode", "jaxrlhf.processes.forking", "jaxrlhf.environments.protocol")
-"""Modules whose dataclasses may be in a message, beside built-in types."""
+"""Modules whose dataclasses a message may contain, in addition to built-in types."""
 
 
 class _Plain(pickle.Unpickler):
@@ -18,9 +18,10 @@ class _Plain(pickle.Unpickler):
 
 
 def loads(message: bytes) -> Any:
-    """The object of a pickled message.
+    """Unpickle a message.
 
     Raises:
-      pickle.UnpicklingError: It holds more than built-in types and the words of messages; broken bytes raise others.
+      pickle.UnpicklingError: The message holds types other than built-in types and message dataclasses. Corrupt bytes
+        may raise other errors.
     """
     return _Plain(io.BytesIO(message)).load()

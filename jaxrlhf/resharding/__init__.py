@@ -1,1 +1,1 @@
-"""Moves of arrays: between training and generation layouts, between pools, to the host and back."""
+"""Resharding: moves of arrays between training and generation layouts, between pools, and to the host and back."""

@@ -1,13 +1,13 @@
-"""Arrays of one layout cut into the blocks of another, where they are.
+"""Blocks: arrays in one layout split into the blocks of another layout, on the source's devices.
 
-A layout splits dimension i into `ways[i]` equal parts, so an array is a grid of blocks, numbered
-row by row, and each device holds one of them. Devices of another pool need blocks of another
-grid. One compiled program brings a whole tree from the one grid to the other:
+A layout splits dimension i into `ways[i]` equal parts, so an array is a grid of blocks, numbered row by row, and each
+device holds one block. Devices of another pool need blocks of another grid. One compiled program converts a whole tree
+from one grid to the other:
 
-- *cast* to the dtype that is wanted, before anything moves;
-- *gather*, as little as will do: of the mesh axes that split a dimension the leading ones stay
-  as long as their product divides the ways that are wanted;
-- *cut* each device's part, which takes no communication.
+- *cast* to the wanted dtype, before anything moves;
+- *gather* as little as possible: a dimension stays split over its leading mesh axes while their product divides the
+  wanted number of ways;
+- *cut* each device's part into blocks, without communication.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 class LeafGrid(NamedTuple):
-    """A leaf's target: the grid of blocks that it is cut into.
+    """Grid of blocks that a leaf is split into for the target.
 
     Attributes:
       ways: Number of equal parts of each dimension.
@@ -44,20 +44,19 @@ class LeafGrid(NamedTuple):
 
 
 class BlockId(NamedTuple):
-    """One block of a tree: number of the leaf, number of the block in the leaf's grid."""
+    """Block of a tree: number of the leaf, and number of the block in the leaf's grid."""
 
     leaf: int
     number: int
 
 
 class Blocks(NamedTuple):
-    """A tree as blocks.
+    """Tree of arrays, as blocks.
 
     Attributes:
-      holders: Devices, of every process, that hold each block.
-      here: Blocks that this process can reach, with the block as an array of that device alone.
-      made: Arrays that exist for this only. Deleting them frees `here`, but for the leaves that
-        were right as they were.
+      holders: Devices of all processes that hold each block.
+      here: Blocks on devices of this process: each block as a single-device array, by device.
+      made: Arrays made for these blocks. Deleting them frees `here`, except leaves that needed no conversion.
     """
 
     holders: dict[BlockId, list[jax.Device]]
@@ -65,13 +64,13 @@ class Blocks(NamedTuple):
     made: list[jax.Array]
 
     def free(self) -> None:
-        """Delete what was made."""
+        """Delete the arrays in `made`."""
         for array in self.made:
             array.delete()
 
 
 def grid_of(path: str, sharding: Sharding, array: Any) -> LeafGrid:
-    """The grid into which `sharding` splits an array, or something shaped like one."""
+    """Return the grid into which `sharding` splits an array, or an object with its shape and dtype."""
     shape = tuple(array.shape)
     parts = sharding.shard_shape(shape)
     ways = tuple(size // part if part else 1 for size, part in zip(shape, parts, strict=True))
@@ -79,16 +78,16 @@ def grid_of(path: str, sharding: Sharding, array: Any) -> LeafGrid:
 
 
 def block_numbers(sharding: Sharding, grid: LeafGrid) -> dict[jax.Device, int]:
-    """Number of the block that each device holds, or is to hold."""
+    """Return the number of the block that each device holds under `sharding`."""
     starts = _starts(sharding, grid.shape, grid.block_shape)
     return {device: _number(start, grid.ways) for device, start in starts.items()}
 
 
 def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid], *, share: bool) -> Blocks:
-    """The leaves cast, gathered and cut into the blocks of the grids, without the host.
+    """Cast, gather and split leaves into the blocks of the grids, without the host.
 
     Args:
-      share: Whether leaves that are in the right dtype and grid are taken as they are; else they are copied.
+      share: Whether leaves that already have the right dtype and grid are used directly; else they are copied.
 
     Raises:
       ValueError: A leaf has another shape than its grid, or is on no mesh.
@@ -112,12 +111,12 @@ def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid], *, share: 
 
 
 class _BlockPlan(NamedTuple):
-    """Steps that bring one leaf into its grid.
+    """Steps that convert one leaf to its grid.
 
     Attributes:
-      sharding: What it is gathered to.
-      cuts: How many ways each device's part is then cut, along each dimension.
-      fits: Whether it is there already, and is taken as it is.
+      sharding: Sharding after the gather.
+      cuts: Number of ways that each device's part is then split, for each dimension.
+      fits: Whether the leaf has the right dtype and grid already, and is used directly.
     """
 
     grid: LeafGrid
@@ -144,7 +143,7 @@ def _plan(leaf: jax.Array, grid: LeafGrid) -> _BlockPlan:
 
 
 def _leading(axes: Sequence[str], mesh: Mesh, ways: int) -> tuple[str, ...]:
-    """The longest beginning of `axes` whose product divides `ways`."""
+    """Return the longest prefix of `axes` whose product of sizes divides `ways`."""
     kept, product = [], 1
     for axis in axes:
         product *= mesh.shape[axis]
@@ -156,9 +155,9 @@ def _leading(axes: Sequence[str], mesh: Mesh, ways: int) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _prime_mesh(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
-    """A mesh of the devices in their order, each axis split into its prime factors, and the axes' names.
+    """Split each axis of a mesh into its prime factors, with devices in the same order; return also the names by axis.
 
-    So that four ways can be gathered to two by pairs, not all by all.
+    With prime factors, four ways can be gathered to two within pairs instead of among all four devices.
     """
     names = {axis: [(f"{axis}.{n}", p) for n, p in enumerate(_primes(size))] for axis, size in mesh.shape.items()}
     parts = [part for factors in names.values() for part in factors]
@@ -178,12 +177,12 @@ def _primes(size: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=16)
 def _program(plans: tuple[_BlockPlan, ...]) -> Any:
-    """One program for all leaves; each becomes a list of pieces, one for each way to cut its parts."""
+    """Compile one program for all leaves; each leaf becomes a list of pieces, one for each way its parts are split."""
 
     def one(leaf: jax.Array, plan: _BlockPlan) -> list[jax.Array]:
         cast = leaf.astype(plan.grid.dtype)
         if math.prod(plan.cuts) == 1:
-            return [jnp.copy(cast)]  # or, where nothing changes, the leaf itself would come out
+            return [jnp.copy(cast)]  # without the copy, an unchanged leaf would be returned itself
         gathered = jax.lax.with_sharding_constraint(cast, plan.sharding)
         cut, spec = functools.partial(_cut, cuts=plan.cuts), plan.sharding.spec
         return jax.shard_map(cut, mesh=plan.sharding.mesh, in_specs=spec, out_specs=spec)(gathered)
@@ -202,7 +201,7 @@ def _cut(part: jax.Array, *, cuts: tuple[int, ...]) -> list[jax.Array]:
 
 
 def _numbers(plan: _BlockPlan) -> Iterator[dict[jax.Device, int]]:
-    """For each piece, in the program's order: the number of the block that each device holds."""
+    """Yield, for each piece in the program's order, the number of the block that each device holds."""
     ways, cuts = plan.grid.ways, plan.cuts
     parts = tuple(size * cut for size, cut in zip(plan.grid.block_shape, cuts, strict=True))
     starts = _starts(plan.sharding, plan.grid.shape, parts)
@@ -214,7 +213,7 @@ def _numbers(plan: _BlockPlan) -> Iterator[dict[jax.Device, int]]:
 
 
 def _starts(sharding: Sharding, shape: tuple[int, ...], part: tuple[int, ...]) -> dict[jax.Device, list[int]]:
-    """Parts of that shape before each device's own, along each dimension."""
+    """Return for each device the number of parts of shape `part` before its own part, along each dimension."""
     return {
         device: [(where.start or 0) // (size or 1) for where, size in zip(index, part, strict=True)]
         for device, index in sharding.devices_indices_map(shape).items()
@@ -222,7 +221,7 @@ def _starts(sharding: Sharding, shape: tuple[int, ...], part: tuple[int, ...]) -
 
 
 def _number(position: Sequence[int], ways: Sequence[int]) -> int:
-    """Number of a block in its grid, counted row by row."""
+    """Return the number of a block in its grid, counted row by row."""
     number = 0
     for at, size in zip(position, ways, strict=True):
         number = number * size + at

@@ -1,16 +1,14 @@
-"""The hybrid engine: one set of weights, switched between its training and generation layout.
+"""Hybrid engine: one set of weights, switched between its training and its generation layout.
 
-    weights, switch = hybrid.to_generation(params)    # params are spent
+    weights, switch = hybrid.to_generation(params)    # leaves of params that move are donated
     params, switch = hybrid.to_training(weights, params)
 
-All that moves, moves in compiled programs, between devices. Where training refines
-generation, those are an all-gather inside each micro-data-parallel group on the way there
-and a local slice on the way back.
+Weights move between devices in compiled programs. If the training layout refines the generation layout, the switch to
+generation is an all-gather inside each micro-data-parallel group, and the switch back is a local slice.
 
-In one dtype no weight is held twice. A leaf whose dtype stays moves *in place*: it exists in
-one layout at a time. A leaf that is cast for generation leaves its master where it is, beside
-the copy, which is freed on the way back; who needs the room meanwhile can offload the masters.
-A leaf that neither moves nor is cast is shared.
+No weight is stored twice in one dtype. A leaf that keeps its dtype moves *in place*: it exists in one layout at a time.
+A leaf that is cast for generation keeps its master in the training layout, next to the copy; the copy is freed on the
+switch back, and the masters can be offloaded meanwhile to save memory. A leaf that neither moves nor is cast is shared.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.
 """
@@ -30,12 +28,11 @@ from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible
 
 
 class SwitchError(RuntimeError):
-    """A switch that stopped half way, with its cause in `__cause__`. No weight is lost.
+    """Switch that stopped half way; the cause is in `__cause__`. No weight is lost.
 
     Attributes:
-      weights: The whole tree, each leaf alive in one layout or the other.
-        `hybrid.to_training(error.weights, params)`, with the `params` that the switch began
-        with, puts them back.
+      weights: Whole tree, each leaf alive in one of the two layouts. `hybrid.to_training(error.weights, params)`, with
+        the `params` that the switch started with, restores the training layout.
     """
 
     def __init__(self, message: str, weights: Any) -> None:
@@ -44,41 +41,42 @@ class SwitchError(RuntimeError):
 
 
 class Lowered(NamedTuple):
-    """The programs of both directions, in order, for inspection of what they move."""
+    """Lowered programs of both directions, in order, to inspect their data movement."""
 
     to_generation: list[jax.stages.Lowered]
     to_training: list[jax.stages.Lowered]
 
 
 class HybridEngine:
-    """Switches one role's parameters between its two layouts.
+    """Hybrid engine of a role: switches the role's parameters between the training and the generation layout.
 
-    The trees may be any part of a model's parameters, of mixed dtypes, with `None` where a
-    part is absent. An array that stands at two paths (tied weights) is one weight: it moves,
-    counts and is freed once, and stands at both paths in the result.
+    The trees may be any part of a model's parameters, of mixed dtypes, with `None` for absent parts. An array at two
+    paths (tied weights) is one weight: it moves, counts and is freed once, and is at both paths in the result.
 
     Args:
       trained: Tree of arrays or `jax.ShapeDtypeStruct`s with the training shardings.
-      generated: The same for generation; both over the same devices in the same order.
-      bucket_bytes: Per device. A gather writes a new buffer beside its source, and XLA may need another
-        for the order of its dimensions. So leaves switch a bucket at a time, each bucket's source freed
-        before the next is gathered: a switch takes the larger layout, the masters of cast leaves and one
-        bucket, which counts sources and temporaries. A bucket is at least one leaf, with all its layers.
-      convert: Makes of a weight what generation takes, where it lies, if more than its dtype is to change.
+      generated: Tree of arrays or `jax.ShapeDtypeStruct`s with the generation shardings, over the same devices in the
+        same order.
+      bucket_bytes: Bytes per device of a bucket, counting sources and temporaries. A gather writes a new buffer next to
+        its source, and XLA may need another buffer to reorder dimensions. So leaves switch a bucket at a time, and each
+        bucket's source is freed before the next gather: a switch needs memory for the larger layout, the masters of
+        cast leaves and one bucket. A bucket is at least one leaf, with all its layers.
+      convert: Function that turns a weight, in its training layout, into the arrays that generation takes; needed if
+        more than the dtype changes.
 
     Attributes:
-      masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
-      spent: Tree like the weights made, of bools: which of them nobody else reads.
+      masters: Tree of bools: True for a leaf of `params` that is a master, kept but not used during generation.
+      spent: Tree of bools like the generation weights: True for a copy that only generation reads.
       refines: Whether every device's training shard is a part of its generation shard.
-      generation_bytes_per_device: Bytes of the weights while generating, without masters of cast leaves.
-      copy_bytes_per_device: The part of them that are casts, beside masters that stay.
-      redundancy_bytes_per_device: What generation does not need: masters beside their casts, until they are
-        offloaded. None of what moves in place.
-      bytes_per_device: Most bytes that a device has to receive for generation.
-      bytes_back_per_device: Most bytes that a device has to receive for training; 0 where it refines.
+      generation_bytes_per_device: Bytes of the weights during generation, without masters of cast leaves.
+      copy_bytes_per_device: Bytes of cast copies, a part of `generation_bytes_per_device`.
+      redundancy_bytes_per_device: Bytes that generation does not need: masters of cast leaves, until they are
+        offloaded. Leaves that move in place add nothing.
+      bytes_per_device: Bytes that a device receives for generation, the maximum over devices.
+      bytes_back_per_device: Bytes that a device receives for training, the maximum over devices; 0 if `refines`.
 
     Raises:
-      ValueError: The two trees differ in structure or shapes, or tied leaves part ways.
+      ValueError: The two trees differ in structure or shapes, or tied leaves have different layouts.
     """
 
     def __init__(self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30, convert: Convert = cast_to) -> None:
@@ -118,11 +116,11 @@ class HybridEngine:
         dtype: Any,
         bucket_bytes: int = 2**30,
     ) -> "HybridEngine":
-        """The engine of the actor's parameters that the two rule tables lay out.
+        """Build the engine of the actor's parameters, with layouts from the two rule tables.
 
         Args:
-          shapes: Tree of shaped arrays of the parameters, as trained.
-          dtype: Dtype of the generation weights; norm scales keep their own.
+          shapes: Tree of shaped arrays of the trained parameters.
+          dtype: Dtype of the generation weights; norm scales keep their dtype.
 
         Raises:
           Refusal: A dimension does not split evenly over its axes.
@@ -134,10 +132,10 @@ class HybridEngine:
         return cls(trained, generated, bucket_bytes=bucket_bytes)
 
     def to_generation(self, params: Any) -> tuple[Any, Moved]:
-        """The weights in the generation layout and dtype.
+        """Switch parameters to the generation layout and dtype.
 
-        Leaves of `params` that move in place are deleted. Hand the tree back to
-        `to_training`: it still holds the masters of cast leaves and those that are shared.
+        Leaves of `params` that move in place are deleted. Pass `params` back to `to_training`: the tree still holds the
+        masters of cast leaves and the shared leaves.
 
         Raises:
           ValueError: `params` are not the engine's parameters, alive in the training layout.
@@ -153,14 +151,14 @@ class HybridEngine:
         return weights, Moved(way.bytes_per_device, time.perf_counter() - start)
 
     def to_training(self, weights: Any, params: Any) -> tuple[Any, Moved]:
-        """The parameters in the training layout; what `weights` does not share with them is deleted.
+        """Switch weights back to the training layout; leaves of `weights` that are not shared are deleted.
 
         Args:
-          weights: From `to_generation`, or those of a `SwitchError`.
-          params: What `to_generation` was given.
+          weights: Result of `to_generation`, or `weights` of a `SwitchError`.
+          params: Parameters that were passed to `to_generation`.
 
         Raises:
-          ValueError: A master or a weight that has been deleted, or is in neither layout.
+          ValueError: A master or a weight was deleted, or is in neither layout.
           SwitchError: A program failed; the error holds the weights.
         """
         start = time.perf_counter()
@@ -180,7 +178,7 @@ class HybridEngine:
         return params, Moved(way.bytes_back_per_device, time.perf_counter() - start)
 
     def lower(self) -> Lowered:
-        """The programs of both directions, of weights that are not tied."""
+        """Lower the programs of both directions, for weights that are not tied."""
         way = self._plan(tuple(range(len(self._leaves))))
         return Lowered(
             [step.program.lower([self._leaves[place].trained for place in step.places]) for step in way.there],
@@ -188,11 +186,11 @@ class HybridEngine:
         )
 
     def _run(self, steps: list[Step], leaves: list[Any], ties: tuple[int, ...], layout: str) -> Any:
-        """Run one step after another on the leaves, freeing what each has replaced."""
+        """Run the steps in order on the leaves, and free the leaves that each step replaced."""
         done = 0
         try:
             for step in steps:
-                # Wait: a failure has to show before the only copy of a weight is deleted.
+                # Wait: a failure must surface before the only copy of a weight is deleted.
                 moved = jax.block_until_ready(step.program([leaves[place] for place in step.places]))
                 for place, new in zip(step.places, moved, strict=True):
                     if place in step.freed:
@@ -207,7 +205,7 @@ class HybridEngine:
         return self._tree([leaves[first] for first in ties])
 
     def _plan(self, ties: tuple[int, ...]) -> Plan:
-        """Made, and its programs compiled, once for each pattern of ties."""
+        """Return the plan for a pattern of ties; a plan is built once, so its programs compile once."""
         if ties not in self._plans:
             self._plans[ties] = plan(self._leaves, ties, bucket_bytes=self._bucket_bytes, convert=self._convert)
         return self._plans[ties]

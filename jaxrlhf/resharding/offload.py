@@ -1,10 +1,10 @@
-"""Arrays out of device memory into the host's, and back exactly as they were.
+"""Offload of arrays from device memory to host memory, and back unchanged.
 
     optimizer, moved = to_host(optimizer)      # its device buffers are freed
     optimizer, moved = to_device(optimizer)    # the same sharding, the same bits
 
-They stay arrays of JAX, in memory of the kind `pinned_host`, which CPU, GPU and TPU have. Every process
-moves the shards that it holds, so arrays may span processes.
+Offloaded arrays are still JAX arrays, in `pinned_host` memory, which CPU, GPU and TPU have. Every process moves its
+own shards, so arrays may span processes.
 """
 
 import time
@@ -24,8 +24,8 @@ class Moved(NamedTuple):
     """Cost of a move between device and host or between pools, or of a switch of layouts.
 
     Attributes:
-      bytes_per_device: Most bytes that any device of this process sent or received.
-      seconds: Wall-clock time; a first switch compiles its programs too.
+      bytes_per_device: Bytes sent or received by a device, the maximum over this process's devices.
+      seconds: Wall-clock time; the first switch includes compiling its programs.
     """
 
     bytes_per_device: int
@@ -33,11 +33,10 @@ class Moved(NamedTuple):
 
 
 def to_host(tree: Any) -> tuple[Any, Moved]:
-    """The tree with its arrays in host memory. Their device buffers are freed.
+    """Move the arrays of a tree to host memory, and free their device buffers.
 
-    Whoever else refers to those arrays loses them too. A leaf that occurs twice moves once and
-    stays tied. Random keys, arrays that are on the host already or deleted, and leaves that are no
-    arrays of JAX stay as they are.
+    Other references to the same arrays become invalid too. A leaf that occurs twice is moved once and stays tied.
+    Random keys, arrays that are already on the host or deleted, and leaves that are no JAX arrays are left alone.
 
     Raises:
       ValueError: An array is committed to no device.
@@ -53,23 +52,23 @@ def to_host(tree: Any) -> tuple[Any, Moved]:
         device = _device(array)
         if all(memory.kind != PINNED for memory in device.addressable_memories()):
             raise Refusal(
-                f"{device.device_kind} has no {PINNED!r} memory, where what is offloaded waits, and weights for a pool "
+                f"{device.device_kind} has no {PINNED!r} memory, which offloading needs, and so do weights for a pool "
                 "that generates meanwhile; use offload=() and rollout.staleness=0"
             )
     return _moved(tree, arrays, [PINNED] * len(arrays))
 
 
 def to_device(tree: Any) -> tuple[Any, Moved]:
-    """The tree that `to_host` was given, in the default memory of its devices.
+    """Move a tree from `to_host` back to the default memory of its devices, and free the host copies.
 
-    The host's copies are freed. Leaves that `to_host` would leave alone stay as they are.
+    Leaves that are not in pinned host memory are left alone.
     """
     arrays = _distinct(tree, lambda leaf: leaf.sharding.memory_kind == PINNED)
     return _moved(tree, arrays, [_usual(array) for array in arrays])
 
 
 def _moved(tree: Any, arrays: Sequence[jax.Array], kinds: Sequence[str]) -> tuple[Any, Moved]:
-    """The tree with some arrays in another memory of their devices: shard by shard, so that they may span processes."""
+    """Move some arrays of a tree to another memory kind: shard by shard, so that arrays may span processes."""
     start, sent = time.perf_counter(), Counter[jax.Device]()
     shards = [(shard, kind) for array, kind in zip(arrays, kinds, strict=True) for shard in array.addressable_shards]
     for shard, _ in shards:
@@ -91,12 +90,12 @@ def _device(array: jax.Array) -> jax.Device:
 
 
 def _usual(array: jax.Array) -> str:
-    """Kind of the default memory of the array's devices."""
+    """Return the default memory kind of the array's devices."""
     return _device(array).default_memory().kind
 
 
 def _distinct(tree: Any, wanted: Callable[[jax.Array], bool]) -> list[jax.Array]:
-    """The arrays of JAX that are wanted, each object once; random keys are not."""
+    """Return the wanted JAX arrays of a tree, each object once, without random keys."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     movable = [leaf for leaf in arrays if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)]
     return list({id(leaf): leaf for leaf in movable if wanted(leaf)}.values())

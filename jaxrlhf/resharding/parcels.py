@@ -1,4 +1,4 @@
-"""Parcels: blocks of a tree on their way to one process of another pool, by each of the carriers of a transfer."""
+"""Parcels: blocks of a tree for one process of another pool, with a class for each carrier of a transfer."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from jaxrlhf.resharding.blocks import BlockId, Blocks, LeafGrid
 from jaxrlhf.resharding.wire import Ticket, Wire
 
 Wanted = Mapping[BlockId, Sequence[jax.Device]]
-"""For each block that this process needs, the devices that need it."""
+"""Devices that need a block, for each block that this process needs."""
 
 Landed = dict[tuple[BlockId, jax.Device], jax.Array]
 """Blocks on devices of the target."""
 
 
 class Held:
-    """Blocks for a target in the same process: the arrays themselves, each as often as the source holds it."""
+    """Blocks for a target in the same process: the arrays themselves, with every copy that the source holds."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -30,7 +30,7 @@ class Held:
         return tuple(self._blocks.here)
 
     def land(self, wanted: Wanted, grids: Sequence[LeafGrid], _: Wire) -> Landed:
-        """The blocks on every device that wants them."""
+        """Copy the wanted blocks to every device that wants them."""
         load: Counter[jax.Device] = Counter()
         arrays, places = [], []
         for block, targets in wanted.items():
@@ -48,12 +48,12 @@ class Held:
         return dict(zip(places, landed, strict=True))
 
     def release(self) -> None:
-        """Free what exists for the offer only, and let go of the rest."""
+        """Free arrays that exist only for the offer, and drop references to all others."""
         self._blocks.free()
         self._blocks = Blocks({}, {}, [])
 
     def __reduce__(self) -> Any:
-        # Pickling would take the arrays through host memory without a word.
+        # Pickling would silently send the arrays through host memory.
         raise TypeError(
             "an offer to a target in this process cannot leave it; for a target in another process, call "
             "splits_of there"
@@ -65,7 +65,7 @@ class Posted:
     """Blocks for one process of the target, to be pulled from a process of the source.
 
     Attributes:
-      tickets: A ticket for each bucket that it has blocks of, with those in the order of the pull.
+      tickets: Blocks of each bucket, in the order of the pull, by the ticket of the bucket.
     """
 
     tickets: Mapping[Ticket, tuple[BlockId, ...]]
@@ -76,11 +76,11 @@ class Posted:
 
     @property
     def address(self) -> str:
-        """Transfer server of the source."""
+        """Address of the source's transfer server."""
         return next(iter(self.tickets)).address
 
     def land(self, wanted: Wanted, grids: Sequence[LeafGrid], wire: Wire) -> Landed:
-        """The blocks of a bucket on their way to one device each, in turns."""
+        """Start to pull each wanted block to one device; the devices that want a block take turns."""
         landed: Landed = {}
         for ticket, blocks in self.tickets.items():
             if blocks[0] not in wanted:
@@ -96,7 +96,7 @@ class Posted:
 
 @dataclass(frozen=True)
 class Packed:
-    """Blocks for one process of the target, in the memory of the host."""
+    """Blocks for one process of the target, in host memory."""
 
     arrays: Mapping[BlockId, np.ndarray]
 
@@ -105,17 +105,17 @@ class Packed:
         return tuple(self.arrays)
 
     def land(self, wanted: Wanted, _: Sequence[LeafGrid], __: Wire) -> Landed:
-        """The blocks that are wanted on one device each, in turns."""
+        """Copy each wanted block to one device; the devices that want a block take turns."""
         here = [block for block in self.arrays if block in wanted]
         places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(here)]
-        # Copied: the numpy arrays may be pages of a store that wants them back.
+        # Copy: the numpy arrays may be pages of a store that reclaims them.
         landed = copied_to([self.arrays[block] for block in here], [device for _, device in places])
         return dict(zip(places, landed, strict=True))
 
 
 def copied_to(blocks: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """Each block in its device's memory, sharing none with the host's or with another device."""
-    # On CPU, JAX takes a numpy array that is well aligned for the device's buffer, whatever `may_alias` says.
+    """Copy each block to its device; the copies share no memory with the host arrays or with each other."""
+    # On CPU, JAX uses a well-aligned numpy array as the device buffer, whatever `may_alias` says.
     own = [np.array(x) if device.platform == "cpu" else x for x, device in zip(blocks, devices, strict=True)]
     return jax.block_until_ready(jax.device_put(own, list(devices)))
 

@@ -1,4 +1,4 @@
-"""The compiled steps that take a tree of weights from one layout to another, and what they move."""
+"""Compiled steps that convert a tree of weights from one layout to another, and the bytes that they move."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,19 +14,20 @@ from jaxrlhf.sharding.overlap import missing_bytes
 from jaxrlhf.sharding.rules import shard_bytes
 
 Convert = Callable[[jax.Array, Any], Any]
-"""Function of a weight and of what generation takes of it, shapes with shardings: the latter's arrays."""
+"""Function that converts a weight into generation arrays: takes the weight and their shapes with shardings."""
 
 
 def cast_to(leaf: jax.Array, target: Any) -> Any:
-    """The weight in the dtype that generation takes."""
+    """Cast a weight to the dtype of its generation target."""
     return leaf.astype(target.dtype)
 
 
 class Leaf(NamedTuple):
-    """One weight: its shape, dtype and sharding in each layout.
+    """Weight with its shape, dtype and sharding in each layout.
 
     Attributes:
-      generated: A tree where generation takes several arrays of it, as of a quantised weight, with its dimensions.
+      generated: Shape with sharding; a tree if generation takes several arrays of the weight, such as a quantized
+        weight. The tree has the shape of the weight as its `shape`.
     """
 
     path: str
@@ -35,13 +36,13 @@ class Leaf(NamedTuple):
 
     @property
     def cast(self) -> bool:
-        """True if generation takes a copy of another dtype, and the master stays."""
+        """True if generation takes a copy of another dtype, and the master is kept."""
         alone = isinstance(self.generated, jax.ShapeDtypeStruct)
         return not alone or bool(self.trained.dtype != self.generated.dtype)
 
     @property
     def moves(self) -> bool:
-        """True if it exists in one layout at a time."""
+        """True if the weight moves in place: it exists in one layout at a time."""
         if self.cast:
             return False
         there, here = self.generated.sharding, self.trained.sharding
@@ -49,30 +50,31 @@ class Leaf(NamedTuple):
 
     @property
     def train_bytes(self) -> int:
-        """Per device while training."""
+        """Bytes per device during training."""
         return shard_bytes(self.trained, self.trained.sharding)
 
     @property
     def generation_bytes(self) -> int:
-        """Per device while generating, without a master."""
+        """Bytes per device during generation, without a master."""
         return sum(shard_bytes(array, array.sharding) for array in jax.tree.leaves(self.generated))
 
     @property
     def passing_bytes(self) -> int:
-        """Most bytes per device that a step takes for it beside the layout that it goes to.
+        """Upper bound of the bytes per device that a step needs for the weight in addition to its target.
 
-        Its source and XLA's temporaries: what is gathered along another dimension than the first arrives
-        out of order in a buffer of its own, and what is gathered along two passes through one more.
+        The bound counts the source and XLA's temporaries. An array gathered along another dimension than the first
+        arrives out of order in a temporary buffer. An array gathered along two dimensions needs one more buffer.
         """
         return self.train_bytes + 2 * self.generation_bytes
 
 
 class Step(NamedTuple):
-    """One compiled program over some leaves, and which of them are freed once it ran.
+    """Compiled program over some leaves.
 
     Attributes:
-      program: From a list of arrays to a list of arrays.
-      places: Indices of the leaves that it takes, in the flat tree.
+      program: Function from a list of arrays to a list of arrays.
+      places: Indices of the program's leaves in the flat tree.
+      freed: Indices of the leaves that are freed after the program ran.
     """
 
     program: Any
@@ -81,11 +83,14 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps by which weights with one pattern of ties switch there and back.
+    """Steps that switch weights with one pattern of ties to generation and back.
 
     Attributes:
-      bytes_per_device: Most that a device receives.
-      beside_bytes_per_device: Bytes of the masters that stay on the device beside the copies that generate.
+      there: Steps to the generation layout.
+      back: Steps to the training layout.
+      bytes_per_device: Bytes that a device receives for generation, the maximum over devices.
+      bytes_back_per_device: Bytes that a device receives for training, the maximum over devices.
+      beside_bytes_per_device: Bytes of the masters that stay on a device next to the copies for generation.
     """
 
     there: list[Step]
@@ -96,7 +101,9 @@ class Plan(NamedTuple):
 
 
 def paired(trained: Any, generated: Any) -> list[Leaf]:
-    """The leaves of two trees of arrays, or of shapes with shardings; one that is trained may generate as several.
+    """Pair the leaves of two trees of arrays, or of shapes with shardings.
+
+    A leaf of `trained` may correspond to several arrays in `generated`.
 
     Raises:
       ValueError: The trees differ in structure or in shapes.
@@ -117,7 +124,7 @@ def paired(trained: Any, generated: Any) -> list[Leaf]:
 
 
 def same_structure(structure: Any, tree: Any) -> list[Any] | None:
-    """Nodes of a tree where another has its leaves, if it has all of them and no containers in their place."""
+    """Return the nodes of `tree` at the leaves of `structure`; None if a leaf is missing or a plain container."""
     try:
         nodes = structure.flatten_up_to(tree)
     except ValueError:
@@ -126,21 +133,22 @@ def same_structure(structure: Any, tree: Any) -> list[Any] | None:
 
 
 def ties_of(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf, the place of the first that is the same array. Shapes alone tie nothing."""
+    """Return for each leaf the index of the first leaf that is the same array. Abstract leaves are never tied."""
     first: dict[Any, int] = {}
     keys = [id(leaf) if isinstance(leaf, jax.Array) else ("shape", place) for place, leaf in enumerate(leaves)]
     return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
 
 def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int, convert: Convert) -> Plan:
-    """The steps of a switch; a tied weight is in one step once.
+    """Plan the steps of a switch; a tied weight is moved once.
 
     Args:
-      convert: Makes of a weight what generation takes.
-      bucket_bytes: Per device, the most that a step takes beside its target; one leaf at least.
+      convert: Function that turns a weight into the arrays that generation takes.
+      bucket_bytes: Limit of the bytes per device that a step needs in addition to its target; a step has at least one
+        leaf.
 
     Raises:
-      ValueError: Tied leaves that want different layouts.
+      ValueError: Tied leaves have different layouts.
     """
     _require_one_layout(leaves, ties)
     places = [place for place, first in enumerate(ties) if place == first]
@@ -160,7 +168,7 @@ def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int, co
         _step(bucket, [leaves[place].trained for place in bucket], freed=bucket)
         for bucket in _buckets(leaves, moved, bucket_bytes)
     ]
-    # Masters of casts and shared leaves never left, so only what moved in place comes back.
+    # Masters of cast leaves and shared leaves never left, so only leaves that moved in place come back.
     received = _received([(leaves[place].trained, leaves[place].generated) for place in places])
     received_back = _received([(leaves[place].generated, leaves[place].trained) for place in moved])
     return Plan(there, back, received, received_back, sum(leaves[place].train_bytes for place in cast))
@@ -174,10 +182,10 @@ def _step(
     freed: list[int],
     convert: Convert = cast_to,
 ) -> Step:
-    """A step to the targets; what is converted is so where it lies, in the sources' layouts."""
+    """Build the step to `targets`; conversion happens in the layouts `sources`, before the move."""
 
     def relayout(leaves: list[jax.Array]) -> list[Any]:
-        # The cast is before the gather, so that what travels has the dtype of the target.
+        # Cast before the gather, so that the gather moves arrays of the target's dtype.
         made = [convert(leaf, target) for leaf, target in zip(leaves, targets, strict=True)]
         if sources is None:
             return made
@@ -192,7 +200,7 @@ def _step(
 
 
 def _moved(source: Sharding, array: jax.Array, target: Any) -> jax.Array:
-    """The array taken from one layout to the target's; float8 by its bits, since XLA:CPU would gather float16."""
+    """Move an array from one layout to the target's; float8 as uint8 bits, because XLA:CPU would gather float16."""
     if not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1):
         return lax.with_sharding_constraint(array, source)
     bits = lax.with_sharding_constraint(lax.bitcast_convert_type(array, jnp.uint8), source)
@@ -214,7 +222,7 @@ def _buckets(leaves: Sequence[Leaf], places: list[int], bucket_bytes: int) -> It
 
 
 def _received(pairs: list[tuple[Any, Any]]) -> int:
-    """Most bytes that a device receives of what goes from the first of each pair to the second."""
+    """Return the bytes that a device receives if each pair's first is moved to its second, the maximum over devices."""
     moved = [(source, target) for source, targets in pairs for target in jax.tree.leaves(targets)]
     sources, targets = [source.sharding for source, _ in moved], [target for _, target in moved]
     return missing_bytes(sources, [target.sharding for target in targets], targets)

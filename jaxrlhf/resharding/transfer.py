@@ -1,25 +1,23 @@
-"""Weights from one pool to another: other devices, another number of them, another layout.
+"""Weight transfer between pools that differ in devices, number of devices, and layout.
 
     splits = splits_of(shardings, shapes)                   # on the target: what its devices need
     offer = exchange.offer(params, splits)                  # in every process of the source pool
     weights, delivery = exchange.take(offers, shardings)    # in every process of the target pool
-    waiting, delivery = exchange.fetch(offers, shardings)   # or so, while the target's devices compute
+    waiting, delivery = exchange.fetch(offers, shardings)   # instead of take, while the target's devices compute
 
-The source casts, gathers and cuts, in one compiled program, until it holds the very blocks that
-the target's devices need. Those travel as they are, by one of three carriers:
+The source casts, gathers and splits weights, in one compiled program, into exactly the blocks that the target's devices
+need. Three carriers move the blocks:
 
-- `Held`: source and target share a process. From device to device, never through the host.
-- `Posted`: they do not. Each process of the target pulls every block that it needs once.
-- `Packed`: numpy arrays inside the offer, which travel with the message that carries it. Only
-  where that is asked for.
+- `Held`: source and target share a process. Blocks go from device to device, never through the host.
+- `Posted`: source and target are different processes. Each process of the target pulls each block it needs once.
+- `Packed`: numpy arrays inside the offer, sent with the offer's message. Only on request (`carrier="host"`).
 
-They come in buckets of leaves, one after another. `fetch` moves each bucket on into the target's host memory, from
-where `offload.to_device` has the tree on its devices: of them it takes room for one bucket.
+Blocks move in buckets of leaves, one bucket after another. `fetch` moves each bucket on to the target's host memory, so
+it needs device memory for one bucket; `offload.to_device` then moves the tree to the devices.
 
-`Splits` and `Offer` travel in messages: between processes both are pickled. An offer has a parcel
-for each process of the target, and the parcels of all the source's processes together hold each
-block that the target's process needs once. Of the devices that hold a block, the one that has
-sent least sends it.
+`Splits` and `Offer` are sent in messages: between processes both are pickled. An offer has a parcel for each process of
+the target. The parcels of all source processes together hold each block that a target process needs exactly once. If
+several devices hold a block, the device that has sent the fewest bytes sends it.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.
 """
@@ -45,17 +43,17 @@ from jaxrlhf.resharding.wire import Wire
 _PROCESS = uuid.uuid4().hex
 
 BUCKET_BYTES = 512 * 2**20
-"""Bytes of a device's blocks that travel at once; a leaf of which a device needs more is a bucket of its own."""
+"""Bytes of a bucket per device; a leaf whose block is larger is a bucket by itself."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Shards of a tree that a target needs. Travels to the source.
+    """Shards of a tree that a target needs; sent to the source.
 
     Attributes:
-      grids: How each leaf is split, in the order of the tree.
-      needs: For each process of the target, by its index there, the blocks that it needs.
-      process: Where this was made.
+      grids: Grid of blocks of each leaf, in the order of the tree.
+      needs: Index of each target process, and the blocks that the process needs.
+      process: Name of the process that made this object.
     """
 
     grids: tuple[LeafGrid, ...]
@@ -64,11 +62,11 @@ class Splits:
 
 
 def splits_of(shardings: Any, shapes: Any) -> Splits:
-    """Shards that a target with these shardings needs.
+    """Return the shards that a target with these shardings needs.
 
     Args:
-      shardings: Tree of shardings over all the target's devices, those of its other processes too.
-      shapes: The same tree of shaped arrays, with the dtype that is wanted.
+      shardings: Tree of shardings over all devices of the target, including devices of its other processes.
+      shapes: Tree of shaped arrays with the same structure, in the wanted dtype.
     """
     layout = jax.tree_util.tree_leaves_with_path(shardings)
     pairs = zip(layout, jax.tree.leaves(shapes), strict=True)
@@ -87,7 +85,7 @@ class Offer:
     """Shards that one process of the source has for a target.
 
     Attributes:
-      parcels: For each process of the target, by its index there.
+      parcels: Parcel for each process of the target, by the index of the process.
     """
 
     splits: Splits
@@ -95,13 +93,13 @@ class Offer:
 
 
 class Exchange:
-    """One process's end of all its transfers of weights. Costs nothing until it is used.
+    """Endpoint of one process for all its weight transfers. Costs nothing until it is used.
 
     Args:
-      host: Name or address under which the other hosts reach this one.
-      carrier: Way that offered arrays take. `direct` goes from device to device inside a process, and over
-        the wire between processes. `host` packs the blocks into the offer.
-      limit_s: Most that taking waits for a source.
+      host: Name or address under which other hosts reach this host.
+      carrier: Path of offered arrays. `direct`: from device to device inside a process, over the network between
+        processes. `host`: inside the offer, as numpy arrays.
+      limit_s: Seconds that `take` and `fetch` wait for a source at most.
     """
 
     def __init__(
@@ -113,50 +111,49 @@ class Exchange:
         self._offers: dict[Splits, list[Offer]] = {}
 
     def offer(self, tree: Any, splits: Splits, *, keep: bool = True, waiting: int = 1) -> Offer:
-        """Have a tree ready in the blocks of a target. Every process of the source calls this.
+        """Offer a tree, split into the blocks of a target. Every process of the source calls this.
 
-        What is offered as copies is freed as it is taken; a tree whose copies do not fit beside it can
-        be offered and taken part by part. Earlier offers for the same splits are withdrawn, but for the newest.
+        Offered copies are freed as they are taken. If the copies do not fit in memory next to the tree, offer and take
+        the tree part by part. Older offers for the same splits are withdrawn, except the newest `waiting - 1`.
 
         Args:
-          keep: Whether the tree lives until it is taken. Then leaves that are in the target's dtype and
-            grid already are offered as they are; otherwise all are offered as copies.
-          waiting: Offers for the same splits that may wait at once, this one included.
+          keep: Whether the tree stays alive until the offer is taken. Then leaves that already have the target's dtype
+            and grid are offered without a copy; otherwise all leaves are copied.
+          waiting: Number of offers for the same splits that may wait at once, including this offer.
 
         Raises:
-          ValueError: The tree is not the one that the target described.
+          ValueError: The tree differs from the tree that the target described.
           TransferError: This backend has no transfer server.
         """
         self.withdraw(splits, but=waiting - 1)
-        packs = self._carrier == "host"  # which takes copies, and now
+        packs = self._carrier == "host"  # packing copies the blocks at once
         offer = self._offer(as_blocks(_leaves_like(tree, splits), splits.grids, share=keep or packs), splits)
         if not packs:
             self._offers.setdefault(splits, []).append(offer)
         return offer
 
     def take(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Moved]:
-        """The tree in the target's layout. Every process of the target calls this.
+        """Take offers as a tree in the target's layout. Every process of the target calls this.
 
         Args:
           offers: Offers of every process of the source; an offer can be taken once.
-          shardings: Shardings that `splits_of` was given.
+          shardings: Shardings that were passed to `splits_of`.
 
         Raises:
-          ValueError: The offers are for another layout, lack a block that is needed, or come from
-            devices that the target itself uses.
-          TransferError: A source failed, or nothing came from it within the limit.
+          ValueError: The offers are for another layout, lack a needed block, or come from devices that the target uses.
+          TransferError: A source failed, or sent nothing within the time limit.
         """
         return self._taken(offers, shardings, lambda leaves: leaves)
 
     def fetch(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Moved]:
-        """The tree in the host memory of the target, for `offload.to_device`; errors as of `take`.
+        """Take offers into the target's host memory, for `offload.to_device`; raises the errors of `take`.
 
-        A thread may call this while others have the target's devices compute.
+        A thread may call this while other threads compute on the target's devices.
         """
         return self._taken(offers, shardings, lambda leaves: to_host(leaves)[0])
 
     def withdraw(self, splits: Splits, *, but: int = 0) -> None:
-        """Take back what was offered for these splits, but for so many offers that are the newest."""
+        """Withdraw the offers for these splits, except the newest `but` offers."""
         offers = self._offers.pop(splits, [])
         gone, kept = (offers[:-but], offers[-but:]) if but else (offers, [])
         for parcel in (parcel for offer in gone for parcel in offer.parcels.values()):
@@ -169,14 +166,14 @@ class Exchange:
             self._offers[splits] = kept
 
     def close(self) -> None:
-        """Withdraw what was offered and never taken."""
+        """Withdraw all offers that were not taken."""
         for splits in list(self._offers):
             self.withdraw(splits)
 
     def _taken(
         self, offers: Sequence[Offer], shardings: Any, kept: Callable[[list[jax.Array]], list[Any]]
     ) -> tuple[Any, Moved]:
-        """The tree as it is kept, bucket after bucket."""
+        """Take the tree bucket by bucket, passing each bucket's leaves through `kept`."""
         start, deadline = time.perf_counter(), time.monotonic() + self._limit_s
         layout = _layout(offers, shardings)
         grids = offers[0].splits.grids
@@ -203,7 +200,7 @@ class Exchange:
             return Offer(splits, {process: Held(blocks) for process, _ in splits.needs})
         served = _served(blocks, splits)
         if self._carrier == "direct":
-            # The server alone keeps the blocks alive from here on: what is pulled is free.
+            # From here on only the server keeps the blocks alive, so pulled blocks are freed.
             return Offer(splits, {to: self._posted(parts, splits.grids) for to, parts in served})
         # Copies: on CPU, numpy's view of a block would keep its buffer.
         packed = {to: Packed({block: np.array(part) for block, part in parts.items()}) for to, parts in served}
@@ -217,7 +214,7 @@ class Exchange:
         )
 
     def _land(self, parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted, deadline: float) -> Landed:
-        """Every block on a device that wants it, at least."""
+        """Bring every block to at least one of the devices that want it."""
         each = [parcel.land(wanted, grids, self._wire) for parcel in parcels]
         for parcel, landed in zip(parcels, each, strict=True):
             if isinstance(parcel, Posted):
@@ -226,12 +223,12 @@ class Exchange:
 
 
 def _this_process() -> str:
-    """This process, unlike any other on any host."""
+    """Return a name of this process that is unique over all hosts."""
     return f"{_PROCESS}/{os.getpid()}"  # a fork has the same modules
 
 
 def _leaves_like(tree: Any, splits: Splits) -> list[jax.Array]:
-    """The tree's leaves, which must be those that the target described."""
+    """Return the leaves of a tree; raise if their paths differ from those the target described."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths, expected = [jax.tree_util.keystr(path) for path, _ in leaves], [grid.path for grid in splits.grids]
     if paths != expected:
@@ -241,7 +238,7 @@ def _leaves_like(tree: Any, splits: Splits) -> list[jax.Array]:
 
 
 def _served(blocks: Blocks, splits: Splits) -> Iterator[tuple[int, dict[BlockId, jax.Array]]]:
-    """For each process of the target the blocks that this process sends it; every process of the source agrees."""
+    """Yield the blocks that this process sends to each target process; all source processes agree on the senders."""
     load: Counter[jax.Device] = Counter()
     for process, needed in splits.needs:
         parts = {}
@@ -255,7 +252,7 @@ def _served(blocks: Blocks, splits: Splits) -> Iterator[tuple[int, dict[BlockId,
 
 
 def _layout(offers: Sequence[Offer], shardings: Any) -> list[Sharding]:
-    """The leaves of the target's shardings, for which all offers must have been made."""
+    """Return the leaves of the target's shardings; raise if an offer was made for other shardings."""
     if not offers:
         raise ValueError("no offers; take needs those of every process of the source pool")
     layout = jax.tree.leaves(shardings)
@@ -289,7 +286,7 @@ def _check_complete(parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted
 
 
 def _spread(landed: Landed, wanted: Wanted) -> None:
-    """Copy each block from the device where it landed to the others of this process that want it."""
+    """Copy each landed block to the other devices of this process that want it."""
     first = {block: array for (block, _), array in landed.items()}
     rest = [(block, device) for block, devices in wanted.items() for device in devices if (block, device) not in landed]
     copies = jax.device_put([first[block] for block, _ in rest], [device for _, device in rest])
@@ -303,7 +300,7 @@ def _assembled(leaf: int, grid: LeafGrid, sharding: Sharding, landed: Landed) ->
 
 
 def _buckets(grids: Sequence[LeafGrid]) -> list[range]:
-    """Leaves that travel together, the same for source and target."""
+    """Return the buckets, as ranges of leaf numbers; equal on source and target."""
     starts, size = [0], 0
     for leaf, grid in enumerate(grids):
         size += grid.block_bytes

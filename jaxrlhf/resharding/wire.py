@@ -1,9 +1,8 @@
-"""Arrays from one JAX process to another with which it shares no `jax.distributed`.
+"""Transfer of arrays between JAX processes that share no `jax.distributed`.
 
-The target pulls from the source's transfer server (`jax.experimental.transfer`), from device memory
-into device memory. What that server leaves to its users is here: a bound on every wait, errors
-that name the peer, and taking back what nobody came for. It asks nobody who they are, so the
-network between the hosts has to be trusted.
+The target pulls from the source's transfer server (`jax.experimental.transfer`), from device memory to device memory.
+This module adds a time limit on every wait, errors that name the peer, and withdrawal of arrays that nobody pulled.
+The transfer server has no authentication, so the network between the hosts must be trusted.
 """
 
 import functools
@@ -17,20 +16,20 @@ from typing import Any, NamedTuple
 import jax
 
 STREAMS = 4
-"""Connections that a transfer is spread over; one does not fill a fast network."""
+"""Connections per transfer; a single connection does not fill a fast network."""
 
 CHUNK_BYTES = 16 * 2**20
 CHUNKS = 8
-"""Size and number of the server's staging buffers; on accelerators they are pinned memory."""
+"""Number of the server's staging buffers, of CHUNK_BYTES each; in pinned memory on accelerators."""
 
 POLL_S = 0.001
 
 
 class TransferError(RuntimeError):
-    """Arrays that could not be sent or did not arrive.
+    """Failed transfer: arrays could not be sent or did not arrive.
 
     Attributes:
-      address: Transfer server that they should come from.
+      address: Address of the source's transfer server.
     """
 
     def __init__(self, address: str, cause: str) -> None:
@@ -42,17 +41,17 @@ class TransferError(RuntimeError):
 
 
 class Ticket(NamedTuple):
-    """Permission to pull arrays once: the server's address and their number there."""
+    """Permission to pull published arrays once: address of the transfer server, and number of the arrays there."""
 
     address: str
     uuid: int
 
 
 class Wire:
-    """This process's end of every transfer to and from other processes.
+    """Endpoint of this process for transfers to and from other processes.
 
     Args:
-      host: Name or address under which other hosts reach this one.
+      host: Name or address under which other hosts reach this host.
     """
 
     def __init__(self, host: str) -> None:
@@ -60,23 +59,23 @@ class Wire:
         self._connections: dict[str, Any] = {}
 
     def publish(self, arrays: Sequence[jax.Array]) -> Ticket:
-        """Hold arrays, each on one device, until somebody pulls them or they are withdrawn.
+        """Publish arrays, each on one device, until they are pulled or withdrawn.
 
-        The server keeps them alive by itself. Donating or deleting them meanwhile fails the pull.
+        The server keeps the arrays alive. Donating or deleting an array meanwhile fails the pull.
         """
         server, uuid = _server(self._host), secrets.randbits(64)
         server.await_pull(uuid, list(arrays))
         return Ticket(server.address(), uuid)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Let go of what was published. Who pulls it now, or waits for it, gets an error."""
-        _server(self._host).await_pull(ticket.uuid, [])  # takes the place of what was there
+        """Withdraw published arrays. A process that pulls them now, or waits for them, gets an error."""
+        _server(self._host).await_pull(ticket.uuid, [])  # replaces the published arrays
 
     def pull(self, ticket: Ticket, wanted: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Ask for all arrays that were published together, in their order; they are still in flight.
+        """Start to pull all arrays that were published together, in their order; does not wait for them.
 
         Args:
-          wanted: Shapes and dtypes as published, each with a sharding of one device.
+          wanted: Shapes and dtypes as published, each with a single-device sharding.
         """
         address = ticket.address
         if address not in self._connections:
@@ -84,17 +83,17 @@ class Wire:
         return list(self._connections[address].pull(ticket.uuid, list(wanted)))
 
     def settle(self, address: str, arrays: Sequence[jax.Array], *, deadline: float) -> None:
-        """Wait until arrays pulled from `address` are there.
+        """Wait until arrays pulled from `address` have arrived.
 
         Args:
-          deadline: In `time.monotonic` seconds.
+          deadline: Time limit in `time.monotonic` seconds.
 
         Raises:
-          TransferError: The peer failed, or the arrays were not there in time.
+          TransferError: The peer failed, or the arrays did not arrive in time.
         """
         start = time.monotonic()
         for array in arrays:
-            while not array.is_ready():  # type: ignore[attr-defined]  # blocking on it instead could last for ever
+            while not array.is_ready():  # type: ignore[attr-defined]  # a blocking wait could last forever
                 if time.monotonic() > deadline:
                     self._connections.pop(address, None)
                     raise TransferError(
@@ -112,7 +111,7 @@ class Wire:
 
 @functools.cache
 def _server(host: str) -> Any:
-    """The transfer server of this process, started when it is first needed."""
+    """Return the transfer server of this process; start it on first use."""
     address = f"{_numeric(host)}:0"
     try:
         from jax.experimental import transfer  # not in every build of jaxlib
@@ -128,7 +127,7 @@ def _server(host: str) -> Any:
 
 
 def _numeric(host: str) -> str:
-    """The host's address in numbers: JAX's server would take a name for 0.0.0.0, which leads nobody here."""
+    """Return the numeric address of a host: JAX's server would treat a name as 0.0.0.0, unreachable for other hosts."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

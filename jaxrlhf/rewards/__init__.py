@@ -1,6 +1,6 @@
-"""Text to score: rule-based, user-written and model-based rewards behind one small protocol.
+"""Rewards: rule-based, user-written and model-based scores of responses, behind one small protocol.
 
-Worker processes and users' reward files import this room, so it loads nothing heavy.
+Worker processes and users' reward files import this package, so it loads nothing heavy.
 """
 
 from jaxrlhf.rewards.protocol import Failure, RewardsFailing, batched

@@ -1,7 +1,7 @@
-"""Is the final number right?
+"""Rewards for a correct final number.
 
-Numbers are read as people write them (`$1,234.50`, `-3`, `.5`, `20%`, `1e3`) and compared as exact
-decimals, so `3.50` equals `3.5`. Currency and percent signs carry no value: `20%` is 20.
+Numbers are read as people write them (`$1,234.50`, `-3`, `.5`, `20%`, `1e3`) and compared as exact decimals, so `3.50`
+equals `3.5`. Currency and percent signs are ignored: `20%` is 20.
 """
 
 import re
@@ -14,8 +14,8 @@ from jaxrlhf.rewards.final_text import after_thinking, without_gaps
 
 MARK = "####"
 
-# A sign counts only where it cannot be a minus between two terms ("10-12"), and a number neither
-# begins nor ends inside another ("1.2.3", "3/4", "1,23,4"), so malformed ones are not numbers.
+# A sign counts only if it cannot be a minus between two terms ("10-12"). A number neither begins nor ends inside
+# another number ("1.2.3", "3/4", "1,23,4"), so malformed numbers do not match.
 _NUMBER = re.compile(
     r"""
     (?<!\d)(?<!\d[.,/])
@@ -33,15 +33,15 @@ _NUMBER = re.compile(
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number anywhere in the text; None if there is none."""
+    """Return the last number anywhere in the text; None if there is none."""
     found = deque(_NUMBER.finditer(text), maxlen=1)
     return _value(found[0]) if found else None
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The number right after the last `####`; None if there is no mark or no number follows it.
+    """Return the number right after the last `####`; None if there is no mark or no number follows it.
 
-    The last mark counts, as in verl: a response that corrects itself is judged by what it ends with.
+    The last mark counts, as in verl, so that a response that corrects itself is judged by its last answer.
     """
     _, mark, tail = text.rpartition(MARK)
     found = _NUMBER.match(tail.lstrip()) if mark else None
@@ -56,14 +56,14 @@ def gsm8k(
     *,
     method: Literal["strict", "flexible"] = "strict",
 ) -> float:
-    """1 if the response's final number equals the reference answer, else 0.
+    """Return 1 if the response's final number equals the reference answer, else 0.
 
     Args:
-      answer: A number, or a worked solution that ends in `#### number`.
+      answer: Number, or worked solution that ends in `#### number`.
       method: `strict` reads the number after the last `####`, `flexible` the last number of the response.
 
     Raises:
-      ValueError: If the reference holds no number; the response is then unscorable, not wrong.
+      ValueError: The reference holds no number; the response is then unscorable, not wrong.
 
     Source: Cobbe et al. 2021 (arXiv:2110.14168), answer format of the data set.
     """
@@ -74,7 +74,7 @@ def gsm8k(
 
 
 def arithmetic(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
-    """1 if the number after the last `####` equals the reference answer, else 0."""
+    """Return 1 if the number after the last `####` equals the reference answer, else 0."""
     return gsm8k(prompt, response, answer, record, method="strict")
 
 

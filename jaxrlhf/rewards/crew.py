@@ -1,8 +1,7 @@
-"""The processes behind a pool of reward functions, and the thread that feeds and watches them.
+"""Processes of a reward pool, and the thread that feeds and watches them.
 
-Calls travel in chunks, since most functions take less time than a message; when a process
-dies, the call that it was at is the one to blame and the rest of its chunk goes back to the
-queue.
+Calls are sent in chunks, because most functions take less time than a message. When a process dies, its current call
+gets the blame and the rest of its chunk goes back to the queue.
 """
 
 import math
@@ -26,24 +25,24 @@ from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
 from jaxrlhf.rewards.worker import Answer, Message, Ready, Refused, Retiring, Split
 
 CHUNK_SIZE = 64  # groups in one message
-LARGEST_MESSAGE_BYTES = 1 << 20  # of a process; text that a function wrote into the pipe reads as a greater length
+LARGEST_MESSAGE_BYTES = 1 << 20  # from a process; text that a function wrote into the pipe decodes to a larger length
 START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
-FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes are answers of a function that works
+FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes come from functions that work
 
 
 @dataclass(eq=False)
 class RewardCall:
-    """One function on one example.
+    """Call of one function on one example.
 
     Attributes:
       function: Number of the function.
-      pickled: The example.
-      answer: Set when the function has returned or failed.
-      started: It was given to a process.
-      alone: It is not to be grouped with others, because a group that it was in failed.
-      dropped: Nobody wants the answer any more.
+      pickled: Pickled example.
+      answer: Future that is set when the function has returned or failed.
+      started: The call was sent to a process.
+      alone: The call is not to be grouped with others, because its group failed before.
+      dropped: The answer is not needed any more.
     """
 
     function: int
@@ -56,7 +55,7 @@ class RewardCall:
 
 @dataclass
 class _Group:
-    """Examples that a function takes at once, by number within the chunk; shrinks as they are answered."""
+    """Calls that a function takes at once, by number; answered calls are removed."""
 
     function: int
     calls: dict[int, RewardCall]
@@ -64,7 +63,7 @@ class _Group:
 
 @dataclass
 class _Worker:
-    """A process and what it was given and has not answered; it is at the first of its groups."""
+    """Process with its unanswered groups; it works at the first group."""
 
     interpreter: Interpreter
     connection: Connection
@@ -80,24 +79,26 @@ class _Worker:
             yield from group.calls.values()
 
     def end(self, *, patience_s: float) -> str:
-        """Reap the process, by force if it outlives `patience_s`, and what it left behind; says how it ended."""
+        """Wait `patience_s`, kill the process and its descendants, and return a description of how it ended."""
         self.connection.close()
         return self.interpreter.end(patience_s=patience_s)
 
 
 class Crew:
-    """Answers calls, in no certain order, until `end`. All but `submit`, `drop` and `end` runs on its own thread.
+    """Group of reward processes that answers calls, in any order, until `end`.
+
+    All methods except `submit`, `drop` and `end` run on the crew's thread.
 
     Args:
-      functions: Loaded in every process when it starts.
+      functions: Functions that every process loads when it starts.
       workers: Number of processes.
-      timeout_s: Wall-clock limit of one call.
-      failures_in_a_row: Failures of one function, with no answer in between, that end the crew; 0 is never.
-      output: File that receives what the functions print; None is the standard error stream.
+      timeout_s: Wall-clock limit of one call in seconds.
+      failures_in_a_row: Number of consecutive failures of one function that ends the crew; 0 never ends it.
+      output: File that receives the output of the functions; None is the standard error stream.
 
     Raises:
-      Refusal: If a function cannot be loaded; the line says which and why.
-      RuntimeError: If processes keep dying while they start.
+      Refusal: A function cannot be loaded; the message says which and why.
+      RuntimeError: Processes keep dying during their start.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Crew:
         self._alone: deque[RewardCall] = deque()
         self.workers: list[_Worker] = []
         self._owner = os.getpid()
-        self._lock = threading.Lock()  # guards the next two, which other threads touch
+        self._lock = threading.Lock()  # guards `_arrived` and `_over`, which other threads access
         self._arrived: list[RewardCall] = []
         self._over: BaseException | None = None
         self._dropping = False
-        self._bell, self._ring = socketpair()  # what is sent into one end wakes the thread at the other
+        self._bell, self._ring = socketpair()  # a byte sent into `_ring` wakes the thread, which waits at `_bell`
         self._ring.setblocking(False)
         self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
         try:
@@ -139,8 +140,8 @@ class Crew:
         """Queue calls and return at once.
 
         Raises:
-          RewardsFailing: If too many calls of a function failed in a row.
-          RuntimeError: If the crew has ended, or its processes keep dying while they start.
+          RewardsFailing: Too many calls of a function failed in a row.
+          RuntimeError: The crew has ended, or its processes keep dying during their start.
         """
         with self._lock:
             if self._over is not None:
@@ -151,7 +152,7 @@ class Crew:
             self._wake()
 
     def drop(self, calls: Iterable[RewardCall]) -> None:
-        """Forget calls: those that wait are not made, and a process with nothing else to do is replaced."""
+        """Cancel calls: queued calls are removed, and a process that works only at cancelled calls is replaced."""
         unanswered = [call for call in calls if not call.answer.done()]
         if unanswered:
             for call in unanswered:
@@ -160,17 +161,17 @@ class Crew:
             self._wake()
 
     def end(self) -> None:
-        """End the processes; calls that are not answered fail."""
-        if os.getpid() != self._owner:  # a fork of the process that started them
+        """End the processes; unanswered calls fail."""
+        if os.getpid() != self._owner:  # this process is a fork of the crew's owner
             return
         with self._lock:
             self._over = self._over or RuntimeError("this reward pool is closed")
         self._wake()
-        if threading.current_thread() is not self._thread:  # else the garbage is collected here, and it ends by itself
+        if threading.current_thread() is not self._thread:  # else a finalizer runs on this thread, which ends anyway
             self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it rings already, or the thread is gone
+        with suppress(OSError):  # the socket buffer is full, so the thread wakes anyway, or the thread is gone
             self._ring.send(b"\0")
 
     def _work(self) -> None:
@@ -181,7 +182,7 @@ class Crew:
                 self._take_arrived()
                 self._feed()
                 self._collect()
-        except BaseException as error:  # whoever waits for an answer gets it
+        except BaseException as error:  # all open futures receive this error
             with self._lock:
                 self._over = error
         finally:
@@ -216,7 +217,7 @@ class Crew:
                 self._replace(worker, patience_s=0.0)
 
     def _feed(self) -> None:
-        """Give every idle process a chunk."""
+        """Send a chunk to every idle process."""
         idle = [worker for worker in self.workers if worker.ready and not worker.groups]
         for position, worker in enumerate(idle):
             groups = self._next_chunk(idle=len(idle) - position)
@@ -226,7 +227,7 @@ class Crew:
             message = [(g.function, [(number, call.pickled) for number, call in g.calls.items()]) for g in groups]
             try:
                 worker.connection.send(message)
-            except OSError:  # it died while it was idle
+            except OSError:  # the process died while it was idle
                 self._requeue(calls)
                 self._replace(worker, patience_s=GRACE_S)
                 continue
@@ -236,10 +237,10 @@ class Crew:
             worker.progress_at = time.monotonic()
 
     def _next_chunk(self, *, idle: int) -> list[_Group]:
-        """Groups for one of `idle` processes.
+        """Take the next groups from the queues, for one of `idle` processes.
 
-        Idle processes share what waits for a function that takes groups; chunks of single calls get
-        smaller towards the end so that all processes finish together.
+        Queued calls of a function that takes groups are divided among the idle processes. Chunks of single calls get
+        smaller towards the end, so that all processes finish together.
         """
         queue = next((queue for queue in (self._alone, *self._queues) if queue), None)
         if queue is None:
@@ -253,7 +254,7 @@ class Crew:
         return [_Group(call.function, {number: call}) for number, call in enumerate(calls)]
 
     def _collect(self) -> None:
-        """Wait for the next messages, deaths, overdue calls or a ring, and deal with them."""
+        """Wait for and handle messages, dead processes, overdue calls and wake-up bytes."""
         pending = [worker for worker in self.workers if worker.groups or not worker.ready]
         patience_s = max(0.0, min(self._limit_s(worker) - worker.idle_s() for worker in pending)) if pending else None
         readable = wait([self._bell, *(worker.connection for worker in pending)], timeout=patience_s)
@@ -271,7 +272,7 @@ class Crew:
     def _receive(self, worker: _Worker) -> None:
         try:
             message: Message = pickle.loads(worker.connection.recv_bytes(LARGEST_MESSAGE_BYTES))
-        except Exception:  # closed, or a function wrote into the pipe: either way nothing more can be understood
+        except Exception:  # closed, or a function wrote into the pipe: further bytes cannot be decoded
             self._bury(worker, patience_s=GRACE_S)
             return
         worker.progress_at = time.monotonic()
@@ -293,8 +294,8 @@ class Crew:
                 self._answer(call, message)
 
     def _bury(self, worker: _Worker, *, patience_s: float) -> None:
-        """Replace a process that died or hangs; blame the example it was at and requeue the others."""
-        # The clock here starts when the answer before arrived, a little after the call began.
+        """Replace a process that died or hangs; blame its current example and requeue the others."""
+        # This clock starts when the previous answer arrived, a little after the current call began.
         late = worker.idle_s() >= 0.9 * (self._timeout_s if worker.ready else START_LIMIT_S)
         groups = worker.groups
         ended = self._replace(worker, patience_s=patience_s)
@@ -317,7 +318,7 @@ class Crew:
             self._answer(call, Answer(number, None, cause, lost))
 
     def _answer(self, call: RewardCall, answer: Answer) -> None:
-        """Hand an answer over, unless it is one failure too many."""
+        """Deliver an answer, or raise `RewardsFailing` at the limit of consecutive failures."""
         failed = self._failed[call.function] + 1 if answer.cause in FAILURES else 0
         self._failed[call.function] = failed
         if not failed or failed != self._most_failures:

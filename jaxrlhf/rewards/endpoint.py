@@ -1,8 +1,7 @@
-"""JSON over HTTP to an endpoint that may be slow, busy or broken; every question ends in bounded time.
+"""HTTP client for JSON endpoints that may be slow, busy or broken; every request ends in bounded time.
 
-What may pass (no connection, a time-out, 408, 425, 429, 5xx) is tried again, after a pause that
-doubles each time and is drawn at random from its upper half, so that many clients do not come
-back together.
+Temporary errors (no connection, a timeout, 408, 425, 429, 5xx) are retried after a pause. The pause doubles each time
+and is randomized within its upper half, so that many clients do not come back at the same time.
 """
 
 import http.client
@@ -22,25 +21,25 @@ from jaxrlhf.config import Refusal
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 LEAST_ATTEMPT_S = 0.05
-"""Limit of an attempt before which a busy machine slept until the end; sockets take none of 0 or less."""
+"""Time limit of an attempt if a busy machine woke up too late from the pause; sockets reject limits of 0 or less."""
 LARGEST_REPLY_BYTES = 1 << 26
-PASSING = {408, 425, 429}  # and all from 500
+PASSING = {408, 425, 429}  # statuses of temporary errors, in addition to all from 500
 
 
 class EndpointError(RuntimeError):
-    """An endpoint gave no usable answer."""
+    """Error: an endpoint gave no usable answer."""
 
 
 class Unreachable(EndpointError):
-    """It did not answer in time, or only with errors that may pass."""
+    """Error: the endpoint did not answer in time, or only with temporary errors."""
 
 
 class Rejected(EndpointError):
-    """It refuses the request as it is, or sends it elsewhere."""
+    """Error: the endpoint refuses the request, or redirects it."""
 
 
 class Unreadable(EndpointError):
-    """It answered with something else than was asked for."""
+    """Error: the endpoint's answer does not have the expected form."""
 
 
 class _Passing(Exception):
@@ -50,7 +49,7 @@ class _Passing(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET, and might carry the key to another host."""
+    """Handler without redirects: a redirected POST would become a GET, and could send the key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -68,17 +67,18 @@ def post_json(
     total_s: float,
     final: Collection[int] = (),
 ) -> Any:
-    """The JSON that `url` answers to `body`; None if it answers nothing.
+    """Send `body` to `url` by POST and return the JSON of the answer; None if the answer is empty.
 
     Args:
-      api_key_env: Environment variable with the key that is sent as bearer token; None sends none.
-      attempt_s: Limit of one attempt.
-      total_s: Limit of all attempts and the pauses between them.
-      final: Statuses of errors that do not pass here.
+      api_key_env: Environment variable with the key that is sent as bearer token; None sends no key.
+      attempt_s: Time limit of one attempt in seconds.
+      total_s: Time limit of all attempts and the pauses between them in seconds.
+      final: Error statuses that are not retried.
 
     Raises:
-      EndpointError: One of its kinds above.
-      Refusal: If the body is no JSON or there is no key in the environment.
+      EndpointError: One of the subclasses above.
+      Refusal: The environment has no usable key.
+      TypeError, ValueError: The body cannot be written as JSON.
     """
     data = json.dumps(body, allow_nan=False).encode()
     headers = {"Content-Type": "application/json", **_headers(api_key_env)}
@@ -86,7 +86,7 @@ def post_json(
 
 
 def get_json(url: str, *, api_key_env: str | None, total_s: float) -> Any:
-    """The JSON that is at `url`; see `post_json`."""
+    """Return the JSON at `url`; see `post_json`."""
     return _asked(urllib.request.Request(url, headers=_headers(api_key_env)), total_s, total_s)
 
 
@@ -113,7 +113,7 @@ def _asked(request: urllib.request.Request, attempt_s: float, total_s: float, fi
 
 
 def api_key(variable: str) -> str:
-    """The key in an environment variable; errors name the variable and never show the key."""
+    """Return the key in an environment variable; errors name the variable and never show the key."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise Refusal(f"api_key_env names {variable}, which is not set in the environment of the process that asks")
@@ -138,7 +138,7 @@ def _post(request: urllib.request.Request, limit_s: float, final: Collection[int
             return _read(reply, end)
     except urllib.error.HTTPError as error:
         what = f"{error.code} {error.reason}"
-        with error:  # its connection
+        with error:  # closes the connection
             if error.code not in final and (error.code in PASSING or error.code >= 500):
                 raise _Passing(what, _retry_after_s(error)) from error
             with suppress(OSError, http.client.HTTPException):
@@ -156,7 +156,7 @@ def _parsed(url: str, text: bytes) -> Any:
 
 
 def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
-    """The body; a time-out of sockets alone would wait for one byte after the other."""
+    """Read the body within a time limit; the socket timeout alone restarts with every byte that arrives."""
     parts, size = [], 0
     while part := reply.read1(1 << 16):
         parts.append(part)
@@ -169,6 +169,6 @@ def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
 
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:
-    """Seconds that the endpoint asks to wait; 0 where it does not, or gives a date."""
+    """Return the seconds of the `Retry-After` header; 0 if there is no header or it gives a date."""
     asked = error.headers.get("Retry-After", "")
     return float(asked) if asked.isdecimal() else 0.0

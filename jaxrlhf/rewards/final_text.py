@@ -1,4 +1,4 @@
-"""Text of a response behind its thinking, and numbers with gaps between thousands."""
+"""Text of a response after its thinking, and numbers with gaps between thousands."""
 
 import re
 
@@ -7,13 +7,13 @@ _GAPS = re.compile(r"(?<![\d.,^_])(\d{1,3})((?:(?:\{,\}|\\[ ,:;!]|[~ \u00a0\u200
 
 
 def after_thinking(prompt: str, response: str) -> str:
-    """Return what stands behind the last end of thinking; nothing of a response that was cut inside its thinking."""
+    """Return the text after the last end of thinking; empty if the response was truncated inside its thinking."""
     said = response.rpartition(_END)[2]
     if said == response and prompt.rstrip().endswith(_BEGIN):
-        return ""  # the prompt began the thinking, and nothing ended it
+        return ""  # the prompt began the thinking, and the response did not end it
     return said.rpartition(_BEGIN)[0] if _BEGIN in said else said
 
 
 def without_gaps(text: str) -> str:
-    """Return a text whose numbers have no spaces, and no commas of LaTeX, between thousands: `1{,}000` is 1000."""
+    """Remove spaces and LaTeX commas between the thousands of numbers: `1{,}000` becomes 1000."""
     return _GAPS.sub(lambda found: found[1] + re.sub(r"\D", "", found[2]), text)

@@ -1,4 +1,4 @@
-"""Does the response have the asked-for shape?"""
+"""Format rewards: a regular expression, and tags."""
 
 import re
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from jaxrlhf.config import Refusal
 
 
 def matches(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, pattern: str) -> float:
-    """1 if the whole response matches `pattern`, else 0.
+    """Return 1 if the whole response matches `pattern`, else 0.
 
-    Some patterns backtrack for ever on some texts; the pool's time limit ends those.
+    Some patterns backtrack forever on some texts; the pool's time limit ends such calls.
     """
     return float(re.fullmatch(pattern, response) is not None)
 
 
 def tags(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, names: tuple[str, ...]) -> float:
-    """The share of tags, such as `think` and `answer`, that are used as asked.
+    """Return the share of tags, such as `think` and `answer`, that are used correctly.
 
-    That is: opened once and closed once, and opened after the tag before it was closed.
+    A tag is used correctly if it is opened once and closed once, and opened after the previous correct tag is closed.
     """
     used, free_from = 0, 0
     for name in names:

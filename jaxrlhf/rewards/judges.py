@@ -1,4 +1,4 @@
-"""Judge: a model behind an OpenAI-compatible endpoint that scores a response."""
+"""Judge reward: a model behind an OpenAI-compatible endpoint scores a response."""
 
 import asyncio
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrlhf.rewards.endpoint import Unreadable, post_json
 
-_threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="judge")  # they wait; the pool limits how many
+_threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="judge")  # threads only wait; the pool limits calls
 
 
 async def judged(
@@ -31,15 +31,15 @@ async def judged(
     attempt_s: float,
     total_s: float,
 ) -> float:
-    """The judge's score, from 0 for `lowest` to 1 for `highest`.
+    """Return the judge's score, scaled to 0 for `lowest` and 1 for `highest`.
 
-    The score is the first group of the last match of `pattern`: what the judge quotes of a
-    response that praises itself usually comes before it.
+    The score is the first group of the last match of `pattern`. The last match counts because a judge may first quote a
+    response that contains a score for itself.
 
     Raises:
-      EndpointError: If the judge does not answer, or what it answers holds no score in the range.
-      ValueError: If the template shows the reference answer and there is none.
-      KeyError: If it shows a field that the record does not have.
+      EndpointError: The judge does not answer, or its answer holds no score in the range.
+      ValueError: The template shows the reference answer and the record has none.
+      KeyError: The template shows a field that the record does not have.
     """
     if answer is None and "{answer" in template:
         raise ValueError("the judge's template shows the reference answer, and the record has none")
@@ -70,10 +70,11 @@ def _score(text: str, pattern: str, lowest: float, highest: float) -> float:
 
 
 def _whole_number(text: str, found: re.Match[str], highest: float) -> float:
-    """Return the number that the pattern found, with what belongs to it behind the match: `1e-1`, `7,5`, `8/10`.
+    """Return the matched number, including characters after the match that belong to it: `1e-1`, `7,5`, `8/10`.
 
     Raises:
-      ValueError: More belongs to the number than can be read, such as a fraction whose whole is not `highest`.
+      ValueError: The number continues in a form that cannot be read, such as a fraction whose denominator is not
+        `highest`; if `highest` is 1, any denominator is read.
     """
     digits, behind = found[1], text[found.end(1) :]
     exponent = re.match(r"[eE][-+]?\d+", behind)

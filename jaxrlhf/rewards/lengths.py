@@ -1,4 +1,4 @@
-"""Rewards of a response's length and of its repetitions."""
+"""Rewards for the length of a response and penalties for its repetitions."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ def cosine_length(
     wrong: tuple[float, float],
     too_long: float,
 ) -> float:
-    """Pays right answers for being short, and wrong ones for having tried for longer.
+    """Return the cosine reward: it favors short correct answers, and long attempts if the answer is wrong.
 
         b + (a - b) * (1 + cos(pi * length / max_characters)) / 2
 
-    with (a, b) = `right` where `correct` says more than 0.5, else `wrong`: a at length 0, b at
-    `max_characters`. From there on it is `too_long`.
+    Here (a, b) is `right` if the value of `correct` is above 0.5, else `wrong`: a at length 0, b towards
+    `max_characters`. From `max_characters` on the reward is `too_long`.
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), the cosine reward; lengths there are in tokens.
     """
@@ -34,11 +34,11 @@ def cosine_length(
 
 
 def repetition(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, words: int) -> float:
-    """Minus the share of sequences of `words` words that were there before; case does not count.
+    """Return minus the share of repeated sequences of `words` words; case is ignored.
 
         distinct / all - 1
 
-    0 for a response of fewer words; -1 is never reached.
+    The reward of a response with fewer words is 0; -1 is never reached.
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), the n-gram repetition penalty, as one number per response.
     """

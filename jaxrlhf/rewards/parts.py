@@ -1,4 +1,4 @@
-"""From a part of the configuration to the function that computes it, and to its name."""
+"""Mapping from the reward parts of the configuration to their functions and names."""
 
 import dataclasses
 import itertools
@@ -14,10 +14,10 @@ from jaxrlhf.rewards.protocol import Function
 from jaxrlhf.rewards.sandbox.sandbox import Limits, check_sandbox
 
 SCORE_METRICS = ("mean", "std")
-"""Names of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
+"""Metrics of the total score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
 
 ENVIRONMENT = "environment"
-"""Name of the part that an episode's environment pays."""
+"""Name of the part that holds the rewards of an episode's environment."""
 
 
 FUNCTIONS = {
@@ -32,14 +32,14 @@ FUNCTIONS = {
     config.JudgeReward: "jaxrlhf.rewards.judges:judged",
     config.RemoteReward: "jaxrlhf.rewards.remote:scored",
 }
-"""Their keyword arguments have the names of the part's fields."""
+"""Reward function of each settings class; its keyword arguments have the names of the class's fields."""
 
 
 def reward_function(name: str, part: config.RewardPart, *, workers: int) -> Function:
-    """The function that computes a part of the configuration in `workers` processes.
+    """Return the function that computes a part of the configuration in `workers` processes.
 
     Raises:
-      Refusal: If it cannot work on this machine.
+      Refusal: The part cannot work on this machine, or its settings are invalid.
     """
     if isinstance(part, config.FunctionReward):
         return Function(name, part.function)
@@ -62,7 +62,7 @@ def reward_function(name: str, part: config.RewardPart, *, workers: int) -> Func
 
 
 def part_names(parts: Sequence[config.RewardPart]) -> list[str]:
-    """A short name for each part; repeated ones are numbered, and so are those of the whole score's metrics."""
+    """Return a short name for each part; repeated names, and names of the total score's metrics, get a number."""
     names: list[str] = []
     for part in parts:
         match part:
@@ -79,7 +79,7 @@ def part_names(parts: Sequence[config.RewardPart]) -> list[str]:
 
 
 class NamedPart(NamedTuple):
-    """A part of the configuration, its name, and the source whose responses alone it scores, if it is of one."""
+    """Reward part with its name, and the only data source that the part scores; None scores the run's other sources."""
 
     name: str
     part: config.RewardPart
@@ -89,7 +89,7 @@ class NamedPart(NamedTuple):
 def source_parts(
     parts: Sequence[config.RewardPart], sources: Mapping[str, Sequence[config.RewardPart]]
 ) -> list[NamedPart]:
-    """All parts, those of a source named after it too."""
+    """Return all parts with their names; the name of a source's part is `<source>/<part>`."""
     named = [NamedPart(name, part, None) for name, part in zip(part_names(parts), parts, strict=True)]
     for source, own in sources.items():
         named += [NamedPart(f"{source}/{name}", part, source) for name, part in zip(part_names(own), own, strict=True)]
@@ -97,5 +97,5 @@ def source_parts(
 
 
 def first_part(rewards: config.Rewards) -> str:
-    """Name of the part that accuracy is measured by: the first, or what the environment pays if there is none."""
+    """Return the name of the part that defines accuracy: the first part, or without parts the environment's reward."""
     return part_names(rewards.parts)[0] if rewards.parts else ENVIRONMENT

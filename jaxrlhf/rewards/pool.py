@@ -1,8 +1,7 @@
-"""Processes that run reward functions, each call under a wall-clock limit.
+"""Process pool for reward functions, with a wall-clock limit for each call.
 
-Whatever a function does (hang, crash, raise, print, return nonsense), it costs one example and
-at most one process, which is killed and replaced. The module imports nothing heavy, and neither
-do the processes.
+A function that hangs, crashes, raises, prints or returns nonsense costs one example and at most one process, and the
+process is killed and replaced. The module and its processes import nothing heavy.
 """
 
 import pickle
@@ -17,15 +16,15 @@ from jaxrlhf.rewards.protocol import Example, Failure
 from jaxrlhf.rewards.worker import Answer
 
 Packed = bytes | Answer
-"""An example as it travels to a process, or the answer that says why it cannot."""
+"""Pickled example, or the answer that says why the example cannot be pickled."""
 
 Begun = tuple[RewardCall, ...]
-"""Functions on one example, in their order."""
+"""Calls of the reward functions on one example, in the order of the functions."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The value of function number `function` on example number `index`, or why there is none."""
+    """Value of function number `function` on example number `index`, or the failure if there is no value."""
 
     function: int
     index: int
@@ -34,10 +33,10 @@ class Outcome:
 
 
 class RewardPool:
-    """Runs reward functions on examples and streams their results.
+    """Pool that runs reward functions on examples and streams their results.
 
     Args:
-      crew: Its processes, which end with the pool.
+      crew: Processes of the pool; they end with the pool.
     """
 
     def __init__(self, crew: Crew) -> None:
@@ -56,14 +55,14 @@ class RewardPool:
         self.close()
 
     def begin(self, examples: Iterable[Packed], functions: Callable[[int], Sequence[int]] | None = None) -> list[Begun]:
-        """Have functions run on examples; returns at once.
+        """Submit examples to reward functions and return the calls at once.
 
         Args:
-          functions: Numbers of the functions that run on the n-th example; None is every one on all.
+          functions: Maps the index of an example to the numbers of its functions; None runs all functions on all.
 
         Raises:
-          RewardsFailing: If too many calls of a function failed in a row.
-          RuntimeError: If the pool is closed, or its processes keep dying while they start.
+          RewardsFailing: Too many calls of a function failed in a row.
+          RuntimeError: The pool is closed, or its processes keep dying during their start.
         """
         every = range(len(self._functions))
         begun = [self._calls(packed, functions(n) if functions else every) for n, packed in enumerate(examples)]
@@ -79,17 +78,17 @@ class RewardPool:
         return calls
 
     def drop(self, begun: Iterable[Begun]) -> None:
-        """Forget examples that were begun; nobody may ask for them any more."""
+        """Cancel submitted examples; their calls must not be awaited after that."""
         self._crew.drop(call for calls in begun for call in calls)
 
     def finish(self, begun: Sequence[Begun]) -> Iterator[Outcome]:
-        """Outcomes of examples that were begun, in the order of completion.
+        """Yield the outcomes of submitted examples in the order of completion.
 
-        Whoever stops listening drops what is not there yet.
+        Closing the generator early drops the outstanding calls.
 
         Raises:
-          RewardsFailing: If too many calls of a function fail in a row.
-          RuntimeError: If the pool is closed meanwhile, or its processes keep dying while they start.
+          RewardsFailing: Too many calls of a function fail in a row.
+          RuntimeError: The pool is closed meanwhile, or its processes keep dying during their start.
         """
         asked = {call.answer: (index, call.function) for index, calls in enumerate(begun) for call in calls}
         try:
@@ -100,7 +99,7 @@ class RewardPool:
             self.drop(begun)
 
     def run(self, examples: Sequence[Example]) -> Iterator[Outcome]:
-        """Every function on every example, in the order of completion.
+        """Run every function on every example and yield the outcomes in the order of completion.
 
         Raises:
           RewardsFailing, RuntimeError: See `begin` and `finish`.
@@ -116,8 +115,8 @@ class RewardPool:
 
 
 def pack(example: Example) -> Packed:
-    """The example as it travels to a process."""
+    """Pickle an example for the processes."""
     try:
         return pickle.dumps(example)
-    except Exception as error:  # pickle lets through whatever an object's own hooks raise
+    except Exception as error:  # an object's pickling hooks may raise any error
         return Answer(0, None, "unpicklable", one_line(error))

@@ -1,19 +1,21 @@
-"""Protocol of reward functions, and the failures that they are told of.
+"""Protocol of reward functions, and the failures that are reported for them.
 
 A reward function reads texts and returns a number:
 
     def score(prompt: str, response: str, answer: str | None, record: Mapping) -> float | None
 
-One that has an argument `question` too is given the prompt without its chat template: what the
-user asked or, of several messages, all of them with their roles. Marked with `@batched` it takes
-lists of these and returns a list of numbers; they hold whatever responses have ended by then, so no
-number may depend on the other responses; an exception in place of a number says why that one has
-none. Either kind may be `async def`; many examples of an async function are then in flight at once.
-Functions run in worker processes, several at a time, and may be called again for an example whose
-batch failed.
+A function with an argument `question` also receives the prompt without its chat template: the user's message or, if
+there are several messages, all messages with their roles.
 
-A response is *unscorable*, which is not a score of 0, when the function returns None, NaN or
-infinity, raises, exceeds the time limit, or takes its process down.
+A function marked with `@batched` takes lists of these arguments and returns a list of numbers. A batch holds the
+responses that happen to have ended, so no number may depend on the other responses of the batch. An exception in place
+of a number is the reason why its response has no score.
+
+Both kinds may be `async def`; many examples of an async function are in flight at once. Functions run in worker
+processes, several at a time, and may be called again for an example whose batch failed.
+
+A response is *unscorable*, which differs from a score of 0, when the function returns None, NaN or infinity, raises,
+exceeds the time limit, or crashes its process.
 """
 
 import inspect
@@ -28,10 +30,10 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Example:
-    """One response as a reward function sees it.
+    """One response with the inputs of a reward function.
 
     Attributes:
-      question: The prompt without its chat template; None is the prompt itself.
+      question: Prompt without its chat template; None uses the prompt itself.
     """
 
     prompt: str
@@ -43,13 +45,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one response has no score.
+    """Reason why one response has no score.
 
     Attributes:
       part: Name of the reward.
       index: Row of the response in its batch.
-      cause: The kind of failure, for counting.
-      detail: One line for a person: the exception and where it was raised, or how the process ended.
+      cause: Kind of failure, for counting.
+      detail: One line for users: the exception and where it was raised, or how the process ended.
     """
 
     part: str
@@ -59,18 +61,18 @@ class Failure:
 
 
 class RewardsFailing(RuntimeError):
-    """A reward function answers no call any more, so that a run would go on without learning anything."""
+    """Error: reward functions give no answers any more, so that the run would continue without learning anything."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function by reference, so that only worker processes run user code.
+    """Reference to a reward function; only worker processes load it, so that only they run user code.
 
     Attributes:
-      name: What logs and metrics call it.
+      name: Name in logs and metrics.
       reference: `module:function` or `path/to/file.py:function`.
-      settings: Keyword arguments bound to it.
-      at_once: Examples that one process gives it at once, if it is batched or async.
+      settings: Keyword arguments bound to the function.
+      at_once: Maximum number of examples that one process passes at once to a batched or async function.
     """
 
     name: str
@@ -90,26 +92,26 @@ def is_batched(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for `async def` functions and for objects whose `__call__` is one."""
+    """Return True for `async def` functions and for objects with an `async def __call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def asks_question(function: Callable[..., Any]) -> bool:
-    """True for functions with an argument `question`."""
+    """Return True for functions with an argument `question`."""
     try:
         return "question" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
 
 
 def called(function: Callable[..., Any], example: Example) -> Any:
-    """The call of a function on an example."""
+    """Call a function on an example."""
     further = {"question": example.question or example.prompt} if asks_question(function) else {}
     return function(*_arguments(example), **further)
 
 
 def called_on_all(function: Callable[..., Any], examples: Sequence[Example]) -> Any:
-    """The call of a batched function on examples."""
+    """Call a batched function on examples."""
     columns = map(list, zip(*map(_arguments, examples), strict=True))
     questions = [example.question or example.prompt for example in examples]
     return function(*columns, **({"question": questions} if asks_question(function) else {}))

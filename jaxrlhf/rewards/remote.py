@@ -1,8 +1,7 @@
-"""Scores from a service of the user's own.
+"""Remote reward: scores from a user's own HTTP service.
 
-It gets `{"examples": [{"prompt": ..., "response": ..., "answer": ..., "record": {...}}, ...]}` by
-POST and answers `{"scores": [0.5, null, ...]}`, one for each example in their order; null is
-unscorable.
+The service receives `{"examples": [{"prompt": ..., "response": ..., "answer": ..., "record": {...}}, ...]}` by POST. It
+answers `{"scores": [0.5, null, ...]}`, one score per example in the order of the examples; null is unscorable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,11 @@ def scored(
     attempt_s: float,
     total_s: float,
 ) -> Sequence[Number | Exception]:
-    """The service's scores; the error in place of each if it cannot be reached.
+    """Return the service's scores; if the service cannot be reached, return the error in place of each score.
 
     Raises:
-      EndpointError: If it rejects the examples or its answer cannot be read; they are then asked
-        for one by one, so that only those that it cannot score are lost.
+      EndpointError: The service rejects the examples or its answer cannot be read. The pool then sends the examples one
+        by one, so that only examples that the service cannot score are lost.
     """
     rows = zip(prompts, responses, answers, records, strict=True)
     examples = [dict(zip(("prompt", "response", "answer", "record"), row, strict=True)) for row in rows]

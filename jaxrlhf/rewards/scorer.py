@@ -1,4 +1,4 @@
-"""The score of a response: a weighted sum of rewards."""
+"""Scorer of responses: a weighted sum of rewards."""
 
 import logging
 import time
@@ -21,39 +21,40 @@ from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
-"""Scores (prompt, response, finished) triples."""
+"""Function that scores (prompt, response, finished) triples."""
 
 BATCHES_AHEAD = 4
-"""Batches whose begun responses are kept for `score`; those of older ones are dropped."""
+"""Number of latest batches whose responses from `begin` are kept for `score`; older ones are dropped."""
 
 PROGRESS_EVERY_S = 0.1
 
 FRUITLESS_BATCHES = 3
-"""Batches in a row without one scorable response past which nothing will be learned."""
+"""Number of consecutive batches without a scorable response after which the run may stop: nothing is learned."""
 
 logger = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Scores texts with the parts of a configuration; functions run in a pool of processes.
+    """Scorer of responses with the reward parts of a configuration; functions run in a pool of processes.
 
-    A response may be begun as soon as it is there; `score` then takes what the functions say of it
-    instead of asking again. It is known again by all that a function sees of it.
+    `begin` may start the functions on a response as soon as the response exists. `score` then uses these results
+    instead of calling the functions again. Results are looked up by all inputs of the functions: prompt, response,
+    answer, record and question.
 
     Args:
-      rewards: The parts and their weights. A part of weight 0 is computed and reported only.
-      sources: Parts of sources that have some of their own, in place of the rewards', by the source's name.
-      models: What scores texts for each `ModelReward`, by its key: the path, of those that score whole responses.
-      output: File that receives what reward functions print; None is the standard error stream.
+      rewards: Parts and their weights. A part of weight 0 is only computed and reported.
+      sources: Parts by name of a data source; these parts replace the parts of `rewards` for the source's responses.
+      models: Functions that score texts, by `ModelReward.key`. The key of a whole-response model is its path.
+      output: File that receives the output of reward functions; None is the standard error stream.
 
     Attributes:
-      names: The parts' names in logs and in `Scores.parts`, in the order of the configuration.
-      failures: Each failure of the latest call.
-      counts: The latest call's failures by cause.
-      ahead: Function calls of the latest call that were under way or done before it, and all of them.
+      names: Names of the parts in logs and in `Scores.parts`, in the order of the configuration.
+      failures: All failures of the latest `score`.
+      counts: Number of failures of the latest `score` by cause.
+      ahead: Number of function calls that had started before the latest `score`, and number of all its calls.
 
     Raises:
-      Refusal: If a function cannot be loaded, a pattern is no regular expression, or a model is missing.
+      Refusal: A function cannot be loaded, a pattern is not a regular expression, or a model is missing.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Scorer:
                 output=output,
             )
             self._pool = RewardPool(crew)
-        # Only this thread touches what is begun, so that whoever begins a response does not wait.
+        # Only this thread accesses `_batches`, so that callers of `begin` do not block.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
         self._batches: deque[dict[tuple[Packed, str], list[Begun]]] = deque([defaultdict(list)])
 
     @property
     def calls_functions(self) -> bool:
-        """True if a part is a function, which reads records."""
+        """True if a part is a function; functions read records."""
         return self._pool is not None
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class Scorer:
         self.close()
 
     def open_batch(self) -> None:
-        """Responses begun from here on are of another batch."""
+        """Start a new batch for the following calls of `begin`."""
         if self._pool:
             self._thread.submit(self._open, self._pool)
 
@@ -127,12 +128,12 @@ class Scorer:
         question: str | None = None,
         source: str = "",
     ) -> None:
-        """Have the functions score a response of the open batch; returns at once.
+        """Start the functions on a response of the open batch, and return at once.
 
         Args:
-          response: Gives the text; called on a thread of the scorer.
-          question: The prompt without its chat template.
-          source: Name of the source of the prompt.
+          response: Function that returns the text; called on a thread of the scorer.
+          question: Prompt without its chat template.
+          source: Name of the prompt's data source.
         """
         if self._pool:
             example = Example(prompt, "", answer, dict(record), question)
@@ -156,20 +157,20 @@ class Scorer:
 
             score = sum over parts of weight * part
 
-        A row is unscorable if a part of non-zero weight failed on it. Failures are logged in
-        one line per part, and kept in `failures` and `counts` until the next call.
+        A row is unscorable if a part of non-zero weight failed on it. Failures are logged in one line per part, and
+        kept in `failures` and `counts` until the next call.
 
         Args:
-          questions: Prompts without their chat template; None is the prompts.
-          sources: Name of each prompt's source; None is of none.
-          finished: Whether a response came to its end, for models; None is that all did.
-          environment_B: Further part of weight 1, of episodes: what their environments paid, NaN where one failed.
-          environment_failure: Line on one of the environments that failed, if any did.
+          questions: Prompts without their chat template; None uses the prompts.
+          sources: Name of each prompt's data source; None uses the run's parts for all.
+          finished: bool per response, False if the response was truncated, for models; None is all True.
+          environment_B: Reward of each episode's environment, NaN if it failed: a further part of weight 1.
+          environment_failure: Line about one of the environments that failed, or empty.
           progress: Called now and then with the number of finished function calls and their total.
 
         Raises:
-          RewardsFailing: If too many calls of a function fail in a row, or no response of this batch and those before
-            could be scored.
+          RewardsFailing: Too many calls of a function fail in a row, or no response of this batch and of the batches
+            before it could be scored.
         """
         ended = [True] * len(prompts) if finished is None else finished
         counts = [len(column) for column in (prompts, responses, answers, records, ended)]
@@ -204,24 +205,24 @@ class Scorer:
             pool.drop(begun for several in self._batches.popleft().values() for begun in several)
 
     def _scores(self, name: str, sources: Sequence[str]) -> np.ndarray:
-        """`[B]`, True where a part scores: of its source or, if it is the run's, of sources without own ones."""
+        """Return bool `[B]`, rows that a part scores: rows of the part's source, else of sources without own parts."""
         own = self._source_of.get(name)
         if own is None:
             return np.array([name == ENVIRONMENT or source not in self._own for source in sources], bool)
         return np.array([source == own for source in sources], bool)
 
     def _numbers(self, source: str) -> list[int]:
-        """Numbers of the functions that score a source."""
+        """Return the numbers of the functions that score a source."""
         return [number for number, name in enumerate(self._functions) if self._scores(name, [source])[0]]
 
     def _begin(self, pool: RewardPool, example: Example, response: Callable[[], str], source: str) -> None:
-        # What is raised here is not lost: then `score` is the first to do the same.
+        # An error here may be ignored: `score` then makes the same calls and raises the error itself.
         packed = pack(replace(example, response=response()))
         begun = pool.begin([packed], lambda _: self._numbers(source))
         self._batches[-1][packed, self._scored_as(source)] += begun
 
     def _take(self, pool: RewardPool, examples: list[Example], sources: list[str]) -> list[Begun]:
-        """The calls for each example: those that were begun, or new ones."""
+        """Return the calls for each example: calls started by `begin`, or new calls."""
         packed = [pack(example) for example in examples]
         found = [self._find(one, self._scored_as(source)) for one, source in zip(packed, sources, strict=True)]
         under_way = sum(call.started for begun in found if begun for call in begun)
@@ -232,7 +233,7 @@ class Scorer:
         return [next(new) if begun is None else begun for begun in found]
 
     def _scored_as(self, source: str) -> str:
-        """Name of the source whose parts score a response; "" for the run's."""
+        """Return the name of the source whose parts score a response; "" for the parts of the run."""
         return source if source in self._own else ""
 
     def _find(self, packed: Packed, scored_as: str) -> Begun | None:
@@ -274,7 +275,7 @@ class Scorer:
         return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
 
     def _count_fruitless(self, scorable_B: np.ndarray, environment_failure: str) -> None:
-        """Refuse to go on after batches, and so many responses, of which none could be scored."""
+        """Raise `RewardsFailing` after too many consecutive batches and responses without a scorable one."""
         batches, responses = self._fruitless
         self._fruitless = (0, 0) if scorable_B.any() else (batches + 1, responses + len(scorable_B))
         batches, responses = self._fruitless
@@ -307,12 +308,12 @@ class Scorer:
 
 
 def _combine(parts: dict[str, np.ndarray], weights: Sequence[float], scoring: Sequence[np.ndarray]) -> Scores:
-    """The weighted sum over the parts that score each row."""
+    """Return the weighted sum over the parts that score each row."""
     columns = zip(weights, parts.values(), scoring, strict=True)
     needed = [(weight, np.where(scores_B, part_B, 0.0)) for weight, part_B, scores_B in columns if weight]
     rows = len(next(iter(parts.values())))
     total_B = sum((weight * part_B.astype(np.float64) for weight, part_B in needed), np.zeros(rows))
-    # NaN marks failures; a sum beyond float32 is no score either.
+    # NaN marks failures; a sum beyond the range of float32 is not a score either.
     scorable_B = np.abs(total_B) <= np.finfo(np.float32).max
     return Scores(
         score_B=np.where(scorable_B, total_B, 0.0).astype(np.float32), scorable_B=scorable_B, parts=dict(parts)

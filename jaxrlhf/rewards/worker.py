@@ -1,8 +1,8 @@
-"""The process that runs reward functions; `pool.py` starts it and talks to it.
+"""Worker process that runs reward functions; `crew.py` starts it and exchanges messages with it.
 
-The worker receives the functions once, then chunks. A chunk is a list of groups, and a group
-is what one call of a function, or one gathering of async calls, takes; plain functions have
-groups of one. Whatever happens to an example is answered in one message.
+The worker receives the functions once, then chunks of work. A chunk is a list of groups. A group holds the examples of
+one call of a batched function or of one gathering of async calls; plain functions have groups of one example. Every
+outcome of an example is sent in one message.
 
 A call that exceeds the limit ends the process; see `processes/guards.py`.
 """
@@ -37,27 +37,27 @@ from jaxrlhf.rewards.protocol import (
     is_batched,
 )
 
-LARGEST_SCORE = 3.4028234663852886e38  # of float32
+LARGEST_SCORE = 3.4028234663852886e38  # largest float32
 ORPHAN_CHECK_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The functions are loaded; `groups[i]` tells whether the i-th takes groups of several examples."""
+    """Message: the functions are loaded; `groups[i]` is True if function i takes groups of several examples."""
 
     groups: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The functions could not be loaded."""
+    """Message: the functions could not be loaded."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a function on one example: a value, or the cause of there being none."""
+    """Message: the result of a function on one example, a value or the cause of its failure."""
 
     index: int
     value: float | None = None
@@ -67,16 +67,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Split:
-    """A batched call failed; its examples are to be tried one by one."""
+    """Message: a batched call failed; its examples are to be retried one by one."""
 
 
 @dataclass(frozen=True)
 class Retiring:
-    """A function has spoilt the process for later calls; another one is to take what is not answered."""
+    """Message: a function has spoilt the process for later calls; another process is to take unanswered examples."""
 
 
 class Spoilt(Exception):
-    """A function did to the process what later calls would feel."""
+    """Error: a function changed the process in a way that would affect later calls."""
 
 
 Message = Ready | Refused | Answer | Split | Retiring
@@ -89,7 +89,7 @@ def main(fd: int, parent: int) -> None:
     adopt_orphans()
     faulthandler.enable()
     connection = Connection(fd)
-    # A closed pipe is the parent's way, voluntary or not, to say that it is over.
+    # The pipe closes when the parent ends this process or dies.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         functions, timeout_s = connection.recv()
         try:
@@ -101,14 +101,14 @@ def main(fd: int, parent: int) -> None:
         own = os.getpid()
 
         def send(message: Message) -> None:
-            if os.getpid() != own:  # a fork that a function let return; the answer is its parent's to give
+            if os.getpid() != own:  # a fork made by a function returned to here; only its parent may answer
                 os._exit(0)
             connection.send(message)
 
         with (
             ends_descendants(),
             asyncio.Runner() as runner,
-        ):  # one loop for life: async clients are bound to the loop that made them
+        ):  # one event loop for the whole process: async clients are bound to the loop that made them
             caller = _Caller(send, runner, timeout_s)
             while _wait_for_work(connection, parent):
                 try:
@@ -123,14 +123,14 @@ def main(fd: int, parent: int) -> None:
 
 
 def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` names, with `settings` bound.
+    """Load the function that `module:function` or `path/to/file.py:function` names, and bind `settings` to it.
 
-    A setting that is a `Function` is resolved too. The directory of a `file.py` is appended to
-    `sys.path`, so the file may import its neighbours.
+    A setting that is a `Function` is resolved too. The directory of a `file.py` is appended to `sys.path`, so the file
+    may import its neighbors.
 
     Raises:
-      Refusal: In one line, if there is no such file, module or function, if importing it
-        fails, or if it cannot be called with a prompt, a response, an answer and a record.
+      Refusal: In one line: there is no such file, module or function, its import fails, or the function cannot be
+        called with a prompt, a response, an answer and a record.
     """
     function = load(reference, "reward function")
     given = {
@@ -145,7 +145,7 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callab
 def _check_signature(reference: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind("prompt", "response", "answer", {}, **({"question": ""} if asks_question(function) else {}))
@@ -157,7 +157,7 @@ def _check_signature(reference: str, function: Callable[..., Any]) -> None:
 
 
 def _wait_for_work(connection: Connection, parent: int) -> bool:
-    """True when there is a message; False when the parent is gone.
+    """Wait for a message; return True once there is one, and False if the parent is gone.
 
     A closed pipe counts as a message, but a fork of the parent may hold the pipe open.
     """
@@ -168,7 +168,7 @@ def _wait_for_work(connection: Connection, parent: int) -> bool:
 
 
 class _Caller:
-    """Calls reward functions on groups of examples and sends what comes of it."""
+    """Caller of reward functions on groups of examples; sends the results."""
 
     def __init__(self, send: Callable[[Message], None], runner: asyncio.Runner, timeout_s: float) -> None:
         self._send = send
@@ -182,12 +182,12 @@ class _Caller:
         """Call a function on a group of examples.
 
         Raises:
-          Spoilt: After the answer of the call that did it.
+          Spoilt: A call spoilt the process; raised after the call's answer is sent.
         """
         if is_batched(function):
             self._call_batch(function, examples)
         elif is_async(function):
-            self.rest()  # arm anew: the calls are cancelled at the limit, and have the slack to be gone
+            self.rest()  # rearm: calls are cancelled at the limit, and have the slack time to end
             self._watchdog.begin_call()
             self._runner.run(self._gather(function, examples))
         else:
@@ -204,7 +204,7 @@ class _Caller:
             with self._builtins_kept():
                 value = called(function, example)
             return judge(index, value)
-        except BaseException as error:  # SystemExit too: whatever a user's function raises is about its example
+        except BaseException as error:  # SystemExit too: any error of a user's function concerns only its example
             return self._raised(index, error)
 
     def _raised(self, index: int, error: BaseException) -> Answer:
@@ -219,12 +219,12 @@ class _Caller:
         self._spoilt = f"a function changed the builtin {names}"
 
     def _check(self) -> None:
-        """Raise `Spoilt` if a call has changed a builtin or raised what no function should."""
+        """Raise `Spoilt` if a call has changed a builtin or raised an error that ends programs."""
         if self._spoilt is not None:
             raise Spoilt(self._spoilt)
 
     def rest(self) -> None:
-        """To be called before waiting for work."""
+        """Disarm the watchdog; call this before waiting for work."""
         self._watchdog.disarm()
 
     def _call_batch(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
@@ -261,7 +261,7 @@ class _Caller:
 
 
 def judge(index: int, value: Any) -> Answer:
-    """The answer for what a function returned: a finite number, or why it is none."""
+    """Convert the value of a function to an answer: a finite number, or the cause of failure."""
     if isinstance(value, BaseException):
         return _raised(index, value)
     if value is None:
@@ -275,8 +275,8 @@ def judge(index: int, value: Any) -> Answer:
 
 
 def judge_all(indices: list[int], values: Any) -> list[Answer]:
-    """The answers for what a batched function returned; with too few or too many, none is known to be anybody's."""
-    sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # which have no order
+    """Convert the values of a batched function to answers; all answers fail if the number of values is wrong."""
+    sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # no order there
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
     if found is not None and len(found) == len(indices):
         return [judge(index, value) for index, value in zip(indices, found, strict=True)]

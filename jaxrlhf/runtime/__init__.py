@@ -1,1 +1,1 @@
-"""Settings of the process: environment before JAX starts, compiled programs kept between runs, memory given back."""
+"""Process settings: environment before JAX starts, compiled programs kept between runs, return of freed memory."""

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, and the next run loads them instead of compiling."""
+"""Compilation cache on disk: the next run loads compiled programs instead of compiling them again."""
 
 import os
 from pathlib import Path
@@ -9,34 +9,34 @@ import jax
 from jaxrlhf.runtime.cache_folder import cache_folder
 
 MOST_BYTES = 2 * 2**30
-"""Size of our own folder that a run leaves when it starts."""
+"""Size limit of the default cache folder; a run prunes the folder to this limit when it starts."""
 
 
 def turn_on() -> None:
     """Let JAX keep every program that it compiles; safe to call again.
 
-    JAX's own settings come first: JAX_ENABLE_COMPILATION_CACHE=false keeps nothing, and a folder given as
-    JAX_COMPILATION_CACHE_DIR is taken, and never pruned. Ours is `jaxrlhf/xla` under XDG_CACHE_HOME or `~/.cache`.
+    JAX's own settings take precedence: JAX_ENABLE_COMPILATION_CACHE=false keeps nothing, and a folder named by
+    JAX_COMPILATION_CACHE_DIR is used and never pruned. The default is `jaxrlhf/xla` under XDG_CACHE_HOME or `~/.cache`.
 
-    In a world of several processes JAX lets only the first one write. On GPU and TPU a program's key is meant to be the
-    same in all, so that they load what the first one wrote if their machines share the folder. On CPU the key depends
-    on the process (JAX 0.10.2), and the others compile in every run.
+    With several processes JAX lets only the first process write. On GPU and TPU a program's key is meant to be equal
+    in all processes, so processes that share the folder load the first process's programs. On CPU the key depends
+    on the process (JAX 0.10.2), and the other processes compile in every run.
     """
     if not _setting("jax_enable_compilation_cache"):
         return
     folder = _own_folder()
     if _setting("jax_compilation_cache_dir") is None and folder is not None and _writable(folder):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        # JAX's own bound makes it look at every file of the folder whenever it writes one: 0.15 s at 5000 files.
+        # JAX's own size limit makes JAX look at every file of the folder for each write: 0.15 s at 5000 files.
         prune(folder, most_bytes=MOST_BYTES)
-    if _setting("jax_persistent_cache_min_compile_time_secs") == 1.0:  # JAX's default; most of ours take less
+    if _setting("jax_persistent_cache_min_compile_time_secs") == 1.0:  # JAX's default; most programs here take less
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def prune(folder: Path, *, most_bytes: int) -> None:
-    """Remove the programs that were not used for longest until the others fit, and what a crash left empty.
+    """Remove the least recently used programs until the rest fit, and empty files that a crash left.
 
-    How long ago a program was read is known to a day on most file systems, and on some only when it was written.
+    Most file systems record the time of the last read to a day; some record only the time of the write.
     """
     newest = sorted(_programs(folder), key=lambda found: max(found[1].st_atime, found[1].st_mtime), reverse=True)
     total_bytes = 0
@@ -47,7 +47,7 @@ def prune(folder: Path, *, most_bytes: int) -> None:
 
 
 def settings_row() -> tuple[str, str, str, str]:
-    """Row of the settings table: number of kept programs, and their folder."""
+    """Return the row of the settings table: number of kept programs, and their folder."""
     where = _setting("jax_compilation_cache_dir")
     if not _setting("jax_enable_compilation_cache"):
         value, note = "not kept", "JAX_ENABLE_COMPILATION_CACHE is off"
@@ -66,7 +66,7 @@ def settings_row() -> tuple[str, str, str, str]:
 
 
 def _setting(name: str) -> Any:
-    return getattr(jax.config, name)  # its attributes have no types
+    return getattr(jax.config, name)  # the attributes of jax.config have no types
 
 
 def _own_folder() -> Path | None:
@@ -75,8 +75,8 @@ def _own_folder() -> Path | None:
 
 
 def _writable(folder: Path) -> bool:
-    """True if files can be made there; it need not exist yet."""
-    # Of os.path, because Path's raises where a folder above may not be looked into, such as another user's home.
+    """Return whether files can be created in a folder; the folder need not exist yet."""
+    # os.path.exists, because Path.exists raises below a folder that may not be read, such as another user's home.
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     return os.access(there, os.W_OK | os.X_OK)
 

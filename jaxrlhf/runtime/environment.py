@@ -1,4 +1,4 @@
-"""Environment variables that have to be set before JAX and transformers start; imported first, for its effect."""
+"""Environment variables that must be set before JAX and transformers start; import this module first."""
 
 import os
 import re
@@ -9,20 +9,20 @@ from jaxrlhf.runtime.xla_flags import GPU_FLAGS, TPU_FLAGS, with_flags
 
 
 def cpu_devices() -> int:
-    """Number of devices that the environment asks JAX to make of the processor."""
+    """Return the number of CPU devices that the environment requests of JAX."""
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(os.environ.get("JAX_NUM_CPU_DEVICES") or (forced[1] if forced else 1))
 
 
 _CHIP_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
-"""Device files of GPUs (the third of Windows' Linux, the fourth of AMD) and TPUs."""
+"""Device files of NVIDIA GPUs, of GPUs under WSL (`dxg`), of AMD GPUs (`kfd`) and of TPUs (`accel0`, `vfio/0`)."""
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
 """PCI vendor of TPUs."""
 
 
 def _read(file: Path) -> str:
-    """The text of a file, empty where it cannot be read."""
+    """Return the text of a file; empty if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -30,7 +30,7 @@ def _read(file: Path) -> str:
 
 
 def chips_are_here() -> bool:
-    """Return whether the machine has a GPU or TPU, or an installed plugin of JAX is for other chips."""
+    """Return whether the machine has a GPU or TPU, or a JAX plugin or environment variable announces an accelerator."""
     others = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" not in plugin.name]
     return (
         any(Path(file).exists() for file in _CHIP_FILES)
@@ -40,20 +40,20 @@ def chips_are_here() -> bool:
     )
 
 
-# The compilers of `jaxrlhf[compile]` are plugins of JAX too, which would try them for chips at every start and print
-# tracebacks where there are none.
+# The compilers of `jaxrlhf[compile]` are JAX plugins too: JAX would look for their chips at every start, and print
+# tracebacks on machines without such chips.
 if "JAX_PLATFORMS" not in os.environ and not chips_are_here():
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-# XLA:CPU sizes its thread pool from this. The collectives of several devices wait for each other for ever in a pool
-# that is smaller; for one device a thread for each core is fastest, by a quarter on two cores.
+# XLA:CPU sizes its thread pool by NPROC. In a smaller pool the collectives of several devices deadlock. For one device
+# one thread per core is fastest, by a quarter on two cores.
 if cpu_devices() > 1:
     os.environ.setdefault("NPROC", "32")
 
-# Models run in JAX here; transformers, which reads tokenizers, would advise to install PyTorch.
+# Models run in JAX here. transformers, used for tokenizers, would advise to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-# Only libtpu reads its own variable. XLA_FLAGS are read by all compilers, and libtpu ends a process at those of GPUs.
+# Only libtpu reads LIBTPU_INIT_ARGS. All compilers read XLA_FLAGS, and libtpu aborts the process on GPU flags.
 os.environ["LIBTPU_INIT_ARGS"] = with_flags(os.environ.get("LIBTPU_INIT_ARGS", ""), TPU_FLAGS)
 if Path("/proc/driver/nvidia/version").exists():
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), GPU_FLAGS)

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system: the C library would keep what compilers and phases of a step leave free."""
+"""Return of freed memory to the system: the C library would keep memory that compilers and phases of a step free."""
 
 import ctypes
 from functools import cache
@@ -6,15 +6,15 @@ from functools import cache
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""Event of JAX: a program was compiled or loaded, and has not run yet."""
+"""JAX event: a program was compiled or loaded, and has not run yet."""
 LONG_COMPILATION_S = 0.2
-"""Shorter ones leave little."""
+"""Minimum seconds of a compilation after which memory is returned; shorter compilations leave little."""
 
 
 def return_free_memory() -> None:
-    """Give back what this process has freed; does nothing where the C library is not glibc.
+    """Return this process's freed memory to the system; does nothing if the C library is not glibc.
 
-    Tens of milliseconds, and what is used again has to be asked for again: for the ends of phases.
+    Takes tens of milliseconds, and later allocations must request the memory again, so call it at the ends of phases.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -23,7 +23,7 @@ def return_free_memory() -> None:
 
 @cache
 def return_after_compiling() -> None:
-    """From now on, give back what a compiler leaves free before its program asks for memory; safe to call again."""
+    """Return freed memory after each long compilation from now on, before the program runs; safe to call again."""
     jax.monitoring.register_event_duration_secs_listener(_listen)
 
 

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API: whole ones, and events of a stream."""
+"""Answers of OpenAI's API: complete answers, and stream events."""
 
 import hashlib
 import json
@@ -15,18 +15,18 @@ CHAT, CHUNK, TEXT = "chat.completion", "chat.completion.chunk", "text_completion
 
 
 def finish_reason(completion: Completion, reply: Reply | None = None) -> str:
-    """OpenAI's word for how a choice ended; one that was cut has never "stopped"."""
+    """Return OpenAI's `finish_reason` of a choice; a truncated choice is always "length"."""
     if completion.truncated:
         return "length"
     return "tool_calls" if reply is not None and reply.calls else "stop"
 
 
 def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str, Any]]:
-    """Calls of a reply; those that were drawn without an id have one that is a function of the key."""
+    """Return the tool calls of a reply; a call without an id, or with a repeated id, gets an id made from `key`."""
     calls = []
     ids: set[str] = set()
     for index, call in enumerate(reply.calls):
-        # Nine letters or digits, as templates of Mistral's want.
+        # Nine letters or digits, as Mistral's templates require.
         made = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
         call_id = call.call_id if call.call_id and call.call_id not in ids else made
         ids.add(call_id)
@@ -37,7 +37,7 @@ def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str,
 
 
 def message(reply: Reply, stop: str | None, key: int) -> dict[str, Any]:
-    """A reply as the assistant's message."""
+    """Return a reply as the assistant's message."""
     calls = tool_calls(reply, key)
     content, reasoning = before_stop(reply.content, stop), before_stop(reply.reasoning, stop)
     answer: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
@@ -49,10 +49,10 @@ def message(reply: Reply, stop: str | None, key: int) -> dict[str, Any]:
 def chat_logprobs(
     bytes_of: TokenBytes, tokens: Sequence[int], logps: Sequence[float], *, first: bool = True
 ) -> dict[str, Any]:
-    """Log-probabilities of a chat's tokens at the sampling temperature.
+    """Return the log-probabilities of a chat's tokens at the sampling temperature.
 
     Args:
-      first: These are the first tokens of the answer.
+      first: Whether these tokens are the first tokens of the answer.
     """
     entries = []
     for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
@@ -63,12 +63,12 @@ def chat_logprobs(
 
 
 class TextLogprobs:
-    """Log-probabilities of a completion's tokens, as they come; offsets are characters of the choice's text.
+    """Stream of a completion's log-probabilities; offsets count characters of the choice's text.
 
-    The parts of a character have the offset of the character.
+    All tokens of one character have the offset of the character.
 
     Args:
-      prompt: Tokens that the choice goes on from.
+      prompt: Tokens before the choice.
     """
 
     def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class TextLogprobs:
         self._first = all(map(tokens.is_special, prompt))
 
     def add(self, tokens: Sequence[int], logps: Sequence[float]) -> dict[str, Any]:
-        """Log-probabilities of the tokens that come next."""
+        """Return the log-probabilities of the next tokens."""
         texts, offsets = [], []
         for token in tokens:
             own = self._tokens.of(token, first=self._first)
@@ -93,7 +93,7 @@ class TextLogprobs:
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""Web application of a server: who may ask, how much, and which endpoint answers."""
+"""Web application of a server: routes, authentication, and limits on requests."""
 
 import asyncio
 import hmac
@@ -25,7 +25,11 @@ Handler = Callable[[Request, ServedSession | None], Awaitable[Response]]
 
 
 class WebApp:
-    """Endpoints of one model, and below `/s/` of its sessions; `token` is as of `Server`."""
+    """Web application with the endpoints of one model, and below `/s/` the endpoints of its sessions.
+
+    Args:
+      token: API key; see `Server`.
+    """
 
     def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook) -> None:
         self._model, self._token, self._book = model, token, book
@@ -46,7 +50,7 @@ class WebApp:
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
     def stop(self) -> None:
-        """Answer requests under way, and those that come, that the server is stopping; in the server's thread."""
+        """Answer open and new requests that the server is stopping; call this in the server's thread."""
         self._stopped = True
         for drawing in [*self._drawing]:
             drawing.cancel()
@@ -71,10 +75,10 @@ class WebApp:
         return serve
 
     def _admitted(self, request: Request) -> ServedSession | None:
-        """The session that a request is of; None for one outside sessions that may ask.
+        """Return the session of a request; None for an admitted request outside sessions.
 
         Raises:
-          ApiError: It may not.
+          ApiError: The request is not admitted.
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
@@ -97,7 +101,7 @@ class WebApp:
         return await self._answered(request, lambda: completion_answer(self._model, completion_request(body), session))
 
     async def _answered(self, request: Request, make: Callable[[], ApiAnswer]) -> Response:
-        """Draw an answer unless too many are under way; a cut connection cancels it."""
+        """Sample an answer, unless too many requests are open; a closed connection cancels the answer."""
         if self._stopped:
             raise _stopping()
         most = self._model.limits.requests
@@ -107,7 +111,7 @@ class WebApp:
         self._http.under_way += 1
         streams = False
         try:
-            # Templates and tokenizers take their time: others are served meanwhile.
+            # Templates and tokenizers are slow: a thread lets the server handle other requests meanwhile.
             answer = await asyncio.to_thread(make)
             if answer.wanted.stream:
                 streams = True
@@ -129,7 +133,7 @@ class WebApp:
                 self._http.under_way -= 1
 
     def _begun(self, drawing: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        """A task that is cancelled when the server stops."""
+        """Start a task that is cancelled when the server stops."""
         if self._stopped:
             drawing.close()
             raise _stopping()

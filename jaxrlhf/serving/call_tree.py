@@ -1,4 +1,4 @@
-"""Tree of an episode's calls: what each begins with and what was drawn, so that no token is encoded twice."""
+"""Tree of an episode's calls, with the tokens of every prompt and response, so that no token is encoded twice."""
 
 import json
 from collections import Counter
@@ -15,19 +15,21 @@ from jaxrlhf.data.images import MARK
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 Fork = Literal["template", "edited", "retokenised"]
-"""Cause of a sequence that goes on from none though it looks alike: the template writes what was said in another way,
-what was said (or the tools) was changed, or the same text came as other tokens."""
+"""Cause of a sequence that looks like a continuation of a call but is not: the template renders earlier messages in
+another way, earlier messages (or the tools) were changed, or the same text was sent as other tokens."""
 
 
 @dataclass(eq=False)
 class RecordedCall:
-    """A choice that was drawn, after the calls before it.
+    """Sampled choice of an episode.
 
     Attributes:
-      prompt: Token ids that it was drawn after, those of the calls before it included.
-      told: Messages of the request and the reply, as they are compared; empty of a completion without a chat.
-      tools: Tools of the request, as they are compared.
-      reply: Words of what was drawn; None of a completion without a chat.
+      before: Earlier call that this call continues; None for the first call of a sequence.
+      prompt: Token ids of the whole prompt, including the tokens of earlier calls.
+      told: Messages of the request and the reply, in the form for comparison (`_words`); empty for a text completion.
+      tools: Tools of the request, in the form for comparison.
+      reply: Parsed reply; None for a text completion.
+      after: Later calls that continue this call.
     """
 
     before: "RecordedCall | None"
@@ -46,11 +48,11 @@ class RecordedCall:
 
     @property
     def stream(self) -> tuple[int, ...]:
-        """All tokens up to the last that was drawn."""
+        """Token ids of prompt and response."""
         return self.prompt + self.tokens
 
     def path(self) -> list["RecordedCall"]:
-        """The calls that lead here, this one last."""
+        """Return the calls from the first call of the sequence to this call."""
         calls: list[RecordedCall] = []
         call: RecordedCall | None = self
         while call is not None:
@@ -61,10 +63,11 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a request, and the call that they go on from.
+    """Tokens of a request, and the call that they continue.
 
     Attributes:
-      fork: Cause of there being none, where it looks as if there were.
+      before: Call that the tokens continue; None if the prompt starts a sequence.
+      fork: Cause why the prompt continues no call although it looks like a continuation; None otherwise.
     """
 
     tokens: tuple[int, ...]
@@ -77,23 +80,24 @@ class Prompt:
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The prompt as one that has other images is not."""
+        """Prompt as a cache key: differs from prompts with other images."""
         return SeenPrompt.of(self.tokens, self.images)
 
 
 class CallTree:
-    """Calls of an episode.
+    """Tree of an episode's calls.
 
-    A request that repeats all that was said in a call and goes on from there is given that call's tokens, as they were,
-    and the template's delta. Reasoning that a client leaves out, as OpenAI's clients do, is no change.
+    A request that repeats all messages of a call and adds new messages continues the call: its prompt is the call's
+    tokens, unchanged, and the template's delta. Reasoning that a client leaves out, as OpenAI's clients do, is no
+    change.
 
     Args:
-      history: `as_templated` begins a new sequence where the template would write what was said in another way.
+      history: `as_templated` starts a new sequence if the template would render earlier messages in another way.
 
     Attributes:
-      calls: All of them, in the order in which they ended.
-      forks: Sequences that go on from none though they look alike, by cause.
-      at_once: A call was asked for before another was answered.
+      calls: All calls, in the order in which they ended.
+      forks: Number of sequences that look like a continuation of a call but are not, by cause.
+      at_once: Whether a call was requested before another call was answered.
     """
 
     def __init__(self, form: ChatFormat, *, history: Literal["as_sampled", "as_templated"] = "as_sampled") -> None:
@@ -103,14 +107,14 @@ class CallTree:
         self.at_once = False
 
     def chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema], images: Sequence[Image] = ()) -> Prompt:
-        """Tokens of a chat.
+        """Return the prompt of a chat request.
 
         Args:
-          images: References to its images, each of which has a `MARK` in a message.
+          images: References to the images of the chat; each image has a `MARK` in a message.
 
         Raises:
           EnvironmentFailure: The chat template refuses the messages.
-          Refusal: A text spells placeholders.
+          Refusal: A text contains image placeholders.
         """
         own = _shared_out(messages, images)
         told = tuple(_words(message, some) for message, some in zip(messages, own, strict=True))
@@ -137,10 +141,10 @@ class CallTree:
         return Prompt(tokens, None, told, tools_key, reasoning, placed, fork)
 
     def plain(self, tokens: tuple[int, ...], text: str | None) -> Prompt:
-        """Tokens of a completion, which go on from a call if they begin with all of its own.
+        """Return the prompt of a text completion; the prompt continues a call if it starts with all the call's tokens.
 
         Args:
-          text: The text that the tokens were made of; None if they were given.
+          text: Text of the request; None if the request had token ids.
         """
         begins = [
             call for call in self.calls if tokens[: len(call.stream)] == call.stream and len(tokens) > len(call.stream)
@@ -148,13 +152,13 @@ class CallTree:
         if begins:
             before = max(begins, key=lambda call: len(call.stream))
             return Prompt(tokens, before, images=before.images)
-        whole = self._text(tokens)  # with what a tokenizer puts before it
+        whole = self._text(tokens)  # including tokens that the tokenizer puts before a text
         for call in sorted(self.calls, key=lambda call: -len(call.stream)):
             said = self._text(call.stream)
             if len(whole) > len(said) and whole.startswith(said):
                 if text is None:
                     return Prompt(tokens, None, fork="retokenised")
-                # The text goes on: what was drawn stays as it is, and what follows alone is encoded.
+                # The text continues the call: keep the sampled tokens, and encode only the rest.
                 rest = self._form.tokenizer.encode(whole[len(said) :], add_special_tokens=False)
                 return Prompt((*call.stream, *rest), call, images=call.images)
         return Prompt(tokens, None)
@@ -172,10 +176,10 @@ class CallTree:
         reply: Reply | None = None,
         message: Message | None = None,
     ) -> RecordedCall:
-        """Record what was drawn.
+        """Record a sampled choice.
 
         Args:
-          message: The reply as the client was told it.
+          message: Reply as it was sent to the client.
         """
         told, reasoning, ids = prompt.told, prompt.reasoning, {}
         if message is not None:
@@ -191,10 +195,11 @@ class CallTree:
         return made
 
     def sequences(self) -> tuple[tuple[TokenSequence, ...], tuple[tuple[RecordedCall, ...], ...]]:
-        """A sequence for each call that none goes on from, and the calls in each.
+        """Return a sequence for each call that no other call continues, and the calls of each sequence.
 
-        They are in the order of these calls, or where some were asked for at once in one that no delay changes. What
-        several sequences have in common is trained in the first.
+        Sequences are in the order in which these calls ended. If calls ran at the same time, sequences are sorted by
+        their tokens, so that delays do not change the order. Tokens shared by several sequences are trained in the
+        first of these sequences.
         """
         trained: set[RecordedCall] = set()
         made, paths = [], []
@@ -212,7 +217,7 @@ class CallTree:
         return tuple(made), tuple(paths)
 
     def _call_before(self, told: tuple[str, ...], tools: str, reasoning: tuple[str | None, ...]) -> RecordedCall | None:
-        """The call with most of what was said; of equal ones the first."""
+        """Return the call with the most messages that the request repeats in full; the first of equally long calls."""
         best: RecordedCall | None = None
         for call in self.calls:
             count = len(call.told)
@@ -223,25 +228,25 @@ class CallTree:
         return best
 
     def _edits(self, told: tuple[str, ...]) -> bool:
-        """True if a chat begins as one before it did, and has a reply in it."""
+        """Return whether a chat contains a reply and starts with the same message as an earlier call."""
         if not any(json.loads(words)["role"] == "assistant" for words in told):
             return False
         return any(call.told[:1] == told[:1] for call in self.calls if call.told)
 
 
 def _place(call: RecordedCall) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Place of a call among others, in an order of what was said and seen."""
+    """Return the sort key of a call: its tokens and images."""
     return call.stream, tuple(image.digest for image in call.images)
 
 
 def _shared_out(messages: Sequence[Message], images: Sequence[Image]) -> list[list[Image]]:
-    """Images of each message, which has a `MARK` for each."""
+    """Return the images of each message; a message has a `MARK` for each image."""
     left = iter(images)
     return [[*islice(left, str(message.get("content") or "").count(MARK))] for message in messages]
 
 
 def _words(message: Message, images: Sequence[Image] = ()) -> str:
-    """A message as it is compared: role, content, calls with canonical arguments, the call that it answers, images."""
+    """Return a message in the form for comparison: role, content, calls with parsed arguments, tool_call_id, images."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -253,7 +258,7 @@ def _words(message: Message, images: Sequence[Image] = ()) -> str:
 
 
 def _named(message: Message, names: Mapping[str, str]) -> Message:
-    """A tool's answer with the name of the tool, which some templates write."""
+    """Add the name of the tool to a tool's answer, because some templates print the name."""
     name = names.get(str(message.get("tool_call_id")))
     names_it = message.get("role") == "tool" and name is not None and not message.get("name")
     return {**message, "name": name} if names_it else message

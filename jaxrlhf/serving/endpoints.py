@@ -1,4 +1,4 @@
-"""Endpoints of completions: from a request to the choices drawn for it, in one answer or event by event."""
+"""Completion endpoints: from a request to its sampled choices, as one answer or as a stream of events."""
 
 import secrets
 import time
@@ -25,12 +25,12 @@ from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
 
 @dataclass
 class ApiAnswer:
-    """An answer on its way: what it is drawn after, and what was drawn.
+    """Answer in progress: its prompts, and the choices sampled so far.
 
     Attributes:
       prompts: Prompt of each choice.
-      tools, form: Tools of a chat and the form that it is written in; None of a completion.
-      completions, replies: Responses and their words, by choice, of those that have ended.
+      tools, form: Tools and chat format of a chat; None for a text completion.
+      completions, replies: Completions and parsed replies of the finished choices, by the number of the choice.
     """
 
     model: ServedModel
@@ -47,27 +47,27 @@ class ApiAnswer:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Numbers of tokens; a prompt with several choices counts once."""
+        """Token counts; a prompt with several choices counts once."""
         asked = sum(len(prompt.tokens) for prompt in self.prompts[:: self.wanted.n])
         drawn = sum(len(completion.tokens) for completion in self.completions.values())
         return {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The answer, or an event of it."""
+        """Return the body of the answer, or of an event."""
         own = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model.name}
         return {**own, "choices": list(choices)}
 
     def opening(self, index: int) -> str:
-        """Last of the text before a choice."""
+        """Return the last text before a choice, which may have opened the reply's reasoning."""
         assert self.form is not None, "a chat has a form"
         return self.form.opening(self.prompts[index].tokens)
 
     def key(self, index: int) -> int:
-        """Number that ids of a choice's calls are a function of: unlike in every other turn of an episode."""
+        """Return the number that determines ids of a choice's tool calls; different in every turn of an episode."""
         return key_of(self.choices[index].request_id, self.choices[index].seed, self.prompts[index].tokens)
 
     async def drawn(self) -> AsyncGenerator[DrawnPart, None]:
-        """Draw the choices; those that have ended are noted, and recorded where there is a session."""
+        """Sample the choices; store finished choices in the answer, and record the choices in the session, if any."""
         futures: list[Future[Completion]] = []
         with self.session.under_way() if self.session is not None else nullcontext(futures) as futures:
             async with aclosing(draw(self.model, self.choices, self.wanted, futures)) as events:
@@ -79,7 +79,7 @@ class ApiAnswer:
             self._record(self.session)
 
     def message(self, index: int) -> dict[str, Any]:
-        """A choice as the assistant's message."""
+        """Return a choice as the assistant's message."""
         return answers.message(self.replies[index], self.completions[index].stop_text, self.key(index))
 
     def _ended(self, index: int, completion: Completion) -> None:
@@ -101,10 +101,10 @@ class ApiAnswer:
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> Prompt:
-    """Prompt of a chat request, which goes on from a session's calls.
+    """Return the prompt of a chat request, which may continue a call of the session.
 
     Raises:
-      ApiError: It cannot be one.
+      ApiError: The request makes no valid prompt.
     """
     if request.variables and session is not None:
         name = next(iter(request.variables))
@@ -131,7 +131,7 @@ def _form(model: ServedModel, request: ChatRequest) -> ChatFormat:
 def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
-        return  # the calls of the embedded tokenizer are GSM8K's, and no prompt shows tools
+        return  # the embedded tokenizer's calls are GSM8K's calculator calls, and its prompts show no tools
     said = form.template.render(form.told(request.messages), request.tools, open_reply=True)
     hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
     if hidden:
@@ -143,10 +143,10 @@ def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
 
 
 def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
-    """Choices that a chat request asks for.
+    """Prepare the answer to a chat request; nothing is sampled yet.
 
     Raises:
-      ApiError: It cannot be answered.
+      ApiError: The request cannot be answered.
     """
     prompt = chat_prompt(model, request, session)
     form = _form(model, request)
@@ -155,7 +155,7 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
-    """Choices that a completion request asks for; errors as of `chat_answer`."""
+    """Prepare the answer to a completion request; raises the errors of `chat_answer`."""
     prompts = []
     for given in request.prompts:
         tokens = model.tokens_of(given) if isinstance(given, str) else given
@@ -206,7 +206,7 @@ def _answer(
 
 
 async def whole(answer: ApiAnswer) -> dict[str, Any]:
-    """The answer, once all choices have ended."""
+    """Sample all choices and return the complete answer."""
     async with aclosing(answer.drawn()) as events:
         async for _ in events:
             pass
@@ -234,7 +234,7 @@ async def whole(answer: ApiAnswer) -> dict[str, Any]:
 
 
 async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events; an error on the way is the last of them."""
+    """Yield the answer as server-sent events; an error becomes the last event."""
     chat = answer.tools is not None
     kind = answers.CHUNK if chat else answers.TEXT
     try:
@@ -257,7 +257,7 @@ async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
 
 
 class _Said:
-    """Text of a choice that was said so far."""
+    """Stream state of a choice: converts sampled tokens to choices of events."""
 
     def __init__(self, answer: ApiAnswer, index: int) -> None:
         self._answer, self._index = answer, index
@@ -270,7 +270,7 @@ class _Said:
         self._first = True
 
     def events(self, event: DrawnPart) -> list[dict[str, Any]]:
-        """Choices of the events that tokens, or the end, make."""
+        """Return the event choices for new tokens, or for the end of the choice."""
         made = [self._tokens(event)] if event.tokens else []
         return made + self._end(event.completion) if event.completion is not None else made
 

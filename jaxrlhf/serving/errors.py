@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """Answer to a request that cannot be served.
+    """Error answer to a request.
 
     Attributes:
       kind: OpenAI's `type`, such as `invalid_request_error`.
-      code: Word for programs.
-      param: Field of the request that is wrong.
+      code: Machine-readable cause.
+      param: Name of the wrong field of the request.
     """
 
     def __init__(
@@ -29,23 +29,23 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
+        """Body of the answer, as OpenAI's clients read it."""
         error = {"message": self.message, "type": self.kind, "code": self.code, "param": self.param or None}
         return {"error": error}
 
 
 def invalid(message: str, param: str) -> ApiError:
-    """A field of a request has a value that it cannot have."""
+    """Return the error for a field with an invalid value."""
     return ApiError(message, code="invalid_value", param=param)
 
 
 def unsupported(message: str, param: str) -> ApiError:
-    """A field asks for what this server does not do."""
+    """Return the error for a field that requests an unsupported feature."""
     return ApiError(message, code="unsupported_parameter", param=param)
 
 
 def server_error(error: Exception) -> ApiError:
-    """A failure that is no fault of the request; the log says more."""
+    """Log a failure that is no fault of the request, and return the error for it."""
     logger.error("a request failed", exc_info=error)
     message = f"the server failed at this request ({type(error).__name__}); its log says more"
     return ApiError(message, status=500, kind="server_error", code="internal_error")
@@ -53,7 +53,7 @@ def server_error(error: Exception) -> ApiError:
 
 @contextmanager
 def refusals(param: str) -> Iterator[None]:
-    """Have what the block refuses be an error of a field of the request."""
+    """Convert refusals inside the block to an `ApiError` of a request field."""
     try:
         yield
     except EnvironmentFailure as error:
@@ -61,12 +61,12 @@ def refusals(param: str) -> Iterator[None]:
     except Refusal as error:
         raise invalid(str(error), param) from error
     except RecursionError as error:
-        raise invalid("values lie too deep in each other; send flatter ones", param) from error
+        raise invalid("values are nested too deep; send flatter ones", param) from error
 
 
 TOO_LONG = "context_length_exceeded"
 
 
 def too_long(message: str) -> ApiError:
-    """Prompt and response do not fit the model's context."""
+    """Return the error for a prompt and response that do not fit the model's context."""
     return ApiError(message, code=TOO_LONG, param="messages")

@@ -1,7 +1,7 @@
 """Served model behind JetStream's engine interface, for its orchestrator and gRPC server; needs `jaxrlhf[jetstream]`.
 
-JetStream (google-jetstream 0.2.2) is archived upstream. What it has no place for is left out: log-probabilities, the
-tokens that ended a response, sampling by request.
+JetStream (google-jetstream 0.2.2) is archived upstream. Its interface has no log-probabilities, no tokens that ended a
+response, and no sampling settings by request.
 """
 
 import logging
@@ -24,19 +24,19 @@ from jaxrlhf.serving.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
-logging.getLogger().removeHandler(orchestrator.handler)  # importing it has all there is logged to standard output
+logging.getLogger().removeHandler(orchestrator.handler)  # importing it logs everything to standard output
 logging.getLogger().setLevel(logging.WARNING)
 if not hasattr(jax, "tree_map"):
-    vars(jax)["tree_map"] = jax.tree.map  # JetStream calls it by the name that it had in 2024
+    vars(jax)["tree_map"] = jax.tree.map  # JetStream uses its name of 2024
 
 BEGINNING = -1
-"""Mark that JetStream puts before a prompt as its first token, which is taken off again: prompts have their own."""
+"""BOS token that JetStream puts before a prompt; removed again, because prompts have the tokenizer's BOS token."""
 
 SHORTEST_PREFILL = 16
 
 
 class Response:
-    """A response under way: the prefix of JetStream's prefill, and what fills a slot."""
+    """Response in progress: result of JetStream's prefill, and later the content of a slot."""
 
     def __init__(self) -> None:
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
@@ -48,16 +48,16 @@ class Response:
         future.add_done_callback(lambda _: self._tokens.put(None))
 
     def take(self, tokens: Sequence[int], logps: Sequence[float]) -> None:
-        """Listener to what is drawn."""
+        """Receive sampled tokens, as the service's listener."""
         for token in tokens:
             self._tokens.put(token)
 
     def next(self) -> tuple[int, int, int]:
-        """The next token, 1 if it is one and 0 after the end, and the count so far; waits for it."""
+        """Wait for the next token; return the token, 1 (0 after the end), and the number of tokens so far."""
         token = None if self._over else self._tokens.get()
         if token is None:
             if not self._over and not self._future.cancelled():
-                self._future.result()  # or an error of the engine would look like an end
+                self._future.result()  # raises an error of the engine, which would otherwise look like the end
             self._over = True
             return 0, 0, self._drawn
         self._drawn += 1
@@ -68,11 +68,11 @@ class Response:
 
 
 class JetStreamEngine(engine_api.Engine):
-    """Engine whose slots are responses of a service.
+    """JetStream engine whose slots are responses of a service.
 
     Args:
-      sampling: Sampling of all requests.
-      seed: In [0, 2**32). With the number of a request and its prompt it determines the response.
+      sampling: Sampling settings of all requests.
+      seed: Integer in [0, 2**32). Seed, number of the request and prompt determine a response.
     """
 
     def __init__(self, model: ServedModel, sampling: Sampling, *, seed: int) -> None:
@@ -86,7 +86,7 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Any,
         true_length: int,
     ) -> Response:
-        """Begin a response; its prompt is in the first `true_length` places."""
+        """Start a response; its prompt is the first `true_length` tokens."""
         tokens = np.asarray(padded_tokens)[:true_length].tolist()
         prompt = tuple(tokens[1:] if tokens[:1] == [BEGINNING] else tokens)
         response, model = Response(), self._model
@@ -94,7 +94,7 @@ class JetStreamEngine(engine_api.Engine):
             room = model.room(prompt, None)
             request = Request(next(self._numbers), prompt, max_tokens=room, stop_tokens=model.stop_tokens)
             asked = model.service.submit(request, self._sampling, seed=self._seed, on_tokens=response.take)
-        except (ApiError, Refusal) as error:  # which would end JetStream's process: the answer is empty
+        except (ApiError, Refusal) as error:  # an error would end JetStream's process, so answer with no tokens
             logger.warning("a request cannot be answered: %s", error)
             asked = Future()
             asked.cancel()
@@ -102,7 +102,7 @@ class JetStreamEngine(engine_api.Engine):
         return response
 
     def insert(self, prefix: Response, decode_state: list[Response | None], slot: int) -> list[Response | None]:
-        """Fill a slot; what was in it is cancelled if JetStream did not want all of it."""
+        """Fill a slot; cancel the slot's previous response if it is unfinished."""
         if (before := decode_state[slot]) is not None:
             before.drop()
         decode_state[slot] = prefix
@@ -111,7 +111,7 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: None, decode_state: list[Response | None]
     ) -> tuple[list[Response | None], engine_api.ResultTokens]:
-        """The next token of every slot."""
+        """Return the next token of every slot."""
         drawn_S3 = np.array([(0, 0, 0) if one is None else one.next() for one in decode_state], np.int32)
         return decode_state, engine_api.ResultTokens(drawn_S3, (0, 1), (1, 2), (2, 3), 1)
 
@@ -119,10 +119,10 @@ class JetStreamEngine(engine_api.Engine):
         return [None] * self.max_concurrent_decodes
 
     def load_params(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing; the service has them."""
+        """Do nothing; the service has the parameters."""
 
     def get_prefix_destination_sharding(self) -> None:
-        """Nothing; a response is no array."""
+        """Return None; a response is no array."""
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
         return tokenizer_pb2.TokenizerParameters()
@@ -140,7 +140,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """The longest of the lengths that JetStream pads to, powers of two, that the engine has room for."""
+        """Longest prompt length that JetStream pads to (powers of two) and the engine's context has room for."""
         return max(SHORTEST_PREFILL, 1 << ((self._model.service.engine.context_tokens - 1).bit_length() - 1))
 
     @property
@@ -187,7 +187,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
 
 def serve(model: ServedModel, sampling: Sampling, *, port: int, seed: int = 0) -> server_lib.JetStreamServer:
-    """Start JetStream's gRPC server, which listens on all interfaces and asks for no key; `stop` ends it."""
+    """Start JetStream's gRPC server, on all interfaces and without authentication; `stop` ends it."""
     engine = JetStreamEngine(model, sampling, seed=seed)
     devices = model.service.engine.mesh.devices.flatten().tolist()
     slices = config_lib.ServerConfig(

@@ -1,4 +1,4 @@
-"""Metrics of a server in Prometheus' text format."""
+"""Server metrics in Prometheus' text format."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -21,14 +21,14 @@ _HELP = {
 
 @dataclass
 class HttpCounts:
-    """Answers by path and status, and requests under way."""
+    """Counts of HTTP answers by path and status, and number of open requests."""
 
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     under_way: int = 0
 
 
 def prometheus(service: EngineService, http: HttpCounts) -> str:
-    """All metrics of a server."""
+    """Return all metrics of a server in Prometheus' text format."""
     lines = []
     for name in (each.name for each in fields(ServiceCounts)):
         metric = f"jaxrlhf_{name.removesuffix('_s')}_{'seconds_' if name.endswith('_s') else ''}total"

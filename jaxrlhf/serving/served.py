@@ -1,4 +1,4 @@
-"""Served model: choices of prompts from an engine's service, with the tokens that come before they are complete."""
+"""Served model: samples choices of prompts with an engine's service, and streams their tokens."""
 
 import asyncio
 import hashlib
@@ -29,18 +29,18 @@ _OWN_VARIABLES = {
     *("tokenizer", "chat", "conversation", "day", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token", "pad_token"),
 }
-"""Variables of chat templates that are the server's to set."""
+"""Variables of chat templates that only the server sets."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that requests are answered with.
+    """Model that answers requests.
 
     Attributes:
-      name: Its name in the API.
-      stop_tokens: Ids that end a response, a chat's beside those of the chat's form.
-      images: Reader of images in chats; None reads text alone.
-      today: Chat templates that write a date write today's; else that of training.
+      name: Name of the model in the API.
+      stop_tokens: Token ids that end a response; a chat also ends at the stop tokens of its form.
+      images: Reader of images in chats; None refuses images.
+      today: Whether chat templates print today's date, instead of the fixed date of training.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ServedModel:
 
     @cached_property
     def form(self) -> ChatFormat:
-        """Form of its chats.
+        """Chat format of the model.
 
         Raises:
           ApiError: The tokenizer has no chat template.
@@ -64,10 +64,10 @@ class ServedModel:
             raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
 
     def form_of(self, variables: Mapping[str, Any]) -> ChatFormat:
-        """Form of chats with further variables of the chat template, such as `enable_thinking`.
+        """Return the chat format with further variables of the chat template, such as `enable_thinking`.
 
         Raises:
-          ApiError: The template does not read a variable, or cannot do with its value.
+          ApiError: The template does not read a variable, or refuses its value.
         """
         if not variables:
             return self.form
@@ -98,27 +98,27 @@ class ServedModel:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Bytes of its tokens."""
+        """Bytes of the tokenizer's tokens."""
         return TokenBytes(self.tokenizer)
 
     @cached_property
     def control_ids(self) -> dict[str, int]:
-        """Ids of the control tokens, by their texts."""
+        """Token ids of the control tokens, by their texts."""
         return ControlTokens(self.tokenizer).ids
 
     def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text; halves of characters are question marks."""
+        """Return the token ids of a text; lone surrogates become question marks."""
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()))
 
     def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
-        """Tokens that a response to a prompt may have.
+        """Return the number of tokens that a response to a prompt may have.
 
         Args:
-          wanted: What the request asks for; None is all that there is room for.
-          most: A further limit.
+          wanted: Number of tokens that the request asks for; None is as many as fit.
+          most: Further upper limit; a larger limit than fits is lowered, while a larger `wanted` is refused.
 
         Raises:
-          ApiError: The prompt is empty, or it and the response do not fit.
+          ApiError: The prompt is empty, or prompt and response do not fit the context.
         """
         engine = self.service.engine
         if not prompt:
@@ -135,7 +135,7 @@ class ServedModel:
 
 
 def check_model(model: ServedModel, wanted: str) -> None:
-    """Raise `ApiError` for a model of another name."""
+    """Raise `ApiError` if a request names another model."""
     if wanted != model.name:
         message = f"no model {wanted!r}; this server has {model.name!r}"
         raise ApiError(message, status=404, code="model_not_found", param="model")
@@ -143,12 +143,12 @@ def check_model(model: ServedModel, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """One response that is to be drawn.
+    """Response to sample.
 
     Attributes:
-      seed, request_id: What its draws depend on beside its prompt.
-      keep: Keys and values stay for a next turn.
-      has_replies: The prompt has earlier replies, as of `Request`.
+      seed, request_id: Integers that determine the response, together with the prompt.
+      keep: Whether the KV cache is kept for a next turn.
+      has_replies: Whether the prompt has earlier replies; see `Request`.
     """
 
     prompt: tuple[int, ...]
@@ -163,7 +163,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class DrawnPart:
-    """Tokens of a choice that came together; with the last of them the whole response."""
+    """Event of a choice: tokens that were sampled together, or at the end the completion.
+
+    Attributes:
+      index: Number of the choice.
+    """
 
     index: int
     tokens: tuple[int, ...] = ()
@@ -174,13 +178,13 @@ class DrawnPart:
 async def draw(
     model: ServedModel, choices: Sequence[Choice], wanted: Wanted, futures: list[Future[Completion]]
 ) -> AsyncGenerator[DrawnPart, None]:
-    """Draw choices together; what is left of them is cancelled when the iterator is closed.
+    """Sample choices together; closing the iterator cancels unfinished choices.
 
     Args:
-      futures: List that the choices' futures are put in.
+      futures: List that receives the futures of the choices.
 
     Raises:
-      ApiError: It took longer than the limit, the engine failed, or another cancelled a choice.
+      ApiError: The time limit passed, the engine failed, or a choice was cancelled by other code.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Queue[DrawnPart | Future[Completion]] = asyncio.Queue()
@@ -221,7 +225,7 @@ async def draw(
                     index = next(index for index in left if futures[index] is event)
                     left.discard(index)
                     done = event.result()
-                    # A text that the engine ends with, and the request does not name, is part of what was said.
+                    # A stop text of the engine that the request does not name is part of the response.
                     yield DrawnPart(
                         index, completion=done if done.stop_text in texts else replace(done, stop_text=None)
                     )
@@ -244,5 +248,5 @@ async def draw(
 
 
 def key_of(*parts: Any) -> int:
-    """Number in [0, 2**32) that is a function of the parts alone."""
+    """Return a number in [0, 2**32), a hash of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")

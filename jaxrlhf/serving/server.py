@@ -1,4 +1,4 @@
-"""Server of a model."""
+"""HTTP server of a model."""
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.processes.http_server import HttpServer
@@ -10,14 +10,14 @@ _GRACE_S = 2
 
 
 class Server(HttpServer):
-    """HTTP server of a model; when it stops, answers under way have two seconds left.
+    """HTTP server of a model; when the server stops, open requests have two seconds left.
 
     Args:
-      token: Key that requests outside sessions must bear; None lets everybody in.
-      sampling: Sampling of all sessions, whatever their calls ask for; None leaves that to the agents.
+      token: API key required of requests outside sessions; None admits every request.
+      sampling: Sampling settings of all session calls, overriding the settings of requests; None uses the requests'.
 
     Raises:
-      Refusal: The address cannot be listened at.
+      Refusal: The server cannot listen at the address.
     """
 
     def __init__(

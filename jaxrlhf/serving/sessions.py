@@ -1,4 +1,4 @@
-"""Sessions of agents: every call of an episode is attributed to it and recorded where it is drawn."""
+"""Agent sessions: every call of an episode is attributed to the episode and recorded by the server."""
 
 import math
 import secrets
@@ -20,21 +20,21 @@ from jaxrlhf.serving.errors import ApiError, invalid
 from jaxrlhf.serving.served import ServedModel, key_of
 
 ENDED_REMEMBERED = 10_000
-"""Sessions that have ended, the last of them, whose late calls are told so; those of others are of no session."""
+"""Number of ended sessions that are remembered; late calls of older sessions count as calls of unknown sessions."""
 
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """An episode as the server recorded it.
+    """Episode as recorded by the server.
 
     Attributes:
-      sequences: Rows of training; every token that was drawn has mask 1 in one of them.
-      replies: Words of what was drawn, by sequence and turn number; None of a completion without a chat.
+      sequences: Training rows; every sampled token has mask 1 in exactly one row.
+      replies: Parsed replies, by sequence and turn number; None for a text completion.
       rewards: Rewards posted for turns, by sequence and turn number.
-      reward: Reward posted for the episode; None if none was.
-      calls: Choices that were drawn; 0 of an agent that never asked.
-      forks: Sequences that go on from none though they look alike, by cause.
-      refused: Requests refused by a limit, by its name.
+      reward: Reward posted for the episode; None if no reward was posted.
+      calls: Number of sampled choices; 0 for an agent without calls.
+      forks: Number of sequences that look like a continuation of an earlier call but are not, by cause.
+      refused: Number of requests refused by a limit, by the name of the limit.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -47,11 +47,11 @@ class RecordedEpisode:
 
 
 class ServedSession:
-    """An episode whose agent may call.
+    """Open session of an episode, which serves the calls of the episode's agent.
 
     Attributes:
-      base_url, api_key: Address and key of its clients; either of them tells whose a call is.
-      tree: What was said and drawn; only under `lock`.
+      base_url, api_key: Address and key for the agent's clients; either identifies the session of a call.
+      tree: Tree of the episode's calls; use it only under `lock`.
     """
 
     def __init__(
@@ -88,7 +88,9 @@ class ServedSession:
             self.refused[limit] += 1
 
     def begin(self, prompt: tuple[int, ...], choices: int) -> list[int]:
-        """Numbers that choices are drawn by: a function of seed, episode, prompt, and how often it was asked before.
+        """Start choices of a prompt; return their request numbers, which seed the sampling together with `seed`.
+
+        A number is a function of the episode, the prompt, and how often the prompt was requested before.
 
         Raises:
           ApiError: The episode has ended or reached a limit.
@@ -112,9 +114,9 @@ class ServedSession:
 
     @contextmanager
     def under_way(self) -> Iterator[list[Future[Completion]]]:
-        """A list for the futures of a request, which are cancelled when the episode ends."""
+        """Yield a list for the futures of a request; the futures are cancelled when the episode ends."""
         futures: list[Future[Completion]] = []
-        with self.lock:  # or an end just before would leave them to be drawn
+        with self.lock:  # otherwise a `close` just before would miss these futures
             self.check_open()
             self.tree.at_once |= any(not future.done() for others in self._futures for future in others)
             self._futures.append(futures)
@@ -124,18 +126,18 @@ class ServedSession:
             self._futures.remove(futures)
 
     def most_tokens(self, choices: int) -> int | None:
-        """Most tokens of each of so many choices."""
+        """Return the token limit of each of `choices` choices; None is unlimited."""
         left = None if self.limits.tokens is None else max(1, (self.limits.tokens - self._tokens) // choices)
         limits = [n for n in (left, self.limits.call_tokens) if n is not None]
         return min(limits, default=None)
 
     def record(self, answer_id: str, calls: list[RecordedCall], completions: list[Completion]) -> None:
-        """Calls of an answer were drawn; `tree` has them."""
+        """Note the calls of a complete answer; `tree` has the calls already."""
         self.answers[answer_id] = calls
         self._tokens += sum(len(completion.tokens) for completion in completions)
 
     def set_reward(self, body: Any) -> None:
-        """Take the `reward` of a body, of the episode or of the answer that `response_id` names."""
+        """Set the `reward` of a request body, for the episode or for the answer named by `response_id`."""
         reward = body.get("reward") if isinstance(body, dict) else None
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
             raise invalid("reward must be a finite number", "reward")
@@ -153,7 +155,7 @@ class ServedSession:
                     call.reward = float(reward)
 
     def close(self) -> tuple[RecordedEpisode, set[int]]:
-        """End the episode; returns what was recorded, and the requests whose keys and values were kept."""
+        """End the episode; return its record, and the ids of requests whose KV cache was kept."""
         with self.lock:
             self._closed = True
         for future in [future for futures in list(self._futures) for future in list(futures)]:
@@ -178,11 +180,11 @@ def _ended() -> ApiError:
 
 
 class SessionBook:
-    """Sessions that are open, and those that ended, whose late calls are told so.
+    """Open sessions, and ended sessions that reject late calls.
 
     Args:
       address: Address of the server, such as `http://127.0.0.1:8000`.
-      sampling: Temperature and the like of every call, whatever it asks for; None leaves that to the agents.
+      sampling: Sampling settings of every call, overriding the settings of requests; None uses the requests'.
     """
 
     def __init__(self, model: ServedModel, address: str, *, sampling: Sampling | None) -> None:
@@ -200,10 +202,10 @@ class SessionBook:
         *,
         history: Literal["as_sampled", "as_templated"] = "as_sampled",
     ) -> tuple[str, str]:
-        """Begin an episode; returns base URL and API key for its clients. Thread-safe.
+        """Start an episode; return base URL and API key for its clients. Thread-safe.
 
         Args:
-          episode: Name of the episode, on which with the seed its draws depend.
+          episode: Name of the episode; with the seed it determines the sampling.
 
         Raises:
           ValueError: The episode is open.
@@ -217,7 +219,7 @@ class SessionBook:
         return session.base_url, session.api_key
 
     def close(self, episode: Hashable) -> RecordedEpisode:
-        """End an episode: calls under way are cancelled, later ones refused. Thread-safe.
+        """End an episode: open calls are cancelled, later calls refused. Thread-safe.
 
         Raises:
           KeyError: No such episode is open.
@@ -234,7 +236,7 @@ class SessionBook:
         return recorded
 
     def find(self, session_id: str) -> ServedSession | None:
-        """The session of an id; None if there is none.
+        """Return the session of an id; None if there is no such session.
 
         Raises:
           ApiError: The episode has ended.

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: nothing is said that later tokens would change."""
+"""Incremental text of streamed tokens: text is returned only once later tokens cannot change it."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from jaxrlhf.episode import Reply, ToolSchema
 
 
 def before_stop(text: str, stop: str | None) -> str:
-    """The text before the stop text that ended it, if one did: that is never said."""
+    """Return the text before the stop text; the whole text if `stop` is None."""
     return text if stop is None else text.partition(stop)[0]
 
 
 class BeforeStops:
-    """Text before the first stop text: what may be the beginning of one is held back."""
+    """Stream filter that ends at the first stop text; a possible start of a stop text is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
         self._stopped = False
 
     def add(self, text: str) -> str:
-        """The text that can be said once this one came."""
+        """Add a text; return the text that can be sent now."""
         if self._stopped:
             return ""
         self._held += text
@@ -35,23 +35,23 @@ class BeforeStops:
 
 
 class TextStream:
-    """Text of a choice, piece by piece.
+    """Text stream of a choice.
 
-    What may be the beginning of a stop text is held back, and so are bytes that are no character yet.
+    A possible start of a stop text is held back, and so are bytes of an incomplete character.
 
     Args:
-      prompt: Tokens that the choice goes on from.
+      prompt: Tokens before the choice.
     """
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str], prompt: Sequence[int]) -> None:
         self._tokens, self._bytes, self._before = tokens, TextBytes(), BeforeStops(stops)
-        # A tokenizer may write the first of a text in another way, such as without the space before it.
+        # A tokenizer may decode the first token of a text in another way, such as without its leading space.
         self._first = all(map(tokens.is_special, prompt))
         self._parts: list[str] = []
         self._said = 0
 
     def add(self, new: Sequence[int]) -> str:
-        """The text that can be said once these tokens came."""
+        """Add tokens; return the text that can be sent now."""
         for token in new:
             self._parts.append(self._bytes.add(self._tokens.of(token, first=self._first)))
             self._first = self._first and self._tokens.is_special(token)
@@ -60,13 +60,13 @@ class TextStream:
         return said
 
     def end(self, stop: str | None) -> str:
-        """The text that is left to be said: all before the stop text that ended the choice, if one did."""
+        """Return the remaining text, up to the stop text that ended the choice, if any."""
         whole = before_stop("".join(self._parts) + self._bytes.end(), stop)
         return whole[self._said :]
 
 
 class ReplyStream:
-    """Reply of a chat, piece by piece: reasoning and content as they come, tool calls and what follows at the end."""
+    """Stream of a chat reply: reasoning and content incrementally; tool calls, and text after them, at the end."""
 
     def __init__(self, form: ChatFormat, tools: Sequence[ToolSchema], opening: str, stops: Sequence[str]) -> None:
         self._words = form.stream(tools, opening=opening)
@@ -76,11 +76,11 @@ class ReplyStream:
         self._held: tuple[int, ...] = ()
 
     def add(self, tokens: Sequence[int]) -> dict[str, str]:
-        """Reasoning and content that can be said once these tokens came."""
+        """Add tokens; return the reasoning and content that can be sent now."""
         if self._words is None:
             return {}
         new = (*self._held, *tokens)
-        # A stop token that ends the reply is no word of it.
+        # A stop token that ends the reply is not part of its text.
         self._held = new[-1:] if new and new[-1] in self._stop_tokens else ()
         known = self._words.add(new[: len(new) - len(self._held)])
         made = {name: self._before[name].add(text) for name, text in zip(self._before, known, strict=True)}
@@ -89,7 +89,7 @@ class ReplyStream:
         return {name: text for name, text in made.items() if text}
 
     def end(self, reply: Reply, stop: str | None) -> dict[str, str]:
-        """Reasoning and content that are left to be said."""
+        """Return the remaining reasoning and content."""
         left = {}
         for name, whole in (("reasoning", reply.reasoning), ("content", reply.content)):
             text, said = before_stop(whole, stop), "".join(self._said[name])

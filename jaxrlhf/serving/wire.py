@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API: fields read one by one, and refused where the engine cannot do what they ask."""
+"""Requests of OpenAI's API: parsing of the fields, and refusal of fields that the engine does not support."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "verbosity"),
 }
-"""Fields that change nothing here."""
+"""Fields that are accepted and ignored."""
 
 _ONLY: Mapping[str, Sequence[Any]] = {
     "presence_penalty": (0,),
@@ -44,7 +44,7 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": (),
     "web_search_options": (),
 }
-"""Fields of which the engine has no other value than these, and None."""
+"""Fields with the only values that are accepted, besides None."""
 
 _COMMON = {
     *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
@@ -57,7 +57,7 @@ _CHAT = {
 _COMPLETION = {"prompt", "best_of"}
 MOST_STOPS = 16
 LARGEST = 2**31 - 1
-"""Integer that a field may have at most: the engine counts in 32 bits."""
+"""Largest integer in a field: the engine counts in 32 bits."""
 _MOST_STOP_CHARACTERS = 256
 
 
@@ -66,12 +66,13 @@ class Wanted:
     """Choices that a request asks for.
 
     Attributes:
-      max_tokens: Most tokens of a choice; None is all that fit.
-      seed: In [0, 2**32); None draws otherwise each time.
+      max_tokens: Largest number of tokens of a choice; None is as many as fit.
+      n: Number of choices per prompt.
+      seed: Integer in [0, 2**32); None samples differently each time.
       stop: Texts that end a choice.
-      logprobs: Tokens come with their log-probabilities.
-      token_ids: Answers have the fields `prompt_token_ids` and `token_ids`.
-      usage: The last event of a stream counts tokens.
+      logprobs: Whether answers have log-probabilities of the tokens.
+      token_ids: Whether answers have the fields `prompt_token_ids` and `token_ids`.
+      usage: Whether the last event of a stream counts tokens.
     """
 
     model: str
@@ -88,10 +89,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request to `/v1/chat/completions`; tools that must not be called are left out.
+    """Request to `/v1/chat/completions`; `tools` is empty if `tool_choice` is `none`.
 
     Attributes:
-      images: Data URLs of images, each of which has a `MARK` in a message.
+      images: Data URLs of images; each image has a `MARK` in a message.
       variables: Further variables of the chat template.
     """
 
@@ -104,7 +105,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request to `/v1/completions`: each prompt is a text or token ids."""
+    """Request to `/v1/completions`; each prompt is a text or token ids."""
 
     wanted: Wanted
     prompts: tuple[str | tuple[int, ...], ...]
@@ -114,7 +115,7 @@ def chat_request(body: Any) -> ChatRequest:
     """Read the body of a chat request.
 
     Raises:
-      ApiError: A field is missing, unknown, or asks for what the engine has not.
+      ApiError: A field is missing, unknown, invalid or not supported.
     """
     fields = _Fields(body, _COMMON | _CHAT)
     limit = fields.integer("max_completion_tokens", low=1)
@@ -128,12 +129,12 @@ def chat_request(body: Any) -> ChatRequest:
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise unsupported(
-            f"tool_choice={choice!r} would force a call, and draws are not constrained here; use 'auto' or 'none'",
+            f"tool_choice={choice!r} would force a call, and sampling is not constrained here; use 'auto' or 'none'",
             "tool_choice",
         )
     if tools and choice != "none" and fields.get("parallel_tool_calls") is False:
         raise unsupported(
-            "parallel_tool_calls=false: draws are not constrained, so a reply may make several calls; leave it out",
+            "parallel_tool_calls=false: sampling is not constrained, so a reply may make several calls; leave it out",
             "parallel_tool_calls",
         )
     fields.boolean("parallel_tool_calls")
@@ -142,12 +143,12 @@ def chat_request(body: Any) -> ChatRequest:
 
 
 def completion_request(body: Any) -> CompletionRequest:
-    """Read the body of a completion request; errors as of `chat_request`."""
+    """Read the body of a completion request; raises the errors of `chat_request`."""
     fields = _Fields(body, _COMMON | _COMPLETION)
     logprobs = fields.integer("logprobs", low=0)
     if logprobs:
         raise unsupported(
-            f"logprobs={logprobs}: the engine has the log-probability of the token it drew alone; use 0", "logprobs"
+            f"logprobs={logprobs}: the engine has the log-probability of the sampled token only; use 0", "logprobs"
         )
     given = fields.get("prompt")
     several = isinstance(given, list) and bool(given) and isinstance(given[0], list | str)
@@ -159,7 +160,7 @@ def completion_request(body: Any) -> CompletionRequest:
 
 
 class _Fields:
-    """Fields of a body, of the types that they must have."""
+    """Fields of a request body, with checks of their types."""
 
     def __init__(self, body: Any, known: set[str]) -> None:
         if not isinstance(body, dict):
@@ -217,7 +218,7 @@ def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
     temperature = fields.number("temperature", 1.0, "a number in [0, 2]", lambda value: 0 <= value <= 2)
     top_p = fields.number("top_p", 1.0, "a number in (0, 1]", lambda value: 0 < value <= 1)
     top_k = fields.integer("top_k", low=-1) or 0
-    # What divides logits is never 0 or so small that they overflow: at such temperatures the likeliest is drawn.
+    # A temperature of 0, or so small that logits overflow, would break the division: sample greedily instead.
     greedy = temperature < 1e-3
     sampling = Sampling(
         temperature=1.0 if greedy else temperature,
@@ -230,10 +231,10 @@ def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
     seed = fields._typed("seed", (int,), "an integer", lambda _: True)
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise invalid("stream_options has include_usage alone", "stream_options")
+        raise invalid("stream_options may have include_usage only", "stream_options")
     stops = _stops(fields.get("stop"))
     if stops and sampling.min_tokens:
-        raise unsupported("min_tokens beside stop: texts count from the first token on; give one", "min_tokens")
+        raise unsupported("min_tokens with stop: stop texts count from the first token; give only one", "min_tokens")
     return Wanted(
         model=model,
         sampling=sampling,
@@ -261,10 +262,10 @@ def _stops(given: Any) -> tuple[str, ...]:
 
 
 def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str, Any]:
-    """A message as chat templates read it: contents are texts, arguments of calls are objects.
+    """Convert a message to the form of chat templates: contents are texts, arguments of calls are objects.
 
     Args:
-      images: List that the images of users and tools are put behind.
+      images: List that images in messages of users and tools are appended to.
     """
     place = f"messages[{number}]"
     role = given.get("role")
@@ -286,7 +287,7 @@ def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str,
 
 
 def _variables(fields: _Fields) -> dict[str, Any]:
-    """Variables of the chat template that a request sets."""
+    """Return the variables of the chat template that a request sets."""
     given = fields.get("chat_template_kwargs")
     if given is not None and not isinstance(given, dict):
         raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
@@ -295,7 +296,7 @@ def _variables(fields: _Fields) -> dict[str, Any]:
 
 
 def _one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The messages, of which those of the system and of the developer that stand together are one."""
+    """Merge consecutive system messages into one message each; developer messages are system messages here."""
     told: list[dict[str, Any]] = []
     for message in messages:
         if told and message["role"] == told[-1]["role"] == "system":
@@ -312,7 +313,11 @@ def _content(given: Any, place: str, images: list[str] | None = None) -> str:
 
 
 def _part(part: Any, place: str, images: list[str] | None) -> str:
-    """Text of a part of a content; images, which None takes none of, are a `MARK` in it."""
+    """Return the text of a content part; an image is appended to `images` and becomes a `MARK`.
+
+    Args:
+      images: List that receives images; None refuses images.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("text", "output_text"):
         if not isinstance(part.get("text"), str):

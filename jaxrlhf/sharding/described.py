@@ -1,7 +1,7 @@
-"""Arrays that are described and not there, for devices that programs are only compiled for.
+"""Abstract arrays (shapes with shardings), for devices that programs are only compiled for.
 
-A topology of devices that this machine does not have (`jax.experimental.topologies`) makes meshes like any
-other. What is laid out over such a mesh are shapes with shardings, and what would run is lowered instead.
+A topology of devices that this machine does not have (`jax.experimental.topologies`) makes ordinary meshes. Over such
+a mesh abstract arrays replace arrays, and programs are lowered instead of run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,19 @@ from typing import Any
 import jax
 
 _lowered_for: str | None = None
-"""Platform of described devices that programs are lowered for, in every thread; None is this process's own."""
+"""Platform of absent devices that all threads lower programs for; None is the platform of this process."""
 
 
 def platform() -> str:
-    """Platform of the devices that a program is traced for, such as `cpu`, `gpu` or `tpu`."""
+    """Return the platform of the devices that a program is traced for, such as `cpu`, `gpu` or `tpu`."""
     return jax.default_backend() if _lowered_for is None else _lowered_for
 
 
 @contextmanager
 def lowering_for(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Trace for devices that need not be here within the block, in every thread: a program is then that of a run there.
+    """Trace for `devices` within the block, in every thread: programs are those of a run on these devices.
 
-    Functions of the model that were traced for other devices before are traced anew where they are jitted anew.
+    The devices may be absent. Model functions traced for other devices before are traced again if jitted again.
     """
     global _lowered_for
     before, _lowered_for = _lowered_for, devices[0].platform
@@ -34,7 +34,7 @@ def lowering_for(devices: Sequence[jax.Device]) -> Iterator[None]:
 
 
 def are_here(devices: Sequence[jax.Device]) -> bool:
-    """Return whether devices can run programs; those of a topology cannot."""
+    """Return whether devices can run programs; devices of a topology cannot."""
     try:
         return devices[0] in jax.devices(devices[0].platform)
     except RuntimeError:  # there is no such platform
@@ -42,11 +42,11 @@ def are_here(devices: Sequence[jax.Device]) -> bool:
 
 
 def described(tree: Any, layout: Any = None) -> Any:
-    """Shapes, dtypes and shardings of arrays.
+    """Return the abstract arrays of a tree of arrays: shapes, dtypes and shardings.
 
     Args:
-      layout: Shardings to give them, or formats, which are those with an order in memory: a tree, of which one may
-        stand for all below it. None keeps their own.
+      layout: Shardings, or formats (shardings with a memory layout), of the result: a tree that may be a prefix of
+        `tree`. None keeps each array's sharding.
     """
 
     def one(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

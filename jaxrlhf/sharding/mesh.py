@@ -1,10 +1,9 @@
-"""One factored mesh per role, of which the training and the generation layout are views.
+"""Factored device mesh of a role; the training and the generation layout are two views of the mesh.
 
-Training splits weights over `stage` and `micro_stage`, `tensor` and `micro_tensor` together,
-generation over `stage` and `tensor` alone; the micro axes, like `data` and `fsdp`, are then
-more ways to split the responses. Of the tokens of a row, which training splits over `context` and
-`micro_context`, generation splits the cache over `context`. Because each micro axis comes right after the axis that it
-completes, every device's training shard lies inside the shard it generates with.
+Training splits weights over `stage` and `micro_stage`, and over `tensor` and `micro_tensor`. Generation splits weights
+over `stage` and `tensor` alone; the micro axes then split the responses, like `data` and `fsdp`. Training splits the
+tokens of a row over `context` and `micro_context`; generation splits the KV cache over `context`. Each micro axis comes
+right after the axis that it completes, so every device's training shard is inside its generation shard.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.3 (the grouping of Figure 8b).
 """
@@ -19,29 +18,30 @@ from jax.sharding import AxisType, Mesh
 from jaxrlhf.config import Layout, Refusal
 
 AXES = ("data", "fsdp", "expert", "context", "micro_context", "stage", "micro_stage", "tensor", "micro_tensor")
-"""Slowest first."""
+"""Axes of every mesh, slowest first."""
 
 WEIGHT_AXES = ("fsdp", "expert")
-"""Axes that split rows, and in training weights as well: experts over `expert`, all others over both."""
+"""Axes that split rows, and in training also weights: experts over `expert`, all other weights over both axes."""
 
 REPLICA_AXES = ("data",)
-"""Axes that split rows alone: weights are whole along them."""
+"""Axes that split only rows: weights are replicated along them."""
 
 BATCH_AXES = (*REPLICA_AXES, *WEIGHT_AXES)
 """Axes that split the rows of a training batch."""
 
 TOKEN_AXES = ("context", "micro_context")
-"""Axes that split the tokens of a row in training, and its weights as `fsdp` does."""
+"""Axes that split the tokens of a row in training, and also the weights, like `fsdp`."""
 
 WIDTH_AXES = (*TOKEN_AXES, *WEIGHT_AXES)
 """Axes that split every layer's weights along their width in training."""
 
-# Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.
+# `expert` is last here and in BATCH_AXES: the tokens of the devices that divide the experts are one block, and one
+# gather collects them.
 SLOT_AXES = ("data", "fsdp", "micro_context", "micro_stage", "micro_tensor", "expert")
 """Axes that split the slots of the generation engine."""
 
 CACHE_AXES = ("context",)
-"""Axes that split the positions of a slot."""
+"""Axes that split the positions of a slot of the KV cache."""
 
 EXPERT_AXES = ("expert",)
 """Axes that divide the experts of a layer, in training and in generation."""
@@ -60,7 +60,7 @@ TRAINING_AXES: dict[str, Any] = {
     "weight_axes": WEIGHT_AXES,
     "token_axes": TOKEN_AXES,
 }
-"""Axes of a training mesh by what they split, as `choose_execution` takes them."""
+"""Axes of a training mesh as keyword arguments of `choose_execution`."""
 
 GENERATION_AXES: dict[str, Any] = {
     "row_axes": SLOT_AXES,
@@ -69,11 +69,11 @@ GENERATION_AXES: dict[str, Any] = {
     "stage_axes": ("stage",),
     "cache_axes": CACHE_AXES,
 }
-"""Axes of a generation mesh, likewise."""
+"""Axes of a generation mesh as keyword arguments of `choose_execution`."""
 
 
 def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:
-    """The training mesh of one role over `devices`, in their given order.
+    """Build the training mesh of a role over `devices`, in their order.
 
     Raises:
       Refusal: The layout's sizes do not multiply to the number of devices.
@@ -99,10 +99,10 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
 
 
 def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:
-    """The mesh that a role generates on: the training mesh where the layout refines.
+    """Build the generation mesh of a role: the training mesh if the training layout refines the generation layout.
 
-    Otherwise a mesh of its own over the same devices in the same order, because a compiled
-    program refuses arrays over another order.
+    Otherwise build another mesh over the same devices in the same order, because a compiled program refuses arrays
+    over another order.
 
     Raises:
       Refusal: The layout's sizes do not fill the devices, in training or in generation.
@@ -114,7 +114,7 @@ def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str 
 
 
 def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) -> Mesh:
-    """A mesh that is for generation alone: as many replicas of the generation layout as fill the devices.
+    """Build a mesh for generation alone, filled with replicas of the generation layout.
 
     Raises:
       Refusal: The replicas do not fill the devices.
@@ -134,7 +134,7 @@ def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) ->
 
 
 def mesh_of(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh over `AXES`; axes that `sizes` leaves out have size 1."""
+    """Build a mesh over `AXES`; axes missing in `sizes` have size 1."""
     shape = [sizes.get(axis, 1) for axis in AXES]
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

@@ -1,4 +1,4 @@
-"""Bytes that the shards of two layouts have in common on each device."""
+"""Overlap of the shards of two layouts on each device, in elements and bytes."""
 
 import math
 from typing import Any
@@ -8,12 +8,12 @@ from jax.sharding import Sharding
 
 
 def span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last position of a shard in each dimension."""
+    """Return the first and the past-the-last position of a shard in each dimension."""
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
 
 
 def _shards(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, tuple[int, int, int]]:
-    """Per device: elements in its source shard, in its target shard, and in both."""
+    """Return per device the number of elements in the source shard, in the target shard, and in both."""
     sources = source.devices_indices_map(shape)
     counts = {}
     for device, index in target.devices_indices_map(shape).items():
@@ -24,15 +24,15 @@ def _shards(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[
 
 
 def refines(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
-    """True if every device's shard under `source` lies inside its shard under `target`."""
+    """Return whether every device's shard under `source` is inside its shard under `target`."""
     return all(both == old for old, _, both in _shards(source, target, shape).values())
 
 
 def missing_bytes(source: Any, target: Any, shapes: Any) -> int:
-    """Most bytes, over devices, of a target shard that the device does not hold yet.
+    """Return the bytes of target shards that a device must receive, as the maximum over devices.
 
     Args:
-      shapes: Tree of shaped arrays, with the dtype that travels.
+      shapes: Tree of shaped arrays, in the dtype that is sent.
     """
     totals: dict[jax.Device, int] = {}
     for old, new, array in zip(*map(jax.tree.leaves, (source, target, shapes)), strict=True):

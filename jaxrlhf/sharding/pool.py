@@ -7,13 +7,13 @@ import jax
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """A set of devices that roles share.
+    """Set of devices that roles share.
 
-    Roles on one pool run one after another, in call order; roles on different pools run
-    side by side as soon as their inputs are there. Pools do not overlap.
+    Roles on one pool run one after another, in call order. Roles on different pools run side by side as soon as their
+    inputs are available. Pools do not overlap.
 
     Attributes:
-      devices: In the order that meshes are laid over them; of all processes that share the pool.
+      devices: Devices of all processes that share the pool, in mesh order.
 
     Source: HybridFlow (arXiv:2409.19256), section 4.1.
     """

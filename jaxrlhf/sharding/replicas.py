@@ -1,8 +1,8 @@
-"""Data-parallel replicas of the weights, each of which computes its own rows.
+"""Data-parallel replicas of the weights; each replica computes its own rows.
 
-Along `data` weights are whole. Left to itself the compiler sums their gradient over these devices
-in the program of every microbatch. Where each replica runs the program alone, under `jax.shard_map`,
-a gradient is the replica's own, and the sum over replicas can wait for the last microbatch.
+Weights are replicated along `data`. By default the compiler sums gradients over `data` in the program of every
+microbatch. If each replica runs the program alone, under `jax.shard_map`, gradients stay local to the replica, and the
+sum over replicas can wait for the last microbatch.
 """
 
 import math
@@ -18,10 +18,11 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, REPLICA_AXES, STAGE_AXES, TENSOR_A
 
 @dataclass(frozen=True)
 class Replicas:
-    """Axes of a mesh that tell replicas apart; build it by `replicas_of`.
+    """Data-parallel replicas on a mesh; build by `replicas_of`.
 
     Attributes:
-      axes: Names of the axes; empty if the compiler splits programs over the whole mesh, as if there was one replica.
+      axes: Names of the mesh axes that distinguish replicas. Empty if the compiler splits programs over the whole mesh,
+        as if there were one replica.
     """
 
     mesh: Mesh
@@ -29,7 +30,7 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """Number of replicas that compute by themselves."""
+        """Number of replicas that run programs alone."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -50,19 +51,19 @@ class Replicas:
 
     @property
     def each(self) -> PartitionSpec:
-        """Spec of arrays with a part for each replica along their first dimension."""
+        """Partition spec of arrays whose first dimension is split over replicas."""
         return PartitionSpec(self.axes)
 
     def stacked(self, sharding: NamedSharding) -> NamedSharding:
-        """Sharding of one array for each replica, stacked."""
+        """Return the sharding of a stack with one array per replica."""
         return NamedSharding(self.mesh, PartitionSpec(self.axes, *sharding.spec)) if self.axes else sharding
 
     def stacked_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one array for each replica, stacked; one replica stacks nothing."""
+        """Return the shape of a stack with one array per replica; without `axes` there is no stack dimension."""
         return (self.count, *shape) if self.axes else shape
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` run by each replica on its part of the arrays that the specs divide; XLA splits the rest."""
+        """Return `function` as run by each replica on its part of the arrays; the specs say how arrays are split."""
         if not self.axes:
             return function
         return jax.shard_map(
@@ -71,15 +72,15 @@ class Replicas:
             axis_names=set(self.axes),
             in_specs=in_specs,
             out_specs=out_specs,
-            check_vma=False,  # models of a user's own need not say what varies over replicas
+            check_vma=False,  # a user's model need not declare values that vary over replicas
         )
 
 
 def replicas_of(mesh: Mesh) -> Replicas:
-    """Replicas of a mesh that run programs alone, where the compiler can.
+    """Return the replicas of a mesh; replicas run programs alone if XLA supports the layout.
 
-    XLA (of JAX 0.10) aborts if, inside a replica, it splits a table of embeddings both along the
-    vocabulary and along its width. Layouts with both kinds of axes are left to the compiler.
+    XLA (of JAX 0.10) aborts if, inside a replica, it splits an embedding table along both the vocabulary and the width.
+    Layouts with both kinds of axes are left to the compiler.
     """
     widths, layers = (
         math.prod(mesh.shape[axis] for axis in axes) for axes in (WIDTH_AXES, (*STAGE_AXES, *TENSOR_AXES))

@@ -1,4 +1,4 @@
-"""Two rule tables map the named dimensions of parameters to mesh axes."""
+"""Sharding rules: two tables that map the named dimensions of parameters to mesh axes."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AX
 Rules = Mapping[str, str | tuple[str, ...]]
 
 Dim = str | tuple[str, int] | None
-"""Name of a dimension; with a count, a dimension that stays whole over mesh axes that do not divide the count."""
+"""Name of a dimension. With a count, the dimension is not split over mesh axes that do not divide the count."""
 
 TRAIN: Rules = {
     "layers": STAGE_AXES,
@@ -24,7 +24,7 @@ TRAIN: Rules = {
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,
-    # Not the order of the mesh: the axes of generation come first, so that this refines it.
+    # Unlike in the mesh, the generation axes come first, so that training shards refine generation shards.
     "vocab": ("stage", "tensor", "micro_stage", "micro_tensor"),
 }
 
@@ -38,7 +38,7 @@ GENERATE: Rules = {
 }
 
 STACKED = ("layers", "tower_layers")
-"""Dimensions that count layers: no part of a matrix. A vision tower's are never divided."""
+"""Dimensions that count stacked layers; no part of a matrix. The layers of a vision tower are never split."""
 
 
 def _is_dims(node: Any) -> bool:
@@ -46,7 +46,7 @@ def _is_dims(node: Any) -> bool:
 
 
 def shardings(mesh: Mesh | AbstractMesh, dims: Any, rules: Rules) -> Any:
-    """A tree of `NamedSharding` for a tree of dimension names; unnamed dimensions stay whole."""
+    """Return a tree of `NamedSharding` for a tree of dimension names; unnamed dimensions are not split."""
 
     def one(names: tuple[Dim, ...]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(_axes(mesh, name, rules) or None for name in names)))
@@ -55,7 +55,7 @@ def shardings(mesh: Mesh | AbstractMesh, dims: Any, rules: Rules) -> Any:
 
 
 def _axes(mesh: Mesh | AbstractMesh, dim: Dim, rules: Rules) -> str | tuple[str, ...]:
-    """Mesh axes that split a dimension."""
+    """Return the mesh axes that split a dimension."""
     if not isinstance(dim, tuple):
         return rules.get(dim, ()) if dim else ()
     name, count = dim
@@ -70,10 +70,10 @@ def _ways(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
 
 
 def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
-    """Shapes of a copy of the parameters in `dtype`.
+    """Return the shapes of a copy of the parameters in `dtype`.
 
-    Vectors, which are the scales of norms, stay as they are: a model multiplies by them in
-    float32, and a rounded scale would give a copy other numbers than its master. So do integers.
+    Vectors (scales of norms) keep their dtype: a model multiplies by the scales in float32, so a rounded scale would
+    give the copy other outputs than the master weights. Integers also keep their dtype.
     """
 
     def one(names: tuple[Dim, ...], array: Any) -> Any:
@@ -88,8 +88,8 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
     """Refuse a layout that does not fit a model.
 
     Raises:
-      Refusal: A dimension does not split evenly over the axes its rule names, experts are divided that
-        do not exist, or layers of experts are divided over stages, which JAX cannot differentiate yet.
+      Refusal: A dimension does not split evenly over the axes of its rule; or the layout divides experts, and the model
+        has none; or layers with experts are divided over stages, which JAX cannot differentiate yet.
     """
     mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
     experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
@@ -112,6 +112,6 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
 
 
 def shard_bytes(shapes: Any, layout: Any) -> int:
-    """Bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
+    """Return the bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
     pairs = zip(*map(jax.tree.leaves, (shapes, layout)), strict=True)
     return sum(math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize for array, sharding in pairs)

@@ -1,8 +1,8 @@
-"""Submeshes: parts of a generation mesh that can generate without talking to each other.
+"""Submeshes: parts of a generation mesh that generate without communicating with each other.
 
-Weights in the generation layout are whole within each generation replica, the devices that
-differ in `expert`, `context`, `stage` and `tensor` alone. Any block of devices that is closed under replicas can
-therefore decode at its own pace, once its part of the weights is viewed on a mesh of its own.
+A generation replica is a set of devices that differ only in `expert`, `context`, `stage` and `tensor`. In the
+generation layout each replica has all weights. So a block of devices made of whole replicas can decode at its own pace,
+once its part of the weights is viewed on a separate mesh.
 """
 
 import math
@@ -21,14 +21,14 @@ _REPLICA_AXES = ("expert", "context", "stage", "tensor")
 
 
 def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
-    """The part of a generation mesh that spans these devices; all of them give `mesh` itself.
+    """Return the part of a generation mesh that spans `devices`; all devices give `mesh` itself.
 
     Args:
-      mesh: Over `AXES`.
-      devices: Consecutive in the order of the mesh.
+      mesh: Generation mesh over `AXES`.
+      devices: Devices that are consecutive in the order of the mesh.
 
     Raises:
-      Refusal: The devices are no block of the mesh, or cut a generation replica.
+      Refusal: The devices are no block of the mesh, or split a generation replica.
     """
     order, count = list(mesh.devices.flat), len(devices)
     start = order.index(devices[0]) if count and devices[0] in order else -1
@@ -52,7 +52,7 @@ def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def local_submesh(mesh: Mesh) -> Mesh:
-    """The submesh of this process; with one process it is `mesh` itself.
+    """Return the submesh of this process; with one process, `mesh` itself.
 
     Raises:
       ValueError: A generation replica would span hosts, or the process has no device in the mesh.
@@ -65,12 +65,12 @@ def local_submesh(mesh: Mesh) -> Mesh:
 
 
 def hand_over(weights: Any, submesh: Mesh) -> Any:
-    """Weights as arrays on a submesh. The buffers are shared, nothing is copied.
+    """View weights as arrays on a submesh. The buffers are shared; nothing is copied.
 
     Deleting either side frees the buffers of both.
 
     Args:
-      weights: In the generation layout, on the mesh that the submesh is a part of.
+      weights: Tree of weights in the generation layout, on the mesh that contains the submesh.
 
     Raises:
       ValueError: A leaf is not whole on the submesh.
@@ -95,20 +95,23 @@ def _view(path: Any, leaf: Any, submesh: Mesh) -> Any:
             f"devices; hand over weights in the generation layout, to a submesh of their own mesh and process"
         )
     if leaf.is_fully_addressable:
-        return jax.device_put(leaf, sharding)  # index maps are equal, so it takes the buffers as they are
-    # It refuses arrays that span processes; theirs are put together from this process's shards.
+        return jax.device_put(leaf, sharding)  # index maps are equal, so device_put reuses the buffers
+    # device_put refuses arrays that span processes; assemble the array from this process's shards instead.
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [shards[device].data for device in wanted])
 
 
 def _replica_block(mesh: Mesh) -> int:
-    """Devices in the smallest aligned block that holds whole replicas: from the slowest axis that splits one."""
+    """Return the number of devices in the smallest aligned block of whole replicas.
+
+    The block spans all axes from the slowest axis that splits a replica.
+    """
     axes = [axis for axis in _REPLICA_AXES if mesh.shape[axis] > 1]
     first = AXES.index(axes[0]) if axes else len(AXES)
     return math.prod(mesh.shape[axis] for axis in AXES[first:])
 
 
 def _sizes(mesh: Mesh, count: int) -> dict[str, int]:
-    """Sizes of a block's axes: full from the fastest on, and what is left over is data."""
+    """Return the axis sizes of a block: fill the axes from the fastest axis on; `data` takes the rest."""
     sizes = {}
     for axis in reversed(AXES):
         sizes[axis] = math.gcd(mesh.shape[axis], count)

@@ -1,1 +1,1 @@
-"""The single controller: worker groups, futures and resource pools, on local devices or on Ray hosts."""
+"""Single controller: worker groups, futures and resource pools, on local devices or on Ray hosts."""

@@ -1,12 +1,11 @@
-"""Worker groups: the roles of a run, whose methods the controller calls through futures.
+"""Worker groups: the roles of a run, whose methods the controller calls asynchronously.
 
-A call returns at once. Calls on one pool run one after another, in call order; calls on
-different pools run side by side as soon as the futures among their arguments are done. So
-moving a role to a pool of its own turns serial work into parallel work, and the dataflow
-does not change.
+A call returns a future at once. Calls on one pool run one after another, in call order. Calls on different pools run in
+parallel as soon as the futures among their arguments are done. Moving a role to a separate pool therefore turns serial
+work into parallel work, and the dataflow does not change.
 
-A call's result may live in other processes. A future among the arguments of another call
-hands on where its value lies; only `result()` brings the value here.
+The result of a call may be stored in other processes. A future passed to another call passes on only the location of
+its value; `result()` brings the value to this process.
 """
 
 import itertools
@@ -26,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class Pending(Future[Value]):
-    """A call's future result."""
+    """Future of a call's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +33,11 @@ class Pending(Future[Value]):
         self._here: tuple[Value] | None = None
 
     def where(self) -> Value | RemoteValue:
-        """The value, or the `RemoteValue` that knows where it is, unless it was brought here; waits for the call."""
+        """Wait for the call; return the value, or its `RemoteValue` if the value is not in this process yet."""
         return super().result() if self._here is None else self._here[0]
 
     def result(self, timeout: float | None = None) -> Value:
-        """The value, waiting for it and bringing it here."""
+        """Wait for the call, bring its value to this process and return the value."""
         value = super().result(timeout)
         if not isinstance(value, RemoteValue):
             return value
@@ -49,7 +48,7 @@ class Pending(Future[Value]):
 
 
 class Timeline:
-    """The calls of a step on all device queues."""
+    """Timeline of calls on all device queues; the queue of a pool's devices is a lane."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -58,44 +57,44 @@ class Timeline:
         self._lock = threading.Lock()
 
     def began(self, lane: str, start_s: float) -> None:
-        """A call begins on a lane, which has one at a time."""
+        """Record the start of a call on a lane; a lane runs one call at a time."""
         with self._lock:
             self._running[lane] = start_s
 
     def add(self, call: Call) -> None:
-        """A call ended."""
+        """Record a finished call."""
         with self._lock:
             self._calls.append(call)
             self._running.pop(call.lane, None)
             self._ended_s[call.lane] = self._ended_s.get(call.lane, 0.0) + call.end_s - call.start_s
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds so far in which a call ran, by lane of devices."""
+        """Return the total seconds in which a call ran, by device lane."""
         with self._lock:
             now = time.perf_counter()
             lanes = {*self._ended_s, *self._running} - {ON_HOST}
             return {lane: self._ended_s.get(lane, 0.0) + now - self._running.get(lane, now) for lane in sorted(lanes)}
 
     def take(self) -> list[Call]:
-        """The calls added since the last `take`, in order of their end."""
+        """Return the calls added since the last `take`, in the order of their end."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
 
 
 RunOnRanks = Callable[[str, str, tuple[object, ...], Mapping[str, object]], object]
-"""`(role, method, args, kwargs) -> result`, on all ranks of a group."""
+"""Function `(role, method, args, kwargs) -> result` that runs a method on all ranks of a group."""
 
 
 class DeviceQueue:
-    """Queue of the calls on one pool's devices: they run one after another, each once its arguments are there."""
+    """Queue of the calls on one pool's devices: calls run one after another, each once its arguments are available."""
 
     def __init__(self, name: str, timeline: Timeline) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._name, self._timeline = name, timeline
 
     def submit(self, function: RunOnRanks, role: str, method: str, *args: object, **kwargs: object) -> Pending[Any]:
-        """Append a call of a role's method."""
+        """Append a call of a role's method; return the future of its result."""
         pending: Pending[Any] = Pending()
 
         def run() -> None:
@@ -119,28 +118,29 @@ class DeviceQueue:
         def cancelled(done: Future[None]) -> None:
             if done.cancelled():
                 pending.cancel()
-                pending.set_running_or_notify_cancel()  # wakes whoever waits
+                pending.set_running_or_notify_cancel()  # wakes waiting threads
 
         self._threads.submit(run).add_done_callback(cancelled)
         return pending
 
     def close(self, *, wait: bool = True) -> None:
-        """Cancel the calls that wait, and wait for the one that runs."""
+        """Cancel the waiting calls and, with `wait`, wait for the running call."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
 
 def _awaited(value: object) -> object:
-    """An argument once it is there; values of other processes stay there."""
+    """Wait for an argument if it is a future; values in other processes stay there."""
     if isinstance(value, Pending):
         return value.where()
     return value.result() if isinstance(value, Future) else value
 
 
 class Group:
-    """The workers of a role on all ranks of its pool. It has the worker methods that their class marks.
+    """Group of a role's workers on all ranks of a pool; has the worker methods that the worker class marks.
 
     Args:
-      role: Name for messages and the timeline.
+      role: Name of the role, for messages and the timeline.
+      methods: Names of the worker methods.
     """
 
     def __init__(self, role: str, methods: Collection[str], call: RunOnRanks, queue: DeviceQueue) -> None:
@@ -156,14 +156,14 @@ _GENERATING = worker_methods(Generates).keys()
 
 
 class GeneratesElsewhere(ABC):
-    """An actor whose methods that generate are those of another group, and all others those of `_trains`."""
+    """Actor that calls the rollout group to generate, and `_trains` for all other methods."""
 
     _rollout: Group
     _trains: Any
 
     @abstractmethod
     def _sent(self) -> Pending[Any]:
-        """Version of the weights to generate with, once they are on the rollout's devices."""
+        """Return the version of the weights to generate with, as a future that waits for their transfer."""
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         if name in _GENERATING:
@@ -172,13 +172,14 @@ class GeneratesElsewhere(ABC):
 
 
 class ActorApart(GeneratesElsewhere):
-    """An actor whose responses another group generates, with copies of its weights on devices of its own.
+    """Actor whose responses a rollout group generates on a separate pool, with copies of the actor's weights.
 
-    The weights are sent before the first generation after they changed. Both groups' calls are
-    chained by futures, so the actor's pool is free while the other generates.
+    Changed weights are sent before the next generation. The calls of both groups are chained by futures, so the actor's
+    pool is free while the rollout group generates.
 
     Args:
-      fetching: Gives the same group as it is launched now; its calls run beside the others.
+      fetching: Returns the rollout group on its current processes, with a queue of its own: the group's calls run
+        concurrently with generation.
     """
 
     def __init__(self, actor: Group, rollout: Group, fetching: Callable[[], Group]) -> None:
@@ -189,7 +190,7 @@ class ActorApart(GeneratesElsewhere):
         self._wanted: tuple[Any, Group] | None = None
         self._asked: list[Any] = []
         self._waiting, self.launches = 0, 1
-        self._order = threading.Lock()  # an update is before or after an offer
+        self._order = threading.Lock()  # orders updates and offers of weights
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._updated(self._trains.update_actor, *args, **kwargs)
@@ -203,18 +204,18 @@ class ActorApart(GeneratesElsewhere):
             return update(*args, **kwargs)
 
     def as_of_now(self, *, waiting: int) -> "ActorAsOf":
-        """The actor that generates with the weights of this moment, whatever is updated before it does.
+        """Return an actor that generates with the current weights, even if updates come before its generation.
 
-        They are fetched at once, while the group that generates may be drawing with those before.
+        The weights are fetched at once, while the rollout group may still generate with earlier weights.
 
         Args:
-          waiting: Most of these that may exist and have not begun to generate; a copy of the weights waits for each.
+          waiting: Maximum number of such actors that have not started to generate; each keeps a copy of the weights.
         """
-        self._waiting = 2 * waiting + 1  # between two of these the newest weights may be offered, for an evaluation
+        self._waiting = 2 * waiting + 1  # between two such actors the newest weights may be offered, for an evaluation
         if self._there is None:
             self._sent()
         launches, known = self.launches, self._wanted
-        if known is None:  # from the second time on always the same, so that no offer waits for generation
+        if known is None:  # from the second time on the splits are known, so that no offer waits for generation
             fetching = self._fetching()
             self._wanted = known = self._rollout.wanted_weights().result(), fetching
         wanted, fetching = known
@@ -227,23 +228,23 @@ class ActorApart(GeneratesElsewhere):
         return self._trains.offer_weights(wanted, waiting=self._waiting)
 
     def send_again(self) -> None:
-        """Send the newest weights, all of them, to a group that was launched anew and has none, nor its former size."""
+        """Send all of the newest weights to a rollout group that was relaunched, perhaps with fewer hosts."""
         self.launches += 1
         self._newest = self._there = self._wanted = None
         asked, self._asked = self._asked, []
-        for wanted in asked:  # by processes that are gone; nobody comes for what was offered to them
+        for wanted in asked:  # the processes that would fetch these offers are gone
             self._trains.withdraw_weights(wanted)
         self._sent()
 
     def load(self, fetched: Pending[Any]) -> Pending[Any]:
-        """Have weights that were fetched on the rollout's devices; returns their version."""
+        """Move fetched weights to the rollout's devices; return their version."""
         self._there = self._rollout.load_fetched(fetched)
         return self._there
 
     def _sent(self) -> Pending[Any]:
-        """Version of the newest weights, once they are on the rollout's devices."""
+        """Send the newest weights if the rollout's devices have others; return the version, as a future."""
         if self._newest is None or self._newest is not self._there:
-            # Brought here: what lies on a host that dies would take down the pool that comes to read it.
+            # Brought to this process: a value on a host that dies would end the pool that reads the value.
             wanted = self._rollout.wanted_weights().result()
             with self._order:
                 self._newest = self._there = sent = self._rollout.load_weights(self._offer(wanted))
@@ -252,15 +253,15 @@ class ActorApart(GeneratesElsewhere):
 
 
 class ActorAsOf(GeneratesElsewhere):
-    """An actor as of one moment: it generates with the weights of then, and is the actor of now in all else.
+    """Actor as of one moment: generates with the weights of that moment, and is the current actor in all else.
 
-    Nothing else may have its devices generate between its first call and its last.
+    No other caller may generate on the rollout's devices between this actor's first and last call.
 
-    Where the group that generates was launched anew meanwhile, it has the newest weights at its first call.
+    If the rollout group is relaunched before the first call, this actor generates with the newest weights.
 
     Args:
-      fetched: Number of the weights on the group's hosts, where they wait for the first call.
-      launches: Launches of the group as they were asked for.
+      fetched: Number of the fetched weights, as a future; the weights wait on the rollout's hosts for the first call.
+      launches: Number of launches of the rollout group when the weights were fetched.
     """
 
     def __init__(self, apart: ActorApart, rollout: Group, fetched: Pending[Any], launches: int) -> None:

@@ -1,7 +1,7 @@
-"""One process's share of a pool: its workers, and the calls that reach them.
+"""Host: the workers of one process of a pool, and the calls to them.
 
-A pool on this machine is one host in this process; on a cluster it is one host in each of
-several processes, which run the same calls together as one program.
+A local pool is one host in the controller's process. On a cluster, a pool has one host in each of several processes;
+these run the same calls together as one SPMD program.
 """
 
 import gc
@@ -23,11 +23,11 @@ from jaxrlhf.workers.summary import SummaryRow, pool_rows
 
 @dataclass(frozen=True)
 class Built:
-    """A host's workers, as the controller has to know them.
+    """Description of a host's workers for the controller.
 
     Attributes:
       places: Coordinates of the process in each role's group.
-      items: Names of the checkpoint's items that it can save.
+      items: Names of the checkpoint items that the host can save.
     """
 
     places: Mapping[str, RankCoordinates]
@@ -35,7 +35,7 @@ class Built:
 
 
 class Host:
-    """The workers of one process."""
+    """Workers of one process."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder, self.progress = builder, builder.progress
@@ -46,15 +46,15 @@ class Host:
         self._compiled = CompileCounter()
 
     def rows(self) -> list[SummaryRow]:
-        """Rows of the table at the start: the configuration's consequences on this pool.
+        """Return this pool's rows of the table of derived settings.
 
         Raises:
-          Refusal: A layout or a token budget that the pool cannot hold.
+          Refusal: The pool cannot hold a layout or a token budget.
         """
         return pool_rows(self.builder)
 
     def build(self, phase: Phase) -> Built:
-        """Make the workers of a phase; those of the phase before are dropped."""
+        """Build the workers of a phase; the workers of the previous phase are dropped."""
         self.workers, self._items = {}, {}
         gc.collect()  # a worker and its compiled programs refer to each other
         self.workers = self.builder.workers(phase)
@@ -74,33 +74,33 @@ class Host:
             with DevicePeak(builder.pool.devices) as peak:
                 result = function(*own, **named)
         self._peaks[method] = max(self._peaks.get(method, 0), peak.bytes)
-        if builder.pool.devices[0].platform == "cpu":  # others have their arrays in memory of their own
+        if builder.pool.devices[0].platform == "cpu":  # accelerators have their own memory
             return_free_memory()
         return result
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """Programs that were lowered instead of run, on devices that are not here; named `role.program`."""
+        """Return the programs that were lowered instead of run, for described devices; names are `role.program`."""
         found: dict[str, jax.stages.Lowered] = {}
         if self.builder.sampler is not None:
-            programs = getattr(self.builder.sampler.engine, "lowered", {})  # an engine of another kind has none
+            programs = getattr(self.builder.sampler.engine, "lowered", {})  # engines of other kinds lower no programs
             found |= {f"generation.{name}": program for name, program in programs.items()}
         for role, worker in self.workers.items():
             found |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}
         return found
 
     def start_trace(self, folder: Path) -> None:
-        """Trace this process and its devices, into a folder of its own where there are several processes."""
+        """Start the profiler for this process and its devices; several processes write to separate subfolders."""
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would make the host's part many times as long
+        options.python_tracer_level = 0  # tracing every Python call would make the host's part many times larger
         own = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
         jax.profiler.start_trace(own, profiler_options=options)
 
     def stop_trace(self) -> None:
-        """Write the trace."""
+        """Stop the profiler and write the trace."""
         jax.profiler.stop_trace()
 
     def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
-        """Metrics of the workers since the last call, and peak device bytes of each worker method."""
+        """Return the workers' metrics since the last call, and the peak device bytes of each worker method."""
         peaks, self._peaks = self._peaks, {}
         metrics = {
             "compile/count": float(self._compiled.count),
@@ -113,11 +113,11 @@ class Host:
         return metrics, peaks
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, the policy's version, and room for images, for a checkpoint."""
+        """Return the counters for a checkpoint: updates so far, the policy's version, and padded sizes for images."""
         return {name: count for worker in self._counting() for name, count in worker.counters().items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from a checkpoint's counters."""
+        """Continue from a checkpoint's counters."""
         for worker in self._counting():
             worker.set_counters(counters)
 
@@ -125,10 +125,10 @@ class Host:
         return [worker for worker in self.workers.values() if hasattr(worker, "counters")]
 
     def item(self, name: str, method: str, *args: Any) -> Any:
-        """Call a method of one `Item` of a checkpoint."""
+        """Call a method of one checkpoint `Item`."""
         return getattr(self._items[name], method)(*args)
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers and the compile counter."""
         self._compiled.close()
         self.builder.close()

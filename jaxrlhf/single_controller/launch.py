@@ -28,11 +28,11 @@ def launch(
     """Launch the pools of a run: in this process, or on the hosts of a cluster.
 
     Args:
-      devices: Devices of this process's pools; None is all that there are.
-      workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
+      devices: Devices for pools of this process, even if a cluster is configured; None is all devices or the cluster.
+      workdir: Folder for the printed output of hosts and reward functions; None is a dry run, which writes nothing.
 
     Raises:
-      Refusal: Settings that do not fit the devices or each other.
+      Refusal: Settings do not fit the devices or each other.
       HostFailure: A host of the cluster did not start.
     """
     if devices is None:
@@ -68,7 +68,7 @@ def launch(
 
 
 def _check_threads(devices: Sequence[jax.Device]) -> None:
-    """Raise `Refusal` if the collectives of CPU devices could wait for each other for ever."""
+    """Raise `Refusal` if the collectives of CPU devices could deadlock for lack of threads."""
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
         raise Refusal(
@@ -79,7 +79,7 @@ def _check_threads(devices: Sequence[jax.Device]) -> None:
 
 
 def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[Pool, Sequence[jax.Device]]]:
-    """Each pool with its devices, taken in order.
+    """Assign devices to pools, in order.
 
     Raises:
       Refusal: There are fewer devices than the pools need.

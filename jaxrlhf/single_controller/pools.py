@@ -1,6 +1,6 @@
 """Pools of devices, the processes on them, and the roles that a dataflow calls.
 
-`Ranks` is one pool's processes: here those of this process, in `ray_backend` those of a cluster.
+`Ranks` are the processes of one pool: `LocalRanks` in this process, `RayRanks` of `ray_backend` on a cluster.
 """
 
 from abc import ABC, abstractmethod
@@ -31,11 +31,16 @@ from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.summary import SummaryRow
 
 REWARD_OUTPUT = "reward_output.log"
-"""File of the workdir that takes what reward functions print."""
+"""File of the workdir with the printed output of reward functions."""
 
 
 class Ranks(ABC):
-    """The processes of one pool."""
+    """Processes of one pool.
+
+    Attributes:
+      built: Workers of each rank in the current phase.
+      protocols: Transfer protocol of each worker method, by role and method.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,33 +49,33 @@ class Ranks(ABC):
 
     @abstractmethod
     def on_all(self, method: str, *args: Any) -> list[Any]:
-        """Results of a method of `Host` on every rank."""
+        """Run a method of `Host` on every rank; return one result per rank."""
 
     @abstractmethod
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """Run a worker method on all ranks and collect its results, here or as a `RemoteValue`."""
+        """Run a worker method on all ranks and collect the results, in this process or as a `RemoteValue`."""
 
     @abstractmethod
     def close(self) -> None:
         """End the processes."""
 
     def relaunch(self, failed: HostFailure) -> bool:
-        """Launch processes that failed anew, with the workers that they had; false if that may not be."""
+        """Relaunch failed processes with their workers; return False if that is not allowed."""
         return False
 
     def as_launched(self) -> RunOnRanks:
-        """A `call` on the processes that are there now, and on none that are launched in their place."""
+        """Return `call` bound to the current processes, not to processes of a later relaunch."""
         return self.call
 
     def build(self, phase: Phase) -> None:
-        """Make the workers of a phase on every rank."""
+        """Build the workers of a phase on every rank."""
         self.built = self.on_all("build", phase)
         declared = phase.config.all_roles
         self.protocols = {role: worker_methods(declared[role].worker_class) for role in self.built[0].places}
 
 
 class LocalRanks(Ranks):
-    """A pool of devices of this process: one rank, whose results are handed on as they are."""
+    """Pool in this process: a single rank, whose results are passed on without copies."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(host.builder.pool.name)
@@ -87,7 +92,7 @@ class LocalRanks(Ranks):
 
 
 class PoolItem:
-    """One item of a checkpoint, on the ranks of a pool."""
+    """Checkpoint item whose arrays are on the ranks of a pool."""
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self._on_all = partial(ranks.on_all, "item", name)
@@ -109,13 +114,13 @@ class PoolItem:
 
 
 class Roles:
-    """The roles that a dataflow calls.
+    """Roles that a dataflow calls, as attributes.
 
-    To type checkers a role is its worker, whose worker methods take and return futures; at run
-    time it is the `Group` of that worker on its pool. A role that the algorithm does not have is missing.
+    For type checkers a role is its worker class, whose worker methods take and return futures. At run time a role is
+    the `Group` of the workers on their pool. A role that the algorithm does not have is no attribute.
 
     Args:
-      pools: Pools with the workers of the phase built.
+      pools: Pools with the workers of the phase already built.
     """
 
     actor: Actor
@@ -134,10 +139,10 @@ class Roles:
             queue, beside = DeviceQueue(ranks.name, self.timeline), DeviceQueue(ON_HOST, self.timeline)
             self._queues += [queue, beside]
             for role in ranks.built[0].places:
-                # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
+                # Reward functions run concurrently with the models; a reward model takes its turn on the devices.
                 chosen = beside if role == "reward" and not phase.config.rewards.by_model else queue
                 groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
-                if role == ROLLOUT:  # whose next weights come while it draws
+                if role == ROLLOUT:  # its next weights are fetched while it generates
                     self._queues.append(DeviceQueue(ON_HOST, self.timeline))
                     fetching = partial(_group_as_launched, role, ranks, self._queues[-1])
         self._groups = sorted(groups)
@@ -145,7 +150,7 @@ class Roles:
         if ROLLOUT in groups:
             vars(self)["actor"] = ActorApart(groups["actor"], groups[ROLLOUT], fetching)
 
-    if not TYPE_CHECKING:  # or every misspelt role would have a type
+    if not TYPE_CHECKING:  # else every misspelled role would have a type
 
         def __getattr__(self, role: str) -> NoReturn:
             there = vars(self).get("_groups", [])
@@ -153,11 +158,11 @@ class Roles:
 
     @property
     def generates_apart(self) -> bool:
-        """True if other devices generate than those of the actor."""
+        """True if a separate pool generates, on other devices than the actor's."""
         return isinstance(vars(self).get("actor"), ActorApart)
 
     def as_of_now(self, *, waiting: int) -> "Roles":
-        """These roles, whose actor generates with the weights of this moment; see `ActorApart.as_of_now`."""
+        """Return these roles with an actor that generates with the current weights; see `ActorApart.as_of_now`."""
         if not self.generates_apart:
             return self
         roles = copy(self)
@@ -165,10 +170,10 @@ class Roles:
         return roles
 
     def relaunch(self, failed: HostFailure) -> bool:
-        """Launch the pool whose host failed anew, if it only generates and scores, and send it the newest weights.
+        """Relaunch the failed host's pool if it only generates and scores, and send it the newest weights.
 
         Returns:
-          False if it holds what only a checkpoint could give back, or was launched as often as it may be.
+          False if the pool has state that only a checkpoint could restore, or has no relaunches left.
         """
         pool = next((ranks for ranks in self._pools if ranks.name == failed.host.pool), None)
         if pool is None or not pool.relaunch(failed):
@@ -179,7 +184,7 @@ class Roles:
         return True
 
     def _on_all(self, ranks: Ranks, method: str, *args: Any) -> list[Any]:
-        """Results of a method of `Host` on every rank, of a pool that is launched anew if it failed and may be."""
+        """Run a method of `Host` on every rank of a pool; after a failure, relaunch the pool if allowed and retry."""
         try:
             return ranks.on_all(method, *args)
         except (HostDied, HostHung) as failed:
@@ -188,24 +193,24 @@ class Roles:
             return ranks.on_all(method, *args)
 
     def items(self) -> dict[str, Item]:
-        """Every tree of arrays that a checkpoint of the run holds."""
+        """Return the checkpoint items of all roles, by name."""
         return {name: PoolItem(ranks, name) for ranks in self._pools for name in ranks.built[0].items}
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """Programs that were lowered instead of run, on devices that are not here; named `role.program`."""
+        """Return the programs that were lowered instead of run, for described devices; names are `role.program`."""
         return {name: program for ranks in self._pools for name, program in ranks.on_all("lowered")[0].items()}
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, by role, the policy's version, and room for images."""
+        """Return the counters for a checkpoint: updates by role, the policy's version, and padded sizes for images."""
         return {name: count for ranks in self._pools for name, count in self._on_all(ranks, "counters")[0].items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from a checkpoint's counters."""
+        """Continue from a checkpoint's counters."""
         for ranks in self._pools:
             self._on_all(ranks, "set_counters", dict(counters))
 
     def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
-        """Metrics of the hosts since the last call, and peak device bytes by worker method: the most of any host."""
+        """Return the hosts' metrics since the last call, and peak device bytes by method; each is the largest value."""
         metrics: Metrics = {}
         peaks: dict[str, int] = {}
         for measured, bytes_by_method in (
@@ -217,10 +222,10 @@ class Roles:
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """Have every process trace its own work and its devices' within the block.
+        """Profile every process and its devices within the block.
 
         Args:
-          folder: Takes the traces; those of hosts lie in folders named after their pools, on their machines.
+          folder: Folder of the traces; hosts of a cluster write to subfolders named after pools, on their own machines.
         """
         traced = [(self._pools[0], folder)]  # pools of this process share its trace
         if self._on_hosts:
@@ -230,45 +235,45 @@ class Roles:
         try:
             yield
         except BaseException:
-            if not self._on_hosts:  # hosts end with the run, and this process goes on
+            if not self._on_hosts:  # hosts end with the run, but this process continues
                 self._pools[0].on_all("stop_trace")
             raise
         for ranks, _ in traced:
             ranks.on_all("stop_trace")
 
     def close(self, *, wait: bool = True) -> None:
-        """Let the threads end, and wait for running calls; without `wait` those go on until they are done."""
+        """End the threads of the queues, and wait for running calls; with `wait=False` the calls finish later."""
         for queue in self._queues:
             queue.close(wait=wait)
 
 
 def _group_as_launched(role: str, ranks: Ranks, queue: DeviceQueue) -> Group:
-    """The workers of a role on the processes that are there now."""
+    """Make the group of a role's workers on the current processes."""
     return Group(role, ranks.protocols[role], ranks.as_launched(), queue)
 
 
 class Pools:
-    """The pools of a run, launched; they serve its phases one after another."""
+    """Launched pools of a run; the phases of the run use the pools one after another."""
 
     def __init__(self, pools: Sequence[Ranks]) -> None:
         self._pools = list(pools)
 
     def rows(self) -> list[SummaryRow]:
-        """Rows of the table at the start: the configuration's consequences on each pool.
+        """Return the pools' rows of the table of derived settings.
 
         Raises:
-          Refusal: A layout or a token budget that a pool cannot hold.
+          Refusal: A pool cannot hold a layout or a token budget.
         """
         return [row for ranks in self._pools for row in ranks.on_all("rows")[0]]
 
     def roles(self, phase: Phase) -> Roles:
-        """Make the workers of a phase. Those of the phase before are dropped."""
+        """Build the workers of a phase; the workers of the previous phase are dropped."""
         for ranks in self._pools:
             ranks.build(phase)
         return Roles(self._pools, phase)
 
     def close(self) -> None:
-        """End all processes, and with them the calls that run; once, however often it is called."""
+        """End all processes and the running calls; further calls of `close` do nothing."""
         pools, self._pools = self._pools, []
         with ExitStack() as stack:
             for ranks in pools:
@@ -276,7 +281,7 @@ class Pools:
 
 
 def placed(config: Config, *, devices: int) -> list[Pool]:
-    """The pools, with every role in one of them. Without configured pools one takes all `devices`."""
+    """Return the pools, with every role assigned to a pool; without configured pools, one pool of all `devices`."""
     roles = tuple(dict.fromkeys((*config.roles, "reward")))
     if not config.pools:
         return [Pool("all", config.devices or devices, roles)]

@@ -1,8 +1,8 @@
-"""Pools of a run on the hosts of a Ray cluster: one process a host, one JAX world a pool.
+"""Pools on the hosts of a Ray cluster: one process per host, one JAX distributed world per pool.
 
-Ray launches the processes, carries control messages and object references, and tells when a
-host is gone. A worker method's result stays in the object store of the host that made it; a group
-that takes it as an argument fetches it from there, not through the controller.
+Ray launches the processes, carries control messages and object references, and reports dead hosts. The result of a
+worker method stays in the object store of the host that made it. A group that takes the result as an argument fetches
+it from there, not through the controller.
 """
 
 import math
@@ -37,15 +37,15 @@ from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.summary import SummaryRow
 
 LOGS = "hosts"
-"""Folder of the workdir with what each host and its reward functions print."""
+"""Folder of the workdir with the printed output of each host and its reward functions."""
 
 PROGRESS_S = 1.0
-"""Seconds between two looks at a host's progress."""
+"""Seconds between two polls of a host's progress."""
 
 
 @dataclass(frozen=True)
 class Gathered(RemoteValue):
-    """Results of a call's leading ranks, where they left them.
+    """Remote result of a call: handles of the leading ranks' results, in the hosts' object stores.
 
     Attributes:
       parts: Results in the order of the ranks.
@@ -65,7 +65,7 @@ class Gathered(RemoteValue):
         return PROTOCOLS[self.protocol].collect([part.load() for part in self.parts])
 
     def load_rows(self, start: int, stop: int) -> Any:
-        """The rows, of which only those parts travel that have some."""
+        """Load a range of rows; only parts with such rows are transferred."""
         found, first = [], 0
         for part in self.parts:
             assert part.rows is not None, "only where the rows of every part are known"
@@ -78,17 +78,17 @@ class Gathered(RemoteValue):
 
 
 STATELESS = {ROLLOUT, REWARD.name}
-"""Roles that have nothing that a checkpoint keeps: a pool of these is launched anew by itself."""
+"""Roles without state in a checkpoint; a pool with only these roles can be relaunched by itself."""
 
 
 class RayRanks(Ranks):
-    """A pool of host processes.
+    """Processes of one pool on a Ray cluster.
 
     Args:
-      launch: Starts as many processes as its `hosts` says.
-      hosts: Number of the processes; after a relaunch fewer, where there is no room for all.
-      multiple: Fewer than all are a multiple of this.
-      relaunches: Times that they may be started again while other pools go on.
+      launch: Function of `hosts` that starts that number of processes.
+      hosts: Number of processes; a relaunch starts fewer if the cluster has no room for all.
+      multiple: Factor of the number of processes if there are fewer than `hosts`.
+      relaunches: Number of times that the pool may be started again while other pools continue.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class RayRanks(Ranks):
                 raise
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
-        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
+        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # such as critic_optimizer.save
         return [result.load() for result in self._processes.call(method, *args, label=label)]
 
     def relaunch(self, failed: HostFailure) -> bool:
         with self._relaunching:
             if failed.host not in self._processes.hosts:
-                return True  # another thread has done it
+                return True  # another thread has relaunched the pool
             if not self._relaunches:
                 return False
             self._relaunches -= 1
@@ -131,7 +131,7 @@ class RayRanks(Ranks):
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             self._processes.close()
             self._processes = self._launched_again()
-            if self._closed:  # meanwhile, by another thread
+            if self._closed:  # another thread closed the pool meanwhile
                 self._processes.close()
                 return False
             if self._phase is not None:
@@ -139,7 +139,7 @@ class RayRanks(Ranks):
             return True
 
     def _launched_again(self) -> HostProcesses:
-        """Processes as at the start, or fewer where there is no room for those in time."""
+        """Launch as many processes as at the start, or fewer if the cluster has no room in time."""
         hosts = self._most
         while True:
             try:
@@ -156,7 +156,7 @@ class RayRanks(Ranks):
         return self.as_launched()(role, method, args, kwargs)
 
     def as_launched(self) -> RunOnRanks:
-        with self._relaunching:  # the workers of a launch are there when it ends
+        with self._relaunching:  # wait until a relaunch has built its workers
             return partial(self._call, self._processes)
 
     def _call(
@@ -176,7 +176,7 @@ class RayRanks(Ranks):
 
     @contextmanager
     def _showing_progress(self) -> Iterator[None]:
-        """Pass on the first host's progress within the block."""
+        """Report the first host's progress within the block."""
         done = threading.Event()
 
         def ask() -> None:
@@ -201,7 +201,7 @@ class RayRanks(Ranks):
 
 
 class LatestProgress:
-    """Progress of a host's calls, for the controller to ask."""
+    """Latest progress of a host's calls, polled by the controller."""
 
     def __init__(self) -> None:
         self.latest: tuple[str, int, int] | None = None
@@ -211,7 +211,7 @@ class LatestProgress:
 
 
 def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path | None) -> Host:
-    """The host object of one process; runs there, after it has joined the others."""
+    """Make the `Host` of one process; runs in that process after it has joined the pool's other processes."""
     import ray
 
     compilation_cache.turn_on()
@@ -232,7 +232,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
 
 
 class RayPools(Pools):
-    """The pools of a run on a cluster; the connection to it ends with them, and what `after` holds."""
+    """Pools of a run on a cluster; `close` also closes `after`, which holds the connection and a temporary folder."""
 
     def __init__(self, pools: Sequence[Ranks], connection: Connection, after: ExitStack) -> None:
         super().__init__(pools)
@@ -249,7 +249,7 @@ class RayPools(Pools):
 
 
 def carry_configuration_files() -> None:
-    """Have classes of configuration files, such as algorithms, sent to hosts whole: they cannot import them."""
+    """Make Ray send classes of configuration files, such as algorithms, by value: hosts cannot import these files."""
     from ray import cloudpickle
 
     for module in loaded():
@@ -257,13 +257,13 @@ def carry_configuration_files() -> None:
 
 
 def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, workdir: Path | None) -> Pools:
-    """Start the host processes of every pool.
+    """Connect to the cluster and start the host processes of every pool.
 
     Raises:
-      Refusal: A pool's devices are no whole number of hosts, or no cluster answers.
+      Refusal: A pool's devices are not a whole number of hosts, or no cluster answers.
       HostFailure: A host did not start.
     """
-    # The controller computes next to nothing, and must not take an accelerator from a host.
+    # The controller computes almost nothing, and must not take an accelerator from a host.
     jax.config.update("jax_platforms", "cpu")
     connection = connect(cluster)
     after = ExitStack()
@@ -283,7 +283,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
                 log_directory=folder / LOGS,
             )
             relaunches = cluster.restarts if STATELESS.issuperset(pool.roles) else 0
-            replica = config.actor.layout.replica_devices  # hosts of those that generate hold whole ones
+            replica = config.actor.layout.replica_devices  # the hosts of a generating pool hold whole replicas
             sizes = {
                 "hosts": pool.devices // cluster.devices_per_host,
                 "multiple": replica // math.gcd(replica, cluster.devices_per_host),
@@ -296,7 +296,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
 
 
 def _pools_of_hosts(config: Config, cluster: RayCluster, *, machines: int) -> list[Pool]:
-    """The pools, each of a whole number of hosts; one that takes all devices has a host on each machine."""
+    """Return the pools, each with a whole number of hosts; a single pool of all devices has a host on each machine."""
     pools = placed(config, devices=cluster.devices_per_host * machines)
     for pool in pools:
         if pool.devices % cluster.devices_per_host:

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-# Metric, and how its value reads in the line of a step.
+# Metrics, and the format of their values in the line of a step.
 COLUMNS: Mapping[str, str] = {
     "supervised/loss": "loss {:.4f}",
     "preference/loss": "loss {:.4f}",
@@ -37,15 +37,16 @@ COLUMNS: Mapping[str, str] = {
     "time/step_s": "{:.2f} s/step",
 }
 PLAIN_WIDTH = 120
-"""Columns of tables in logs and notebooks."""
+"""Width in characters of tables in logs and notebooks."""
 LEAST_NOTE_WIDTH = 40
-"""Columns that notes need to stand beside their rows."""
+"""Smallest width in characters of notes next to their rows."""
 
 
 class SettingsTable:
-    """Rows of (section, name, value, note); a section is named once, and a blank line follows it.
+    """Table of settings, from rows of (section, name, value, note).
 
-    Where notes would have little room they stand below their row.
+    A section is named once, and a blank line follows the section. Notes without enough room are printed below their
+    rows.
     """
 
     def __init__(self, rows: Sequence[tuple[str, str, object, str]], *, title: str | None = None) -> None:
@@ -82,21 +83,21 @@ class SettingsTable:
                 yield Padding(Text(note, style="dim"), (0, 0, 0, 6))
 
     def _begins(self, number: int) -> bool:
-        """True if a section begins with the row."""
+        """Return whether a section begins with the row."""
         return number == 0 or self._rows[number - 1][0] != self._rows[number][0]
 
 
 class RunConsole:
-    """Progress of a run; a logger of metrics.
+    """Progress display of a run; a logger of metrics.
 
     On a terminal, bars stay below the lines. Elsewhere (continuous integration, files, notebooks) there are only
     the lines.
 
     Args:
-      steps: Steps of the whole run; 0 of what has none, and no bar of them.
-      first_step: Steps already done when the run was resumed.
-      columns: Which metrics make up the line of a step; absent ones are left out.
-      console: Where to print; None is standard output.
+      steps: Number of steps of the whole run; 0 shows no bar of steps.
+      first_step: Number of steps that were done before the run was resumed.
+      columns: Metrics in the line of a step, with the formats of their values; absent metrics are left out.
+      console: Console to print to; None is standard output.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class RunConsole:
             self._bars.update(self._run_bar, completed=step)
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Move the bar of a phase; it appears with the first call and goes when all is done."""
+        """Move the bar of a phase; the bar appears with the first call and disappears when all is done."""
         if not self._bars:
             return
         if phase not in self._phase_bars:
@@ -148,14 +149,14 @@ class RunConsole:
             self._bars.remove_task(self._phase_bars.pop(phase))
 
     def print(self, content: SettingsTable | Table | Text | str) -> None:
-        """Print above the bars; square brackets in a text are no markup."""
+        """Print above the bars; square brackets in a text are not read as markup."""
         if isinstance(content, SettingsTable | Table):
             self._console.print(content)
         else:
             self._console.print(content, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state of the bars on the screen."""
+        """Stop the bars, and leave their last state on the screen."""
         if self._bars:
             self._bars.stop()
 
@@ -170,7 +171,7 @@ class BytesBar:
     """Progress bar of bytes read or written; on a terminal only. A context manager.
 
     Attributes:
-      total: Bytes, once known.
+      total: Number of all bytes; 0 until it is known.
     """
 
     def __init__(self, label: str) -> None:
@@ -193,24 +194,24 @@ class BytesBar:
 
 
 class _Output(Console):
-    """Console of a program that goes on when nobody reads it any more: a run's files have all that it says."""
+    """Console that lets the program continue when its output is no longer read; the run's files have all of it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for whatever else prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for other code that prints
 
 
 def default_console() -> Console:
-    """Standard output; where it is not a terminal, wide enough for tables, and never redrawn, in colour or not."""
+    """Return a console for standard output. Without a terminal it is wide enough for tables and never redrawn."""
     console = _Output()
     return console if console.file.isatty() else _Output(width=PLAIN_WIDTH, force_interactive=False)
 
 
 def say(text: str) -> None:
-    """Print a text as it is, with no markup in it and in lines of any length."""
+    """Print a text unchanged, without markup and in lines of any length."""
     default_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def is_live(console: Console) -> bool:
-    """True if the console can redraw what it has printed."""
+    """Return whether the console can redraw its printed lines."""
     return console.is_terminal and console.is_interactive and not console.is_jupyter

@@ -1,4 +1,4 @@
-"""Device memory: how much a phase of a run takes at its worst moment."""
+"""Device memory: peak usage during a phase of a run."""
 
 import threading
 import time
@@ -10,32 +10,32 @@ from typing import Any, cast
 import jax
 
 LOOK_S = 0.05
-"""Between two looks at the memory."""
+"""Seconds between two looks at the memory."""
 
 LOOKING_SHARE = 0.01
-"""Most of the time that looking may take: where a look takes long, looks become rare."""
+"""Largest share of the time that looking may take; if a look takes long, looks become rare."""
 
 _POINTERS_WAIT = jax.version.__version_info__ >= (0, 11)
-"""True where asking for the place of a buffer waits for the program that fills the buffer."""
+"""True if reading the pointer of a buffer waits for the program that fills the buffer."""
 
 
 class DevicePeak:
-    """Most bytes in use at once on any device, between entering and leaving.
+    """Peak memory: most bytes in use at once on any device, between entering and leaving the context.
 
         with DevicePeak() as peak:
             update(batch)
         metrics["memory/update_bytes"] = peak.bytes
 
-    On accelerators, which count their memory, the temporaries of programs are in it: the peak is
-    the backend's own where that rose in the phase, else the most that a thread saw by looking now
-    and then. On CPU it is the most that the arrays alive took. Exact for what is alive at the
-    beginning and at the end. Memory of the host does not count.
+    On accelerators, which count their memory, the peak includes the temporaries of programs. It is the backend's own
+    peak if that rose during the phase, else the most that a thread saw by looking now and then. On CPU it is the most
+    that live arrays took. Arrays that are alive at the start or at the end are counted exactly. Host memory does not
+    count.
 
     Args:
-      devices: Devices to watch; all of this process by default, and none of other processes.
+      devices: Devices to watch, by default all devices of this process; devices of other processes are ignored.
 
     Attributes:
-      bytes: The peak so far; final once the phase is left.
+      bytes: Peak so far, in bytes; final once the context is left.
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
@@ -71,7 +71,7 @@ class DevicePeak:
 
 
 def bytes_in_use(devices: Sequence[jax.Device]) -> list[int]:
-    """Bytes that each of this process's devices has in use: as its backend counts, or of the arrays alive."""
+    """Return the bytes in use on each of this process's devices: as its backend counts, or of live arrays."""
     stats = [device.memory_stats() or {} for device in devices]
     if all("bytes_in_use" in stat for stat in stats):
         return [stat["bytes_in_use"] for stat in stats]
@@ -80,15 +80,16 @@ def bytes_in_use(devices: Sequence[jax.Device]) -> list[int]:
 
 
 def _peaks_ever(devices: Sequence[jax.Device]) -> list[int]:
-    """The most that each device ever had in use, 0 where the backend does not count."""
+    """Return the most bytes that each device ever had in use; 0 if the backend does not count."""
     return [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
 
 
 def _bytes_alive() -> Counter[jax.Device]:
-    """Bytes of the arrays alive in each device's default memory. A buffer that arrays share counts once.
+    """Return the bytes of live arrays in each device's default memory. A buffer that arrays share counts once.
 
-    Where pointers wait, they do so with the interpreter's lock, which the program needs to end: an array that is still
-    computed counts by itself there. (JAX 0.10 does not wait, and crashes in `is_ready` of a deleted array.)
+    If reading a pointer waits (`_POINTERS_WAIT`), it holds the interpreter's lock, which the program needs to end.
+    There an array that is still being computed counts by itself, without its pointer. (JAX 0.10 does not wait, and
+    crashes in `is_ready` of a deleted array.)
     """
     buffers: dict[tuple[jax.Device, int, bool], int] = {}
     for array in jax.live_arrays():
@@ -99,8 +100,8 @@ def _bytes_alive() -> Counter[jax.Device]:
                     place = shard.unsafe_buffer_pointer() if ready else id(shard)
                     buffers[device, place, ready] = shard.nbytes
         except RuntimeError as error:
-            # Another thread may delete an array, or another that shares its buffers, while it is counted; of the former
-            # the error may speak of shards.
+            # Another thread may delete the array, or an array that shares its buffers, during the count. If the array
+            # itself is deleted, the error may speak of shards instead.
             if "deleted" not in str(error) and not array.is_deleted():
                 raise
     counts: Counter[jax.Device] = Counter()
@@ -112,5 +113,5 @@ def _bytes_alive() -> Counter[jax.Device]:
 def _shards(array: jax.Array) -> list[tuple[jax.Device, jax.Array]]:
     if len(array.sharding.device_set) > 1:
         return [(shard.device, shard.data) for shard in array.addressable_shards]
-    # Its only shard would be one more array alive, and that one's shard another.
+    # Accessing its only shard would create one more live array, whose shard would be another.
     return [(device, array) for device in array.sharding.addressable_devices]

@@ -1,4 +1,4 @@
-"""Numbers of each step, sent to every logger."""
+"""Metrics of each step, sent to every logger."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ from jaxrlhf.tracking.records import RecordFile
 
 
 class Logger(Protocol):
-    """Destination of metrics. Write a class with these two methods to add one."""
+    """Destination of metrics. To add a destination, write a class with these two methods."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -16,7 +16,7 @@ class Logger(Protocol):
 
 
 class MetricsWriter:
-    """Sends metrics to several loggers, in order."""
+    """Writer of metrics to several loggers, in order."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = tuple(loggers)
@@ -28,7 +28,7 @@ class MetricsWriter:
             logger.log(step, plain)
 
     def close(self) -> None:
-        """Close every logger, also if one of them fails to."""
+        """Close every logger, even if closing one of them fails."""
         with ExitStack() as stack:
             for logger in reversed(self._loggers):
                 stack.callback(logger.close)
@@ -41,7 +41,7 @@ class MetricsWriter:
 
 
 class JsonLines(RecordFile):
-    """`metrics.jsonl`: an object a step, `step` first; numbers that are not finite are null."""
+    """File `metrics.jsonl`: one object per step, `step` first; numbers that are not finite are null."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.append([{"step": step, **metrics}])

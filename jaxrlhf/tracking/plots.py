@@ -1,4 +1,4 @@
-"""The learning curve: one picture of a run from its `metrics.jsonl`."""
+"""Learning curve: one picture of a run from its `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# step -> value of one metric, without the steps that lack it
+# step -> value of one metric, without the steps that lack the metric
 Series = dict[int, float]
 Curves = Mapping[str, Series]
 
@@ -28,10 +28,10 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3b6fb6", "#e07b39", "#4d9a5b", "#c44e
 
 
 def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | None = None) -> Path:
-    """Draw what `metrics.jsonl` holds into a PNG; panels without data are left out.
+    """Draw the learning curve of a `metrics.jsonl` into a PNG; panels without data are left out.
 
     Raises:
-      Refusal: If the file holds none of the metrics that are drawn.
+      Refusal: The file holds none of the metrics that are drawn.
     """
     path = Path(png)
     draw_learning_curve(metrics, title=title).savefig(path, dpi=130)
@@ -39,7 +39,7 @@ def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | No
 
 
 def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Figure:
-    """Learning curve as a matplotlib figure."""
+    """Draw the learning curve as a matplotlib figure."""
     from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
     from matplotlib.ticker import MaxNLocator
 
@@ -65,7 +65,7 @@ def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Fig
 
 
 def read_curves(metrics: Path | str) -> dict[str, Series]:
-    """Each metric's finite values by step; the accuracy before the first step is that of the step before."""
+    """Return each metric's finite values by step; `eval/accuracy_at_start` counts as the accuracy one step earlier."""
     curves: dict[str, Series] = {}
     for record in read_records(metrics):
         if (start := record.pop("eval/accuracy_at_start", None)) is not None:
@@ -91,7 +91,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _right(axes: Axes, curves: Curves, name: str, label: str, colour: str) -> None:
-    """A second axis, for a fraction, if it has data; the axes then wear the colours of their lines."""
+    """Add a second axis for a fraction, if there are data; both axes then have the colors of their lines."""
     if name not in curves:
         return
     right = axes.twinx()
@@ -153,7 +153,7 @@ def _draw_times(axes: Axes, curves: Curves) -> None:
         top = [seconds + series.get(step, 0.0) for step, seconds in zip(steps, below, strict=True)]
         axes.stairs(top, edges, baseline=below, fill=True, color=colour, alpha=0.85, label=label)
         below = top
-    # Steps that compile take many times as long and would flatten all others.
+    # Steps that compile take many times as long and would flatten all other steps.
     usual = sorted(below)[len(below) // 2]
     axes.set_ylim(0, min(1.1 * max(below), 2.5 * usual) or 1.0)
     axes.set_ylabel("seconds")
@@ -171,7 +171,7 @@ def _draw_loss(axes: Axes, curves: Curves) -> None:
 
 GAPS = ("sampler/logp_gap_mean", "sampler/logp_gap_max")
 LOSSES = ("supervised/loss", "actor/loss", "value/loss")
-# The first six with data are drawn.
+# The first six panels with data are drawn.
 PANELS: Mapping[Callable[[Axes, Curves], None], tuple[str, ...]] = {
     _draw_score: ("score/mean", "eval/accuracy"),
     _draw_length: ("response/length_mean",),

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line and in the order of their `step`, that survive kills and resumes."""
+"""Files of JSON objects, one per line in the order of their `step`, that survive kills and resumed runs."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from jaxrlhf.config import Refusal
 
 
 class RecordFile:
-    """Appends records to a file; what was written when `append` returns survives a kill.
+    """File to which records are appended; records survive a kill as soon as `append` returns.
 
     Args:
-      resumed_step: Go on with an existing file after this step: later records, and a last line
-        torn by a kill, are cut off. None starts the file anew.
+      resumed_step: Step after which an existing file is continued: later records, and a last line truncated by a kill,
+        are removed. None starts the file anew.
 
     Raises:
-      ValueError: If the file to go on with holds something else.
+      Refusal: The file to continue holds something else.
     """
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
@@ -30,7 +30,7 @@ class RecordFile:
         self._file.truncate(end)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records, each with a `step` not below the ones before; numbers that are not finite become null."""
+        """Write records in the order of their `step`; numbers that are not finite become null."""
         lines = []
         for record in records:
             if record["step"] < self._last_step:
@@ -39,7 +39,7 @@ class RecordFile:
                     f"steps must not go back, or a resumed run could not tell where to go on"
                 )
             self._last_step = record["step"]
-            # Half of a surrogate pair has no UTF-8; written as a backslash escape it is still JSON.
+            # Half of a surrogate pair has no UTF-8; a backslash escape of it is still JSON.
             text = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False)
             lines.append(text.encode("utf-8", "backslashreplace") + b"\n")
         self._file.write(b"".join(lines))
@@ -51,23 +51,23 @@ class RecordFile:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file of JSON; a kill or a full disk leaves that before it whole."""
+    """Write a JSON file; after a kill or on a full disk, the previous file is intact."""
     written = path.with_suffix(".tmp")
     written.write_text(json.dumps(content, indent=2) + "\n")
     written.replace(path)
 
 
 def read_records(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The records of a file, without a last line that was torn by a kill.
+    """Yield the records of a file, without a last line that was truncated by a kill.
 
     Raises:
-      Refusal: If another line is no JSON object with a `step`.
+      Refusal: Another line is no JSON object with a `step`.
     """
     return (record for record, _ in _scan(Path(path)))
 
 
 def jsonable(value: Any) -> Any:
-    """`value` in JSON's types: NumPy scalars as Python's, numbers that are not finite as None."""
+    """Convert a value to JSON's types: NumPy scalars to Python's, numbers that are not finite to None."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -78,7 +78,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _end_of_step(path: Path, step: int) -> int:
-    """Offset in bytes after the last record that is not beyond `step`."""
+    """Return the offset in bytes after the last record that is not beyond `step`."""
     end = 0
     for record, after in _scan(path):
         if record["step"] > step:
@@ -88,7 +88,7 @@ def _end_of_step(path: Path, step: int) -> int:
 
 
 def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Records, each with the offset of its end."""
+    """Yield records, each with the offset of its end."""
     end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -100,6 +100,6 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 if not file.peek(1):  # the last line
                     return
                 raise Refusal(f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}") from error
-            if not line.endswith(b"\n"):  # complete but for the line break: the next record would join it
+            if not line.endswith(b"\n"):  # only its line break is missing: the next record would join it
                 return
             yield record, end

@@ -1,4 +1,4 @@
-"""Samples of the model's responses: kept in `samples.jsonl`, shown to people."""
+"""Samples of the model's responses: stored in `samples.jsonl`, and shown to people."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,20 +18,20 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 @dataclass(frozen=True)
 class Sample:
-    """One response.
+    """Sample of the policy: one response, with its prompt and scores.
 
     Attributes:
-      score: Weighted sum of the parts; None if the response is unscorable.
-      parts: Each reward's own score; None where it failed.
-      prompt_length: In tokens.
-      response_length: In tokens, its end-of-sequence included.
-      truncated: Whether the length limit ended it.
-      logp_gap: Mean over its tokens of |trainer's logp - sampler's logp|; None if not measured.
-      tokens: The tokens that the policy chose, one by one: their `text`, the trainer's `logp`, its difference to the
-        sampler's (`gap`), and the `entropy` of their distribution, where those are known; None if not recorded.
-      answer: The reference answer, if there is one.
-      episode: Its `messages`, its `turns` (reward, seconds and calls of each), why it ended (`stop`) and what failed
-        (`failure`); None of a single response.
+      score: Weighted sum of `parts`; None if the response is unscorable.
+      parts: Score of each reward, by name; None if the reward failed.
+      prompt_length: Number of tokens of the prompt.
+      response_length: Number of tokens of the response, its end-of-sequence included.
+      truncated: True if the length limit ended the response.
+      logp_gap: Mean over the response's tokens of |trainer's logp - sampler's logp|; None if not measured.
+      tokens: Lists with an entry for each token that the policy chose: its `text`, the trainer's `logp`, the difference
+        to the sampler's logp (`gap`), and the `entropy` of its distribution, if known; None if not recorded.
+      answer: Reference answer, if there is one.
+      episode: Episode with its `messages`, `turns` (reward, seconds and calls of each), reason to end (`stop`) and
+        error (`failure`); None for a single response.
     """
 
     step: int
@@ -49,14 +49,14 @@ class Sample:
 
 
 class SampleFile(RecordFile):
-    """`samples.jsonl`."""
+    """File `samples.jsonl`."""
 
     def add(self, samples: Iterable[Sample]) -> None:
         self.append(asdict(sample) for sample in samples)
 
 
 def read_samples(path: Path | str, *, n: int) -> list[Sample]:
-    """`n` samples of the last step, spread over its responses, so that they differ in their prompts."""
+    """Read `n` samples of the last step, spread over its responses, so that their prompts differ."""
     last: list[dict] = []
     for record in read_records(path):
         if last and record["step"] != last[0]["step"]:
@@ -71,11 +71,11 @@ def show_samples(samples: Sequence[Sample], *, source: str | None = None, consol
     """Print samples: in frames on a terminal or in a notebook, as plain lines elsewhere.
 
     Args:
-      source: Policy that they are of; None is the run's own at their step.
+      source: Name of the policy that generated the samples; None is the run's own policy at the step of the samples.
     """
     console = console or Console()
     for sample in samples:
-        # Text, not str: what a model writes may look like rich's markup.
+        # Text, not str: text of a model may look like rich's markup.
         if console.is_terminal or console.is_jupyter:
             body = Group(Text(visible(sample.prompt), style="dim"), Rule(style="dim"), Text(visible(sample.response)))
             if sample.episode is not None:
@@ -92,14 +92,14 @@ def show_samples(samples: Sequence[Sample], *, source: str | None = None, consol
 
 
 def _spoken(message: Mapping[str, Any]) -> Text:
-    """A message of a conversation, the policy's in full colour and the others dimmed."""
+    """Format a message of a conversation: the policy's messages in full color, all others dimmed."""
     said = [str(message.get("content") or "")]
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         match call:
             case {"function": {"name": name, "arguments": arguments}}:
                 said.append(f"{name}({json.dumps(arguments, ensure_ascii=False)})")
-            case _:  # an environment may have other forms
+            case _:  # an environment may have other forms of calls
                 said.append(json.dumps(call, ensure_ascii=False))
     if message.get("reasoning_content"):
         said.insert(0, f"<think>{message['reasoning_content']}</think>")
@@ -108,7 +108,7 @@ def _spoken(message: Mapping[str, Any]) -> Text:
 
 
 def visible(text: str) -> str:
-    """Text with control characters, which may do anything to a terminal, and lone surrogates as backslash escapes."""
+    """Escape control characters, which may do anything to a terminal, and lone surrogates with backslashes."""
     return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
 
 

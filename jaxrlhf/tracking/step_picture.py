@@ -1,4 +1,4 @@
-"""One step as a picture: a line for each role, a bar for each call."""
+"""Picture of one step: a line for each role, a bar for each call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, PURPLE, RED, "#64b5cd", GREEN, "#d9b44a", "#da8bc3", GREY, "#937860")
-"""Colours of the worker methods, in the order in which they first ran."""
+"""Colors of the worker methods, in the order in which they first ran."""
 
 
 class Lines(NamedTuple):
-    """The lines of the picture from top to bottom, those of one pool together, and their bars."""
+    """Lines of the picture from top to bottom, grouped by pool, and their bars."""
 
     names: list[str]
     bars: list[Bar]
@@ -46,7 +46,7 @@ def save_step_picture(step: StepCalls, png: Path | str, *, title: str) -> Path:
 
 
 def draw_step(step: StepCalls, *, title: str) -> Figure:
-    """Timeline of a step as a matplotlib figure."""
+    """Draw the timeline of a step as a matplotlib figure."""
     names, bars = lines_of(step)
     verbs = list(dict.fromkeys(bar.verb for bar in bars))
     colours = {verb: COLOURS[index % len(COLOURS)] for index, verb in enumerate(verbs)}

@@ -1,4 +1,4 @@
-"""Time spent by a run: seconds by call, and how long each pool waited."""
+"""Time spent by a run: seconds by call, and idle seconds of each pool."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -17,12 +17,12 @@ class Spent(NamedTuple):
     """Seconds of one kind of call.
 
     Attributes:
-      lane: See `Call`; the last lines are of the step, and of what ran outside of steps.
-      name: `role.verb`, or what else the time was.
-      calls: None for what is no call.
-      share: Share of the time of all steps; None outside of them, and so are the next two.
-      first_s: In the first step, which compiles.
-      median_s: Median over the steady steps.
+      lane: Pool, as in `Call`; the last lines have `step` for whole steps, and `OUTSIDE` for time outside of steps.
+      name: `role.verb`, or the kind of time if there is no call.
+      calls: Number of calls; None if the time is not of calls.
+      share: Share of the time of all steps; None outside of steps, as are `first_s` and `median_s`.
+      first_s: Seconds in the first step, which compiles.
+      median_s: Median of the seconds in the steady steps.
     """
 
     lane: str
@@ -35,24 +35,24 @@ class Spent(NamedTuple):
 
 
 def steady(steps: Sequence[StepCalls]) -> Sequence[StepCalls]:
-    """All but the first step of the process, which compiles; that one if it is alone."""
+    """Return all steps but the first step of the process, which compiles; a single step is returned as it is."""
     return steps[1:] or steps
 
 
 def typical(steps: Sequence[StepCalls]) -> StepCalls:
-    """The steady step of median length."""
+    """Return the steady step of median length."""
     ranked = sorted(steady(steps), key=lambda step: step.seconds)
     return ranked[(len(ranked) - 1) // 2]
 
 
 def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: float, end_s: float) -> list[Spent]:
-    """The lines of the table.
+    """Compute the lines of the table of times.
 
-    A pool is idle while none of its calls runs. Pools overlap, so their seconds may add up to more than the steps'.
+    A pool is idle while none of its calls runs. Pools overlap, so the sum of their seconds may exceed the steps' time.
 
     Args:
-      steps: Steps of this process, one at least.
-      outside: Calls that ran before, between and after them.
+      steps: Steps of this process, at least one.
+      outside: Calls that ran before, between and after the steps.
       start_s: Start of the run.
       end_s: End of the run.
     """
@@ -81,10 +81,10 @@ def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: 
 
 
 def time_table(lines: Sequence[Spent], *, title: str, caption: str) -> Table:
-    """The lines as a table; a lane is named once, and a blank line follows it."""
+    """Format the lines as a table; a lane is named once, and a blank line follows the lane."""
     table = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, header_style="bold")
     table.title_justify = table.caption_justify = "left"
-    for heading in ("pool", "call"):  # these wrap where it is narrow, and no number is cut
+    for heading in ("pool", "call"):  # these columns wrap if the table is narrow; numbers are not truncated
         table.add_column(heading, overflow="fold")
     for heading in ("calls", "seconds", "share", "first step", "median step"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -113,7 +113,7 @@ def _spans(calls: Iterable[Call]) -> list[tuple[float, float]]:
 
 
 def _covered_s(spans: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
-    """Seconds between start and end that lie in one of the spans at least."""
+    """Return the seconds between start and end that at least one of the spans covers."""
     covered_s, reached_s = 0.0, start_s
     for begin_s, stop_s in sorted(spans):
         begin_s, stop_s = max(begin_s, reached_s), min(stop_s, end_s)

@@ -1,4 +1,4 @@
-"""Timeline of a run: a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Timeline of a run: a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 import json
 import time
@@ -11,10 +11,10 @@ _END = b"]\n"
 
 
 class Call(NamedTuple):
-    """One call of a role's verb, as it ran; times are `time.perf_counter` seconds.
+    """One completed call of a role's verb; times are `time.perf_counter` seconds.
 
     Attributes:
-      lane: The pool on whose devices it ran, one call after another; `ON_HOST` for calls that use none.
+      lane: Pool of devices that ran the call, one call after another; `ON_HOST` for calls without devices.
     """
 
     role: str
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 class StepCalls(NamedTuple):
-    """A step and the calls that ran in it, in order of their end."""
+    """One step and its calls, in order of their end."""
 
     number: int
     start_s: float
@@ -38,30 +38,31 @@ class StepCalls(NamedTuple):
 
 
 class TimelineFile:
-    """Appends calls to a trace in the JSON array format, one line of the picture for each role.
+    """Trace file in the JSON array format, to which calls are appended; each role is a line of the picture.
 
-    That format may end after any event, so the trace of a running or killed run opens too; `close` makes it whole JSON.
+    The format may end after any event, so viewers also open the trace of a running or killed run. `close` completes
+    the JSON.
 
     Args:
-      resumed: Go on with an existing file; an event torn by a kill is cut off.
+      resumed: True to continue an existing file; an event truncated by a kill is removed.
     """
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes() if resumed and path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1] or b"[\n"
-        if kept.endswith(_END):  # of a run that came to its end, and goes on
+        if kept.endswith(_END):  # the run had ended, and is now continued
             kept = kept.removesuffix(_END).removesuffix(b"\n")
             kept += b"\n" if kept == b"[" else b",\n"
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  open until close()
         self._file.write(kept)
         self._file.flush()
         self._lines: dict[str, int] = {}
-        for line in kept.splitlines():  # a line of the picture has one role, whichever calls first now
+        for line in kept.splitlines():  # each role keeps its line, whichever role calls first now
             if line.startswith(b'{"ph": "M"'):
                 event = json.loads(line.removesuffix(b","))
                 self._lines.setdefault(event["args"]["name"], event["tid"])
-        # Wall-clock time, so that the parts of a resumed run follow each other.
+        # Offset to wall-clock time, so that the parts of a resumed run follow each other.
         self._offset_s = time.time() - time.perf_counter()
 
     def append(self, calls: Iterable[Call]) -> None:
@@ -78,7 +79,7 @@ class TimelineFile:
         self._file.write(json.dumps(event | {"pid": 0, "tid": self._lines[role]}).encode() + b",\n")
 
     def close(self) -> None:
-        """End the array, so that the file is JSON to any reader."""
+        """End the JSON array, so that any JSON reader can read the file."""
         end = self._file.tell()
         with self._file:
             if end > len(b"[\n"):

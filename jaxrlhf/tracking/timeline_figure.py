@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 WIDTH_IN, BAR_HEIGHT = 11.0, 0.66
 _NARROWEST = 0.0025
-"""Share of the step: shorter calls are drawn this long, so that they can be seen."""
+"""Length of the shortest bar as a share of the step; shorter calls are drawn this long, so that they can be seen."""
 
 
 class Bar(NamedTuple):
-    """A call as it is drawn; `start_s` counts from the start of the step."""
+    """Bar of one call; `start_s` counts from the start of the step."""
 
     line: int
     verb: str
@@ -32,14 +32,14 @@ def timeline_figure(
     line_in: float = 0.6,
     waits: bool = False,
 ) -> Figure:
-    """Matplotlib figure with one axes.
+    """Draw a timeline as a matplotlib figure with one axes.
 
     Args:
       names: Labels of the lines, from top to bottom.
       seconds: Length of the step.
-      colours: Colour of each verb, in the order of the legend.
+      colours: Color of each verb, in the order of the legend.
       line_in: Height of a line in inches.
-      waits: Hatch the lines where they have no bar.
+      waits: True to hatch the lines where they have no bar.
     """
     from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""Counters of seconds, bytes and compilations."""
+"""Counters of compilations, and of peak memory."""
 
 import sys
 
@@ -10,12 +10,12 @@ LOAD_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCounter:
-    """Counts XLA compilations, and programs loaded from the compilation cache, from now until closed.
+    """Counter of XLA compilations, and of programs loaded from the compilation cache, until it is closed.
 
     Attributes:
-      count: Programs compiled or loaded.
-      loaded: Programs that were loaded from the compilation cache.
-      seconds: Time that took.
+      count: Number of programs compiled or loaded.
+      loaded: Number of programs that were loaded from the compilation cache.
+      seconds: Seconds that compiling and loading took.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class CompileCounter:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory in use at once so far: summed over this host's accelerators, or the process's own on CPU."""
+    """Return the peak memory so far, in bytes: summed over this host's accelerators, or of the process on CPU."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stat and "peak_bytes_in_use" in stat for stat in stats):
         return sum(stat["peak_bytes_in_use"] for stat in stats)
     import resource  # not on every system, and only needed here
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes but on macOS
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes except on macOS

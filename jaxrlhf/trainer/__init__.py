@@ -1,1 +1,1 @@
-"""A run from its configuration to its last checkpoint: the loop, evaluation, logging, resume and export."""
+"""Trainer of a run, from its configuration to its last checkpoint: loop, evaluation, logging, resume and export."""

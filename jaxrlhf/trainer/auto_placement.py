@@ -1,4 +1,4 @@
-"""Placement at start-up under `placement='auto'`: the plan of the run, or a new one for the devices here."""
+"""Automatic placement at start-up, for `placement='auto'`: reuses the run's plan, or searches for a new one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,12 @@ _SHOWN, _PICTURE = 3, "plan.png"
 
 @dataclass(frozen=True)
 class Placed:
-    """A configuration with its placement filled in.
+    """Configuration with its placement filled in.
 
     Attributes:
       config: Configuration to launch.
       title: Title of the plan's picture.
-      found: True if the plan was searched for now, and is not the workdir's own.
+      found: True if the plan is new; False if it was read from the workdir.
     """
 
     config: Config
@@ -33,20 +33,20 @@ class Placed:
     found: bool
 
     def write(self, workdir: Path) -> None:
-        """Keep a new plan, so that the run goes on with it."""
+        """Write a new plan and its picture to the workdir, so that a resumed run uses the plan again."""
         if self.found:
             save_plan(self.plan, self.hardware, workdir)
             draw_timeline(self.plan, title=self.title).savefig(workdir / _PICTURE, dpi=130)
 
 
 def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
-    """Fill in pools, layouts and offload, and say how: by the plan of the workdir if it serves, else by a new one.
+    """Fill in pools, layouts and offload from the workdir's plan if it fits, else from a new plan; print the choice.
 
     Args:
-      vocabulary: Tokens of the tokenizer.
+      vocabulary: Number of tokens of the tokenizer.
 
     Raises:
-      Refusal: Hardware that is not known, or on which nothing fits.
+      Refusal: The hardware is not known, or no placement fits it.
     """
     hardware = hardware_of(config)
     title = timeline_title(config, hardware)
@@ -63,7 +63,7 @@ def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
 
 
 def placed_for_evaluation(config: Config, workdir: Path) -> Config:
-    """The configuration with the placement of a run's plan, where that fits the devices here; else with one pool."""
+    """Fill in the placement of a run's plan if the plan fits the devices here; otherwise use one pool."""
     plan = saved_plan(config, workdir, hardware_of(config))
     if plan is None:
         say(f"no plan in {workdir} serves here: one pool answers, with a copy of the policy on each device")
@@ -72,7 +72,7 @@ def placed_for_evaluation(config: Config, workdir: Path) -> Config:
 
 
 def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> PlacementPlan | None:
-    """The plan of a workdir, if it has one that serves; what becomes of it is printed."""
+    """Return the plan of a workdir, or None if there is none that fits; print the decision and its reason."""
     saved = read_plan(workdir)
     if saved is None:
         return None

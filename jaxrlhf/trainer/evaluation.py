@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems."""
+"""Evaluation: accuracy, pass@k and maj@k on held-out problems."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _SEED = 20_000_003
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A set of an evaluation, tokenised."""
+    """Evaluation set, tokenized."""
 
     settings: EvaluationSet
     problems: Sequence[Problem]
@@ -35,7 +35,7 @@ class HeldOutSet:
 def evaluations(
     roles: Roles, config: Config, held_out: Sequence[Problem], sets: Sequence[HeldOutSet], decode: Decode
 ) -> Iterator[tuple[Metrics, ScoredRollout]]:
-    """The metrics and answers of the held-out problems, and then of each further set, named after it."""
+    """Yield metrics and answers of the held-out problems, then of each further set, with the set's name as prefix."""
     if held_out:
         yield evaluate(roles, config, held_out, decode)
     for one in sets:
@@ -61,18 +61,18 @@ def evaluate(
     samples: int = 1,
     prefix: str = "eval",
 ) -> tuple[Metrics, ScoredRollout]:
-    """Answer every problem and score the answers by the first reward; with an environment, in an episode each.
+    """Answer every problem, in an episode if there is an environment, and score the answers by the first reward.
 
     Args:
       decode: Token ids to text.
       sampling: None decodes greedily.
-      samples: Answers per problem; with more than one, pass@k is estimated for k up to it.
+      samples: Answers per problem; above 1, pass@k is estimated for k up to `samples`.
       prefix: First part of the metrics' names.
 
     Returns:
-      `eval/accuracy` (mean score of the first reward over scorable answers), lengths and
-      counts, `eval/pass@k`, `eval/maj@k` and `eval/avg@k` where `samples` is above 1, the
-      accuracy of each source where there are several; and the answers with their scores.
+      Metrics, and the answers with their scores. Metrics are `eval/accuracy` (mean score of the first reward over
+      scorable answers), lengths and counts; the accuracy of each source if there are several; and `eval/pass@k`,
+      `eval/maj@k` and `eval/avg@k` if `samples` is above 1.
     """
     sampling = sampling or Sampling(greedy=True)
     answers = answered(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
@@ -100,15 +100,15 @@ def evaluate(
 
 
 def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
-    """maj@k: mean score of each problem's most frequent final answer, the earliest of those that are as frequent.
+    """Compute maj@k: the mean over problems of the score of the most frequent final answer; ties go to the earliest.
 
-    Answers are grouped as `MathReward` compares them. A response that states no answer, or has no score, does not vote;
-    a problem whose scored responses state none has the score 0. A problem without a scored response is left out.
+    Answers are grouped as `MathReward` compares them. A response without a stated answer, or without a score, does not
+    vote. A problem whose scored responses state no answer scores 0. A problem without a scored response is left out.
 
     Source: Wang et al. 2022 (arXiv:2203.11171).
 
     Args:
-      texts: Responses, as many to each problem.
+      texts: Responses, problem by problem, an equal number for each problem.
     """
     won = []
     for group, score_G in enumerate(score_PG):
@@ -130,8 +130,8 @@ def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
 
 
 def _first_scores(config: Config, scores: Scores, sources: Sequence[str]) -> np.ndarray:
-    """`[B]` scores of each row's first reward, that of its source where that has own ones; NaN where it failed."""
-    # By name: scores joined from several processes have their parts in another order.
+    """Return each row's score by its source's first reward, else by the run's first reward, `[B]`; NaN if it failed."""
+    # By name: scores joined from several processes have their parts in a different order.
     own = {source: f"{source}/{part_names(parts)[0]}" for source, parts in config.source_rewards.items()}
     default = first_part(config.rewards)
     names = [own.get(source, default) for source in sources]
@@ -144,14 +144,14 @@ def _mean(scores: np.ndarray) -> float:
 
 
 def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:
-    """Mean of pass@k over the problems with at least k scorable answers; an unscorable one is not a wrong one."""
+    """Return the mean pass@k over problems with at least k scorable answers; unscorable answers are not wrong ones."""
     counts = [(int(np.isfinite(row).sum()), int((row[np.isfinite(row)] >= 1.0).sum())) for row in score_PG]
     chances = [pass_at_k(scorable, correct, k) for scorable, correct in counts if scorable >= k]
     return float(np.mean(chances)) if chances else float("nan")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k answers drawn from `samples` is correct.
+    """Estimate, without bias, the probability that at least one of k answers out of `samples` is correct.
 
         1 - C(n - c, k) / C(n, k)
 

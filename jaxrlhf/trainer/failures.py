@@ -1,4 +1,4 @@
-"""Failures of a run: where they happened, what they leave behind, and one message in place of a traceback."""
+"""Failures of a run: full disks, failures during cleanup, and one message in place of a traceback."""
 
 import errno
 import os
@@ -16,10 +16,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(OSError):
-    """A file that could not be written because its disk, or its owner's quota, is full.
+    """Error: a file could not be written because its disk, or its owner's quota, is full.
 
     Args:
-      place: The file or folder.
+      place: File or folder that was to be written.
     """
 
     def __init__(self, place: Path) -> None:
@@ -30,10 +30,10 @@ class DiskFull(OSError):
 
 @contextmanager
 def writing(place: Path) -> Iterator[None]:
-    """Raise `DiskFull` for whatever the block raises because a disk is full, from libraries too.
+    """Turn any full-disk error of the block, also from libraries, into `DiskFull`.
 
     Args:
-      place: File or folder that the block writes; errors of writes do not name it.
+      place: File or folder that the block writes, since write errors do not name it.
     """
     try:
         yield
@@ -44,11 +44,11 @@ def writing(place: Path) -> Iterator[None]:
 
 
 def _says_full(error: BaseException | None) -> bool:
-    """True if the error, or one that it came from, says that a disk is full."""
+    """Return True if the error, or a cause of the error, says that a disk is full."""
     seen = set()
-    while error is not None and id(error) not in seen:  # two failures of one host may each come from the other
+    while error is not None and id(error) not in seen:  # two failures of one host may name each other as cause
         seen.add(id(error))
-        # tensorstore and safetensors put the system's error into the text of their own.
+        # tensorstore and safetensors put the system's message into the text of their own errors.
         if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
             return True
         error = error.__cause__ or error.__context__
@@ -64,7 +64,7 @@ def afterwards(task: str, end: Callable[[], None]) -> Iterator[None]:
         try:
             end()
         except Exception as other:
-            if not (isinstance(error, DiskFull) and isinstance(other, DiskFull)):  # which would say the same
+            if not (isinstance(error, DiskFull) and isinstance(other, DiskFull)):  # a repetition
                 error.add_note(f"and {task} failed: {other!r}")
         raise
     end()
@@ -72,9 +72,9 @@ def afterwards(task: str, end: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """End the program with one message and exit code 1 for failures that no traceback explains better.
+    """End the program with one message and exit code 1 on failures that a traceback would not explain better.
 
-    Under JAXRLHF_DEBUG=1 they keep their traceback.
+    JAXRLHF_DEBUG=1 keeps the traceback.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The log of a phase: metrics, samples, the curve, and where the time went."""
+"""Log of a phase: metrics, samples, learning curve and timeline."""
 
 import time
 from collections import deque
@@ -34,7 +34,7 @@ from jaxrlhf.trainer.failures import writing
 
 
 def last_metrics(directory: Path) -> dict[str, float]:
-    """Metrics of the last step in a run's folder, without those that were not finite."""
+    """Return the finite metrics of the last step in a run's folder."""
     if not (directory / METRICS).exists():
         return {}
     last = deque(read_records(directory / METRICS), maxlen=1)
@@ -42,15 +42,15 @@ def last_metrics(directory: Path) -> dict[str, float]:
 
 
 class PhaseLog:
-    """The log of one phase of a run.
+    """Log of one phase of a run.
 
     Args:
-      directory: Folder of its files.
-      steps: Steps of the phase.
-      first_step: Steps already done when the phase was resumed; what was logged after it is cut off.
-      loggers: The user's loggers, beside the built-in ones; they are not closed here.
-      trackers: Names of services that take metrics and samples.
-      settings: Configuration in JSON's types, for them.
+      directory: Folder of the log's files.
+      steps: Number of steps of the phase.
+      first_step: Steps done before the phase was resumed; records of later steps are removed from the files.
+      loggers: The user's loggers, in addition to the built-in ones; not closed here.
+      trackers: Names of tracking services that receive metrics and samples.
+      settings: Configuration in JSON types, for the trackers.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PhaseLog:
         self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
         tracked = TrackedRun(settings.get("name", directory.name), directory, settings, resumed)
         self._trackers = Trackers(trackers, tracked)
-        # Last: from here on its bars are on the screen, and a file that is refused would leave them there.
+        # Last: the console shows progress bars from here on, and a refused file would leave them on the screen.
         self.console = RunConsole(steps=steps, first_step=first_step)
         self._metrics = MetricsWriter([metrics, self._trackers, self.console])
         self._start_s = time.perf_counter()
@@ -81,7 +81,7 @@ class PhaseLog:
         self._compiled: dict[str, float] = {}
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
+        """Log the metrics of a step."""
         self._compiled = {name: value for name, value in metrics.items() if name.startswith("compile/")}
         with writing(self._directory / METRICS):
             self._metrics.log(number, metrics)
@@ -89,35 +89,35 @@ class PhaseLog:
             logger.log(number, metrics)
 
     def rollout(self, samples: Sequence[Sample]) -> None:
-        """Keep the responses that a step was trained on."""
+        """Write the responses that a step was trained on."""
         with writing(self._directory / SAMPLES):
             self._samples.add(samples)
         self._trackers.samples("samples", samples)
 
     def evaluation(self, samples: Sequence[Sample]) -> None:
-        """Keep the answers to the held-out problems."""
+        """Write the answers to the held-out problems."""
         with writing(self._directory / EVALUATION):
             self._evaluation.add(samples)
         self._trackers.samples("evaluation", samples)
 
     def calls(self, calls: Sequence[Call]) -> None:
-        """Keep calls that ran outside of steps."""
+        """Write calls that ran outside of steps to the timeline."""
         with writing(self._directory / TIMELINE):
             self._timeline.append(calls)
         self._outside += calls
 
     def step_calls(self, step: StepCalls) -> None:
-        """Keep calls that ran in a step."""
+        """Write calls that ran in a step to the timeline."""
         with writing(self._directory / TIMELINE):
             self._timeline.append(step.calls)
         self._steps.append(step)
 
     def profile_folder(self, number: int) -> Path:
-        """Folder of the traces of a step."""
+        """Return the folder of a step's profiler traces."""
         return self._directory / PROFILE / f"step_{number}"
 
     def finish(self, *, title: str, show: int) -> None:
-        """Draw the curve, print some of the last answers, and show where the time went."""
+        """Draw the learning curve, print `show` of the last answers, and show where the time went."""
         with writing(self._directory / CURVE):
             curve = save_learning_curve(self._directory / METRICS, self._directory / CURVE, title=title)
         answered = self._directory / EVALUATION
@@ -129,7 +129,7 @@ class PhaseLog:
             self._show_time(title)
 
     def _show_time(self, title: str) -> None:
-        """The table of the seconds, and the picture of a typical step."""
+        """Print the time table, and draw the timeline of a typical step."""
         lines = time_spent(self._steps, self._outside, start_s=self._start_s, end_s=time.perf_counter())
         compiled = (
             "XLA so far: {compile/count:.0f} programs in {compile/seconds:.1f} s, "
@@ -147,7 +147,7 @@ class PhaseLog:
         )
 
     def close(self) -> None:
-        """Close every file, also if one of them fails to."""
+        """Close every file, even if closing one of them fails."""
         with writing(self._directory), ExitStack() as stack:
             for file in (self._timeline, self._evaluation, self._samples, self._metrics):
                 stack.callback(file.close)

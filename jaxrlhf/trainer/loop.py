@@ -1,4 +1,4 @@
-"""The loop around an algorithm's step: evaluate, log, save, resume, stop when asked."""
+"""Training loop around an algorithm's step: evaluates, logs, saves, resumes, and stops on request."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ OnStep = Callable[[int, Metrics], None]
 
 @dataclass
 class Loop:
-    """The steps of one phase of a run.
+    """Training loop of one phase of a run.
 
     Attributes:
       config: Configuration of the phase.
@@ -37,12 +37,12 @@ class Loop:
       held_out: Problems to evaluate on; empty evaluates nothing.
       sets: Further problems to evaluate on.
       checkpoints: Checkpoints of the phase.
-      log: Opens the phase's log, given the steps already done.
-      decode: Token ids to text.
-      prompt_lengths: Lengths in tokens of all prompts that the phase may generate from; their programs are compiled
-        before its first step.
-      on_step: Called after every step with its number and metrics.
-      stop: Asks to save and end after the step in progress.
+      log: Function that opens the phase's log, given the number of steps already done.
+      decode: Function from token ids to text.
+      prompt_lengths: Lengths in tokens of all prompts that the phase may generate from; the programs for these lengths
+        are compiled before the first step.
+      on_step: Function called after every step with its number and metrics.
+      stop: Request to save and end after the step in progress.
     """
 
     config: Config
@@ -59,18 +59,18 @@ class Loop:
     _task: str = field(default="", init=False)
     _parts: dict[str, Part] = field(init=False)
     _drawn: list[Call] = field(init=False, default_factory=list)
-    """Calls that an evaluation waited for, of responses that a later step learns from."""
+    """Calls that an evaluation waited for, of responses for a later step; the next step counts their time."""
 
     def __post_init__(self) -> None:
         self._parts = parts_of(role.worker_class for role in self.config.all_roles.values())
 
     def run(self) -> bool:
-        """Run the steps that are left; return False if it was asked to stop before the last."""
+        """Run the remaining steps; return False if a stop was requested before the last step."""
         done, state = self._resume()
         self.stop.step = done + 1
         with self._telling_what_is_kept():
             log = self.log(done)
-            # A save under way may still come to its end after an error.
+            # A save in progress may still complete after an error.
             with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
                 if self.prompt_lengths and done < self.config.steps:
                     with self._naming_step(done + 1):
@@ -83,7 +83,7 @@ class Loop:
                         save = self.stop.asked or _due(number, self.config.saving.every_steps or 0, self.config.steps)
                         if save:
                             self._save(number, state, metrics)
-                    if save and self.stop.asked and number < self.config.steps:  # asked just now, it saves the next
+                    if save and self.stop.asked and number < self.config.steps:  # without a save, the next step saves
                         return False
                 log.calls(self.roles.timeline.take())
                 log.finish(title=self.config.name, show=5)
@@ -91,7 +91,7 @@ class Loop:
 
     @contextmanager
     def _telling_what_is_kept(self) -> Iterator[None]:
-        """Note the last whole checkpoint, and what to do, on a `DiskFull` of the block."""
+        """Add a note to a `DiskFull` of the block: the last complete checkpoint, and how to continue."""
         try:
             with writing(self.checkpoints.directory.parent):
                 yield
@@ -103,7 +103,7 @@ class Loop:
 
     @contextmanager
     def _naming_step(self, number: int) -> Iterator[None]:
-        """Note the step, and its task at that moment, on whatever the block raises."""
+        """Add a note to any exception of the block: the step, and the task at that moment."""
         try:
             yield
         except Exception as error:
@@ -111,19 +111,19 @@ class Loop:
             raise
 
     def _step(self, number: int, state: dict[str, float], log: PhaseLog) -> tuple[dict[str, float], Metrics]:
-        """One step of the algorithm, with evaluation and logging around it."""
+        """Run one step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
         self._task = "drawing data"
         calls = self.roles.timeline.take()
         log.calls(calls)
-        evaluating = self._times(calls)  # time of the evaluation, not of the step, but for weights that it had sent
+        evaluating = self._times(calls)  # not part of the step, except for the weights that the evaluation had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         with self._profiled(number, log):
             start, busy_s = time.perf_counter(), self.roles.timeline.busy_s()
             collected, returned = self.schedule.step(number - 1, state, doing=self._doing)
             result = self._checked(returned)
             self._task = "writing responses"
-            self._keep_responses(number, collected, result, log)  # models may be trained meanwhile
+            self._keep_responses(number, collected, result, log)  # models may still be in training
             by_source = self._observe(collected)
             self._task = "updating models"
             result = result.with_updates()
@@ -135,7 +135,7 @@ class Loop:
         metrics = {**result.metrics, **by_source, **sent, **self.schedule.metrics(), **timing}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
-        if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
+        if "eval/accuracy" in before:  # an algorithm's own evaluation may not report it
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
         self._task = "logging"
         log.step(number, metrics)
@@ -148,7 +148,7 @@ class Loop:
         self._task = task
 
     def _checked(self, result: object) -> StepResult:
-        """Refuse what an algorithm's `learn` returned unless it is a `StepResult`."""
+        """Return the result of an algorithm's `learn`, or raise `Refusal` if it is not a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"learn of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
@@ -163,7 +163,7 @@ class Loop:
             log.rollout(to_samples(number, collected, self.decode, **measured, with_tokens=wanted))
 
     def _observe(self, collected: Any) -> Metrics:
-        """Tell the loader of the scores, and report the mean of each source of a mixture."""
+        """Report the scores to the loader for online selection, and return the mean score of each data source."""
         online = self.config.selection.online
         if not (isinstance(collected, ScoredRollout) and (online or self.config.sources)):
             return {}
@@ -180,7 +180,7 @@ class Loop:
         return means | {f"source/{name}/prompts": float(len(given)) for name, given in scores.items()}
 
     def _profiled(self, number: int, log: PhaseLog) -> AbstractContextManager[None]:
-        """Trace the devices within the block, if the configuration asks for this step."""
+        """Profile the devices within the block, if `profile_steps` contains this step."""
         wanted = number in self.config.profile_steps
         return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
 
@@ -208,7 +208,7 @@ class Loop:
         return {**metrics, "time/eval_s": seconds}
 
     def _times(self, calls: Sequence[Call]) -> Metrics:
-        """Seconds by part of the step, peak device bytes, and what else the hosts measured since the last time."""
+        """Return seconds by part of the step, peak device bytes, and the hosts' further metrics since the last call."""
         times = dict.fromkeys([f"time/{part}_s" for part in get_args(Part)], 0.0)
         for call in calls:
             times[f"time/{self._parts[call.verb]}_s"] += call.end_s - call.start_s
@@ -225,11 +225,11 @@ class Loop:
     def _timing(self, step: StepCalls, collected: Any, result: StepResult) -> Metrics:
         times = self._times([*self._drawn, *step.calls])
         self._drawn = []
-        # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
+        # Only the policy's tokens count: a critic's tokens would raise the throughput without training the policy more.
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if "tokens/generated" in result.metrics and times["time/generate_s"]:  # a step may learn from earlier ones'
+        if "tokens/generated" in result.metrics and times["time/generate_s"]:  # 0 if the responses are of earlier steps
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 
@@ -243,7 +243,7 @@ class Loop:
             self.checkpoints.save(number, self._items(), host, metric=metric)
 
     def _items(self, step: int | None = None) -> dict[str, Item]:
-        """Items of a checkpoint; of one that is there, without those of a schedule that it was not written by."""
+        """Return all checkpoint items; with `step`, only the schedule's items that the existing checkpoint contains."""
         kept = self.schedule.items()
         if step is not None:
             kept = {name: item for name, item in kept.items() if self.checkpoints.folder(step, name).is_dir()}
@@ -269,12 +269,12 @@ class Loop:
 
 
 def _due(number: int, every_steps: int, steps: int) -> bool:
-    """True at the last step, and every so many steps; 0 is only at the last."""
+    """Return True at the last step and every `every_steps` steps; 0 is only the last step."""
     return number == steps or (every_steps > 0 and number % every_steps == 0)
 
 
 def _idle_shares(before_s: Mapping[str, float], after_s: Mapping[str, float], seconds: float) -> Metrics:
-    """Share of a step in which no call ran on the devices of a pool, by pool."""
+    """Return, by pool, the share of a step in which no call ran on the pool's devices."""
     return {
         f"time/{lane}_idle_share": max(0.0, 1.0 - (busy_s - before_s.get(lane, 0.0)) / seconds)
         for lane, busy_s in after_s.items()

@@ -1,4 +1,4 @@
-"""Export of runs that trained LoRA adapters: the weights they belong to, and both merged."""
+"""Export of runs that trained LoRA adapters: the base weights, and base weights and adapters merged."""
 
 import json
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ SUFFIX = "_adapters"
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """The adapters of a run and the weights they belong to, by its config.json.
+    """Description of a run's adapters and their base weights, from the run's config.json.
 
     Attributes:
       lora: Settings of the adapters.
-      model: Start of the weights beside the adapters.
-      seed: Seed of the run, which made those of a model from scratch.
-      cold_start: Folder of the run's cold start, which trained those weights; None if there was none.
+      model: Origin of the base weights.
+      seed: Seed of the run; a model from scratch was initialized from it.
+      cold_start: Folder of the run's cold start, which trained the base weights; None if there was none.
     """
 
     lora: Lora
@@ -47,7 +47,7 @@ class AdaptedRun:
 
     @classmethod
     def of(cls, run: Path, role: str) -> "AdaptedRun":
-        """Read it from the run's workdir."""
+        """Read the description from the run's workdir."""
         config = json.loads((run / SETTINGS).read_text())
         training = config["actor"] if role == "actor" else config["algorithm"][role]
         lora = {name: value for name, value in training["lora"].items() if name != "class"}
@@ -65,14 +65,14 @@ class AdaptedRun:
 
     @property
     def trained_weights(self) -> Path | None:
-        """The item of the cold start's checkpoint that holds the weights."""
+        """Checkpoint item of the cold start that holds the base weights; None without a cold start."""
         if self.cold_start is None:
             return None
         with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
             return checkpoints.folder(self._newest(checkpoints), "actor")
 
     def weights(self, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
-        """Each float32 weight that adapters were trained beside, with its path; a value head is zero."""
+        """Yield each base weight in float32, with its path; a value head is zero."""
         whole = _on_host()
         if self.cold_start is not None:
             target = placed(param_shapes(config, head, jnp.float32))
@@ -88,7 +88,7 @@ class AdaptedRun:
         yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
 
     def merged(self, adapters: Params, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
-        """Each weight with its adapter's change added, and its path."""
+        """Yield each weight with its adapter's change added, and its path."""
         trained = jax.tree.leaves_with_path(adapters, is_leaf=lambda node: isinstance(node, Adapter))
         changes = {path_name(path): node for path, node in trained}
         for path, weight in self.weights(config, head):
@@ -101,7 +101,7 @@ class AdaptedRun:
                 yield path, weight if change is None else change
 
     def adapters(self, checkpoints: Checkpoints, step: int, role: str, config: ModelConfig, head: Head) -> Params:
-        """The adapters of one step."""
+        """Read the adapters of one step."""
         name = role + SUFFIX
         return checkpoints.read(step, {name: placed(adapter_shapes(config, head, self.lora))})[name]
 
@@ -119,7 +119,7 @@ class AdaptedRun:
         """Write the adapters alone, with the tokenizer.
 
         Raises:
-          Refusal: The weights beside the adapters are in no checkpoint but the run's.
+          Refusal: The base weights exist only in the run's own checkpoints.
         """
         source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
         save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
@@ -135,10 +135,10 @@ class AdaptedRun:
 
 
 def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
-    """The checkpoint that adapters belong to if they are written alone.
+    """Return the pretrained checkpoint that holds the base weights of adapters exported alone.
 
     Raises:
-      Refusal: The weights beside them are in no checkpoint but the run's.
+      Refusal: The base weights exist only in the run's own checkpoints.
     """
     if cold_start or not isinstance(model, Pretrained):
         raise Refusal(
@@ -150,12 +150,12 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
 
 @partial(jax.jit, static_argnums=1)
 def _rounded(weight: jax.Array, kind: Quantization) -> jax.Array:
-    """A weight rounded as its quantised form, a layer at a time because XLA takes much memory for it."""
+    """Round a weight to its quantized values, layer by layer because XLA takes much memory for it."""
     return jax.lax.map(lambda layer: quantize(layer, kind).astype(layer.dtype), weight)
 
 
 def placed(shapes: Any) -> Any:
-    """The shapes with a sharding on this host's memory."""
+    """Give shapes a sharding in this host's memory."""
     whole = _on_host()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
 

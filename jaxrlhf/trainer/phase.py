@@ -1,4 +1,4 @@
-"""One phase of a run, its cold start or itself: data, workers, checkpoints and log around a loop."""
+"""Phases of a run (the cold start and the main phase): data, workers, checkpoints and log around a training loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,15 +37,15 @@ from jaxrlhf.workers.build import Phase
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenised problems of a run.
+    """Tokenized problems of a run.
 
     Attributes:
-      train: The training split.
-      evaluation: The held-out split.
-      held_out: The first problems of that split, of each of its sources, which are evaluated on.
-      selected: Training problems of each source that are used.
-      sets: Further problems that are evaluated on.
-      examples: The algorithm's own data, if it has some.
+      train: Training split.
+      evaluation: Held-out split.
+      held_out: Problems of the held-out split to evaluate on, the first ones of each source.
+      selected: Training problems that are used, for each source.
+      sets: Further evaluation sets.
+      examples: Algorithm's own data set, if it has one.
     """
 
     train: Loaded
@@ -56,7 +56,7 @@ class RunData:
     examples: Loaded | None = None
 
     def loader(self, config: Config) -> Loader:
-        """The training problems in the order of a phase."""
+        """Make the loader of a phase's training problems."""
         selection, weights = config.selection, [source.weight for source in config.sources] or [1.0]
         names = [name for name, _ in self.train.problems.sources]
         columns = zip(self.selected, weights, names, strict=True)
@@ -71,7 +71,7 @@ class RunData:
         )
 
     def example_loader(self, config: Config) -> Loader | None:
-        """The algorithm's own data in the order of a phase."""
+        """Make the loader of the algorithm's own data set; None if it has none."""
         wanted = config.algorithm.examples(config)
         if wanted is None:
             return None
@@ -81,13 +81,13 @@ class RunData:
 
 
 def load_data(config: Config, tokenizer: Any) -> RunData:
-    """Read and tokenise the data of a run.
+    """Read and tokenize the data of a run.
 
     Raises:
-      Refusal: Files that cannot be read, or splits without a problem that fits.
+      Refusal: A file cannot be read, or no problem of a split fits the limits.
     """
     limits = _limits(config, tokenizer)
-    labelled = config.algorithm.places_after is not None  # its answers have a limit in both splits already
+    labelled = config.algorithm.places_after is not None  # `_limits` limits its answers in both splits
     alike = [phase for phase in config.phases if same_problems(phase, config)]
     supervised = not labelled and any(phase.algorithm.reads_solutions for phase in alike)
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
@@ -102,21 +102,21 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
 
 
 def same_problems(phase: Config, config: Config) -> bool:
-    """True if a phase is given the problems of its run."""
+    """Return True if a phase uses the problems of its run."""
     return (phase.data, phase.rollout.max_prompt_tokens) == (config.data, config.rollout.max_prompt_tokens)
 
 
 def first_of_sources(evaluation: Loaded, config: Config) -> list[Problem]:
-    """The first held-out problems of each source."""
+    """Return the first held-out problems of each source."""
     most, table = config.evaluation.problems, evaluation.problems
     return [table[n] for _, index in table.sources for n in index[:most].tolist()]
 
 
 def load_sets(config: Config, tokenizer: Any) -> list[HeldOutSet]:
-    """Read and tokenise the further data sets of an evaluation.
+    """Read and tokenize the further evaluation sets.
 
     Raises:
-      Refusal: Files that cannot be read, or a data set without a held-out split.
+      Refusal: A file cannot be read, or a data set has no held-out split.
     """
     sets = []
     for given in config.evaluation.sets:
@@ -128,31 +128,31 @@ def load_sets(config: Config, tokenizer: Any) -> list[HeldOutSet]:
 
 
 def load_split(config: Config, tokenizer: Any, split: Literal["train", "evaluation"]) -> Loaded:
-    """Read and tokenise one split alone; errors as of `load_data`."""
+    """Read and tokenize one split alone; for errors see `load_data`."""
     return load_problems(config.data, tokenizer, split=split, **_limits(config, tokenizer))
 
 
 def _reader(config: Config, tokenizer: Any) -> ImageReader | None:
-    """Reader of images; None for models that read text alone."""
+    """Make the reader of images; None for models that read text alone."""
     if not getattr(config.model, "vision", None):
         return None
     return image_reader(config, model_config(config.model, tokenizer), tokenizer)
 
 
 def _limits(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Limits of tokens, and readers of images and of episodes' records."""
+    """Return keyword arguments of `load_problems`: token limits, and readers of images and of episode records."""
     limits: dict[str, Any] = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
     limits |= {"reader": _reader(config, tokenizer), "system_prompt": config.system_prompt}
     limits["environment_key"] = getattr(config.environment, "field", None)
     if config.environment is not None:
         limits["episodes"] = EpisodePrompts(config.environment, tokenizer)
-    if (after := config.algorithm.places_after) is not None:  # answers are read in both splits
+    if (after := config.algorithm.places_after) is not None:  # both splits have answers
         limits["max_solution_tokens"] = config.rollout.max_response_tokens - after
     return limits
 
 
 class PhaseProgress:
-    """The progress of long tasks, shown by the log of the phase that runs."""
+    """Progress of long tasks, shown on the console of the current phase's log."""
 
     def __init__(self) -> None:
         self.log: PhaseLog | None = None
@@ -165,15 +165,15 @@ class PhaseProgress:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that the phases of a run share.
+    """Context shared by the phases of a run.
 
     Attributes:
-      given: The configuration as the user gave it.
-      launched: The configuration with its placement filled in.
+      given: Configuration as the user gave it.
+      launched: Configuration with its placement filled in.
       data: Problems of the run.
-      cold_data: Problems of its first phase, which is its cold start if it has one.
-      placed: The placement that the search found, if it placed the roles.
-      stop: Asks to save and end after the step in progress.
+      cold_data: Problems of the first phase, the cold start if there is one.
+      placed: Placement under `placement='auto'`; None if the user placed the roles.
+      stop: Request to save and end after the step in progress.
     """
 
     given: Config
@@ -192,11 +192,11 @@ class RunContext:
         return self.launched.folder
 
     def describe(self) -> None:
-        """Write the run's configuration, its placement, and its model but for the weights."""
+        """Write the run's configuration, its placement, and the description of its model, without weights."""
         describe_start(self.workdir, self.given)
         if self.placed is not None:
             self.placed.write(self.workdir)
-        if isinstance(self.model, CausalLM):  # only the configuration's file can make it
+        if isinstance(self.model, CausalLM):  # a user's module, which only the configuration's file can build
             return
         source = getattr(self.launched.model, "path", None)
         # A checkpoint's own tokenizer is copied as it is.
@@ -221,10 +221,10 @@ def run_phase(
 
     Args:
       config: Configuration of the phase.
-      start: Checkpoint item that its policy starts from; None is the configuration's model.
+      start: Checkpoint item that the policy starts from; None is the configuration's model.
 
     Returns:
-      Where the trained policy lies; None if the phase was stopped before its last step.
+      Checkpoint folder of the trained policy; None if the phase was stopped before its last step.
     """
     algorithm, data = config.algorithm, context.data
     total = config.steps * algorithm.updates_per_step(config)
@@ -236,7 +236,7 @@ def run_phase(
     asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
     held_out_lengths = [len(problem.prompt_tokens) for problem in asked]
     again = config.rollout.over_provision > 1 and config.rollout.on_new_weights == "recompute"
-    if again and config.environment is None:  # responses that go on are prompts, too
+    if again and config.environment is None:  # continued responses are prefilled like prompts
         longest = config.rollout.max_prompt_tokens
         train_lengths = [*train_lengths, *range(longest + 1, longest + config.rollout.max_response_tokens)]
     kind = OffPolicy if config.rollout.staleness and isinstance(algorithm, PolicyGradient) else Synchronous
@@ -259,7 +259,7 @@ def run_phase(
         try:
             return checkpoints.folder(config.steps, "actor") if loop.run() else None
         except BaseException as error:
-            pools.close()  # ends calls that nobody waits for any more
+            pools.close()  # ends calls that nobody waits for anymore
             wait = not isinstance(error, KeyboardInterrupt)
             raise
         finally:
@@ -269,19 +269,19 @@ def run_phase(
 
 
 def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) -> Callable[[int], PhaseLog]:
-    """A function that opens the phase's log, given the steps already done."""
+    """Return a function that opens the phase's log, given the number of steps already done."""
 
     def open_log(done: int) -> PhaseLog:
         going_on = 0 < done < config.steps
         changed = changed_settings(context.workdir, context.given) if going_on else []
-        if done < config.steps:  # and only now: a checkpoint that does not fit was refused, its run left as it was
+        if done < config.steps:  # only now: a checkpoint that does not fit was refused without changing its run
             context.describe()
         log = PhaseLog(
             config.folder,
             steps=config.steps,
             first_step=done,
             loggers=loggers,
-            trackers=config.trackers if done < config.steps else (),  # a run that is over has nothing to tell them
+            trackers=config.trackers if done < config.steps else (),  # a finished run reports nothing
             settings=to_json(config),
         )
         context.progress.log = log
@@ -298,5 +298,5 @@ def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) 
 
 
 def resuming(config: Config, done: int) -> str:
-    """The line that a phase prints when it goes on after some steps."""
+    """Return the line that a resumed phase prints."""
     return f"{config.name}: step {done} of {config.steps} is done, going on from there"

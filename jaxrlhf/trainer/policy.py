@@ -1,4 +1,4 @@
-"""Trained policies outside their run: export to Hugging Face, evaluation of any checkpoint."""
+"""Trained policies outside their run: export in Hugging Face format, and evaluation of any checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -48,24 +48,24 @@ def export_policy(
     name: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> int:
-    """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
+    """Write the trained policy or reward model of a run as a Hugging Face checkpoint, with tokenizer and model card.
 
-    One parameter at a time is in memory. Adapters are written as `peft` reads them. A model card lies beside the
-    weights. A line is printed where `AutoTokenizer` would not load the tokenizer as it is.
+    Only one parameter is in memory at a time. Adapters are written in `peft` format. A line is printed if
+    `AutoTokenizer` would not load the tokenizer unchanged.
 
     Args:
       run: Workdir of the run.
       step: Step of the checkpoint; None is the newest.
-      merge: Write whole weights, with the adapters that the run trained added to them.
-      average: Write the average of the weights that `Optimizer.average_decay` keeps.
-      name: Name that the card gives the model, such as the one on the hub; None is the directory's.
-      progress: Called with the bytes written so far, and all.
+      merge: True writes whole weights with the trained adapters added.
+      average: True writes the average of the weights that `Optimizer.average_decay` keeps.
+      name: Name of the model in its card, such as the name on the hub; None is the directory's name.
+      progress: Called with the number of bytes written so far and the total.
 
     Returns:
-      The step that was exported.
+      The exported step.
 
     Raises:
-      Refusal: No run, no such checkpoint, or the directory already holds files.
+      Refusal: There is no such run or checkpoint, or the directory already holds files.
     """
     run, directory = Path(run).expanduser(), check_new(directory)
     model = run / MODEL
@@ -108,7 +108,7 @@ def export_policy(
 
 
 def average_of(optimizer: Path, shapes: Params) -> Iterator[tuple[str, jax.Array]]:
-    """Average of the weights in an optimizer's saved state, one parameter after another."""
+    """Read the average of the weights from an optimizer's saved state, one parameter after another."""
     place = place_of(stored_shapes(optimizer)) if optimizer.is_dir() else None
     if place is None:
         raise Refusal(
@@ -120,7 +120,7 @@ def average_of(optimizer: Path, shapes: Params) -> Iterator[tuple[str, jax.Array
 
 
 def check_exportable(config: Config, *, merge: bool = False, average: bool = False) -> None:
-    """Raise `Refusal` if `export_policy` would refuse what a run of the configuration trains."""
+    """Raise `Refusal` if `export_policy` would refuse the model that a run of the configuration trains."""
     if isinstance(config.model, Nnx):
         raise Refusal(f"the run trains {_NO_FORMAT}")
     training = config.trained
@@ -135,13 +135,13 @@ def check_exportable(config: Config, *, merge: bool = False, average: bool = Fal
 
 @dataclass(frozen=True)
 class ChosenPolicy:
-    """A policy that answers prompts, outside of its run.
+    """Policy that answers prompts outside of its run.
 
     Attributes:
-      config: The configuration, with the policy as its model.
-      name: Path or hub id, and the step of a run's checkpoint.
-      step: Step of a run's checkpoint; 0 if the policy is of no run.
-      phase: Roles that answer and score, and where their weights are.
+      config: Configuration with the policy as its model.
+      name: Path or hub id of the policy, with the step of a run's checkpoint.
+      step: Step of a run's checkpoint; 0 if the policy is not from a run.
+      phase: Roles that answer and score, and the location of their weights.
     """
 
     config: Config
@@ -152,7 +152,7 @@ class ChosenPolicy:
 
     @contextmanager
     def roles(self, console: RunConsole) -> Iterator[Roles]:
-        """Its roles, launched for the time of the block."""
+        """Launch the policy's roles for the duration of the block."""
         with (
             _naming_the_policy(self.name),
             closing(launch(self.config, self.tokenizer, progress=console.progress, workdir=None)) as pools,
@@ -162,10 +162,10 @@ class ChosenPolicy:
 
 
 def choose_policy(config: Config, policy: str | None, step: int | None = None) -> ChosenPolicy:
-    """The policy to answer with the settings of a configuration.
+    """Find the policy that answers with the settings of a configuration.
 
     Args:
-      policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
+      policy: Workdir of a run, or a Hugging Face checkpoint; None is the configuration's workdir.
       step: Step of a run's checkpoint; None is the newest.
 
     Raises:
@@ -181,7 +181,7 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
         raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     path = str(place / MODEL if from_run else policy)
     model = config.model if own else Pretrained(path, vision=bool(getattr(config.model, "vision", None)) and sees(path))
-    # A run that goes on meanwhile has its servers for itself.
+    # The servers belong to the training run, which may still be in progress.
     rollout = replace(config.rollout, server=None)
     config = replace(config, model=model, actor=replace(config.actor, lora=None), rollout=rollout)
     tokenizer = tokenizer_of(config)
@@ -206,12 +206,12 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
 
 
 def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None) -> Metrics:
-    """Answer the held-out problems of a configuration and print accuracy and some answers.
+    """Answer the held-out problems of a configuration, and print the accuracy and some answers.
 
     Args:
-      policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
-      samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
-      show: Answers to print.
+      policy: Workdir of a run, or a Hugging Face checkpoint; None is the configuration's workdir.
+      samples: Answers per problem; 1 decodes greedily, more are sampled as in the configuration's rollout.
+      show: Number of answers to print.
       step: Step of a run's checkpoint; None is the newest.
     """
     if "actor" not in config.roles:
@@ -219,7 +219,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
-    rewarded = bool(config.rewards.parts) or config.environment is not None  # sets have rewards of their own
+    rewarded = bool(config.rewards.parts) or config.environment is not None  # evaluation sets have rewards of their own
     if not (rewarded or config.evaluation.sets):
         raise Refusal("evaluation scores answers, and rewards.parts is empty; name a reward")
     chosen = choose_policy(config, policy, step)
@@ -245,7 +245,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
 
 @contextmanager
 def _naming_the_policy(policy: str) -> Iterator[None]:
-    """Name the policy that diverged; the workers' own message is for a run in training."""
+    """Replace a `Diverged` of the block by an error that names the policy; the workers' message is about training."""
     try:
         yield
     except Diverged as error:
@@ -256,7 +256,7 @@ def _naming_the_policy(policy: str) -> Iterator[None]:
 
 
 def chosen_step(checkpoints: Checkpoints, step: int | None) -> int:
-    """The step asked for, or the newest."""
+    """Return the requested step, or the newest step if None; raise `Refusal` if there is no such checkpoint."""
     chosen = checkpoints.latest() if step is None else step
     if chosen is None or chosen not in checkpoints.steps():
         which = "" if chosen is None else f" of step {chosen}"

@@ -1,9 +1,10 @@
-"""Every program of a run by name, lowered from descriptions: no device has to be there, and nothing is computed.
+"""Lowering of every program of a run, by name, for described devices: no accelerator is needed, nothing is computed.
 
     for name, program in lower_programs(config, tokenizer, topology(hardware("v5p-128"))).items():
         print(name, program.compile().memory_analysis())
 
-The step is the algorithm's own, on the workers of the run: they have shapes for weights and lower what they would run.
+The algorithm's own step runs on the run's own workers; they hold shapes in place of weights, and lower each program
+instead of running it.
 """
 
 import dataclasses
@@ -57,14 +58,14 @@ from jaxrlhf.workers.score_model import ScoreModel
 def lower_programs(
     config: Config, tokenizer: PreTrainedTokenizerBase, devices: Sequence[jax.Device], *, generation: bool = True
 ) -> dict[str, jax.stages.Lowered]:
-    """Programs of a step for sequences as long as they may be; named `role.program[sizes]`.
+    """Lower the programs of a step for sequences of maximum length; names are `role.program[sizes]`.
 
     Args:
-      devices: Devices of hardware that is not here, from `jaxrlhf.planner.topology`.
-      generation: False leaves out prompts and decoding, which take the longest to lower.
+      devices: Described devices of hardware that is not present, from `jaxrlhf.planner.topology`.
+      generation: False leaves out prefill and decode, which take the longest to lower.
 
     Raises:
-      Refusal: A layout or a token budget that the devices cannot hold.
+      Refusal: The devices cannot hold a layout or a token budget.
     """
     with lowering_for(devices):
         return _lowered(config, tokenizer, devices, generation=generation)
@@ -94,7 +95,7 @@ def _lowered(
 
 
 def _reward_models(config: Config, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Lowered]:
-    """Programs of reward models, for the longest text of the step."""
+    """Lower the programs of reward models, for the longest text of the step."""
     longest, programs = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, {}
     for name, index in judges_of(config).items():
         part = config.rewards.parts[index]
@@ -114,14 +115,14 @@ def compile_plan(
     *,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> list[CompiledProgram]:
-    """Compile every program of a plan by the compiler of these devices, none of which has to be here.
+    """Compile every program of a plan with the compiler for these devices; the devices need not be present.
 
     Args:
-      devices: From `jaxrlhf.planner.topology`, as many as the plan's hardware has.
-      progress: Told which program is compiled next, how many are done, and how many there are.
+      devices: Described devices from `jaxrlhf.planner.topology`, as many as the plan's hardware has.
+      progress: Called with the name of the next program, the number compiled so far, and the total.
 
     Raises:
-      Refusal: A setting that does not fit the devices, or a program that their compiler refuses.
+      Refusal: A setting does not fit the devices, or their compiler rejects a program.
     """
     return compile_programs(
         lower_plan(config, problem, plan, devices),
@@ -139,7 +140,7 @@ def lower_plan(
     *,
     generation: bool = True,
 ) -> dict[str, jax.stages.Lowered]:
-    """Lower every program of a plan; arguments and errors are those of `compile_plan` and `lower_programs`."""
+    """Lower every program of a plan; for arguments and errors see `compile_plan` and `lower_programs`."""
     expected = ExpectedPrograms(problem, plan)
     config = planned_config(config, plan)
     roles = {role: role if role == "actor" else f"algorithm.{role}" for role in expected.remat}
@@ -149,10 +150,12 @@ def lower_plan(
 
 
 def described(config: Config, folder: Path) -> Config:
-    """The configuration with checkpoints that have a config.json and no weights, written from the shapes of known ones.
+    """Replace each checkpoint of the configuration by a folder with a config.json and no weights.
+
+    The config.json is written from the checkpoint's shape, found by `shape_of`.
 
     Raises:
-      Refusal: A checkpoint whose shape is not known here.
+      Refusal: The shape of a checkpoint cannot be found.
     """
     paths: dict[str, str] = {}
 
@@ -180,7 +183,7 @@ def described(config: Config, folder: Path) -> Config:
 
 
 def _problems(config: Config) -> Sequence[Problem]:
-    """A step's records, with texts as long as they may be."""
+    """Make a step's records, with texts of maximum length."""
     solved = _solved(config, config.algorithm.problems_per_step(config))
     if isinstance(config.algorithm, Preference):
         return [Pair(**vars(one), rejected_tokens=one.solution_tokens, safe=(True, False)) for one in solved]
@@ -191,7 +194,7 @@ def _problems(config: Config) -> Sequence[Problem]:
 
 
 def _examples(config: Config) -> Sequence[Problem]:
-    """Records of the algorithm's own data."""
+    """Make records of the algorithm's own data set."""
     examples = config.algorithm.examples(config)
     return () if examples is None else _solved(config, examples[1])
 
@@ -202,10 +205,10 @@ def _solved(config: Config, count: int) -> list[Problem]:
 
 
 def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: int) -> ScoredRollout:
-    """Responses to the problems, or episodes of one turn, as long as they may be; every other one is right.
+    """Make responses to the problems, or episodes of one turn, of maximum length; every other one is right.
 
     Args:
-      each: Responses to a problem.
+      each: Number of responses to a problem.
     """
     rollout = config.rollout
     count, width = each * len(problems), rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -1,4 +1,4 @@
-"""Checks of a resumed run: settings that may not change, though its checkpoints would fit."""
+"""Checks of a resumed run: settings that may not change although the checkpoint's arrays would still fit."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ Described = dict[str, Any]
 
 STARTED_FROM = "weights.json"
 _FREE = ("name", "workdir", "resume", "trackers")
-"""Settings that change nothing in training."""
+"""Settings that do not affect training."""
 
 
 def describe_start(workdir: Path, run: Config) -> None:
-    """Write down the settings of a run, and which weights it starts from."""
+    """Write the settings of a run, and the identity of the weights that it starts from, to the workdir."""
     start = {SETTINGS: to_json(run)}
     if isinstance(run.model, Pretrained):
         start[STARTED_FROM] = identity(run.model.path)
@@ -26,7 +26,7 @@ def describe_start(workdir: Path, run: Config) -> None:
 
 
 def changed_settings(workdir: Path, run: Config) -> list[str]:
-    """Settings that are not what the run was last started with, as `name before -> now`."""
+    """Return the settings that changed since the run was last started, as `name before -> now`."""
     if not (workdir / SETTINGS).exists():
         return []
     before, now = _flat(_read(workdir / SETTINGS)), _flat(to_json(run))
@@ -35,17 +35,18 @@ def changed_settings(workdir: Path, run: Config) -> list[str]:
 
 
 def check_same_start(workdir: Path, config: Config) -> None:
-    """Refuse to go on from checkpoints with another model, another cold start or other adapters.
+    """Refuse to resume from checkpoints with another model, another cold start or other adapters.
 
-    The reference, and the weights that adapters lie beside, are made again from what the run started from. A scale,
-    or what those weights are rounded to, is in the settings and not in the arrays. A checkpoint may have moved.
+    The reference model and the adapters' base weights are rebuilt from the run's original starting point. The adapters'
+    scale and the quantization of base weights are stored in the settings, not in the arrays. The pretrained checkpoint
+    may have moved to another path.
 
     Args:
-      workdir: Folder of the run, whose checkpoints go with its config.json.
+      workdir: Folder of the run; its config.json describes its checkpoints.
 
     Raises:
-      Refusal: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
-        it says what adapters are.
+      Refusal: `model`, `cold_start` or a role's `lora` has changed; config.json is damaged; or config.json is missing
+        and a role has adapters.
     """
     file, trained = workdir / SETTINGS, config.trained
     if not file.exists():
@@ -60,7 +61,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
         if known and given:
             _check_same_weights(workdir, before.pop("path"), known, now.pop("path"), given)
     _check_same(workdir, "model", before, now)
-    # Which weights came out of a cold start; once it is over, its optimizer is not used again.
+    # Only the steps of a cold start are compared: once it is over, its optimizer is not used again.
     cold = [{"steps": was["steps"]} if was else {} for was in (saved["cold_start"], to_json(config.cold_start))]
     _check_same(workdir, "cold_start", *cold)
     for role, training in trained.items():
@@ -70,7 +71,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
 
 
 def _flat(described: Described, prefix: str = "") -> Described:
-    """Every setting by its dotted name; one that has settings of its own is its class."""
+    """Flatten settings to dotted names; a nested settings object is represented by its class."""
     flat: Described = {}
     for name, value in described.items():
         inner = dict(value) if isinstance(value, dict) else {"class": value}
@@ -106,9 +107,9 @@ def _check_same(workdir: Path, name: str, before: Described, now: Described) -> 
 
 
 def _model(described: Described) -> Described:
-    """Settings of the model, at their defaults where an earlier version wrote none.
+    """Return the settings of the model, with defaults for settings that an earlier version did not write.
 
-    The function that builds a user's module is left out: its name may hold an address.
+    The function that builds a user's module is left out, because its name may contain a memory address.
     """
     defaults = {"FromScratch": FromScratch(), "Pretrained": Pretrained(described.get("path", "."))}
     known = defaults.get(described["class"])
@@ -117,7 +118,7 @@ def _model(described: Described) -> Described:
 
 
 def _lora(described: Described | None) -> Described:
-    """Settings of adapters, at their defaults where an earlier version wrote none."""
+    """Return the settings of adapters, with defaults for settings that an earlier version did not write."""
     if described is None:
         return {}
     return {name: value for name, value in (to_json(Lora()) | described).items() if name != "class"}

@@ -1,4 +1,4 @@
-"""A whole run: from a configuration to a trained policy."""
+"""Entry point of a run: `run` trains a policy from a configuration."""
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -29,19 +29,19 @@ from jaxrlhf.trainer.workdir import CHECKPOINTS, locked
 from jaxrlhf.workers.pool_roles import check_vocabulary
 
 LAUNCHED_ANEW = (HostDied, HostHung, HostNotStarted, TransferError)
-"""Failures after which hosts may be launched anew; `HostRaised` has that of a call beside it as its cause."""
+"""Failures after which hosts may be relaunched; a `HostRaised` may have one of these as its cause."""
 
 STOPPED = "stopped after saving; the same command goes on from"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run.
+    """Result of a run.
 
     Attributes:
-      workdir: Checkpoints, metrics, samples and pictures.
-      finished: False if it was asked to stop before its last step.
-      metrics: Metrics of the last step that is done; none of a dry run.
+      workdir: Folder of the run's checkpoints, metrics, samples and pictures.
+      finished: False if the run was stopped before its last step.
+      metrics: Metrics of the last completed step; empty for a dry run.
     """
 
     workdir: Path
@@ -59,18 +59,18 @@ def run(
 ) -> RunResult:
     """Run a configuration to its end, resuming if its workdir holds a checkpoint.
 
-    SIGTERM, Ctrl-C and the stop button of a notebook end it after the step in progress, which is saved. A second
-    Ctrl-C ends it at once. After a host failed it is launched anew, as often as the cluster's settings allow.
+    SIGTERM, Ctrl-C and the stop button of a notebook end the run after the step in progress, which is saved. A second
+    Ctrl-C ends the run at once. Failed hosts are relaunched as often as the cluster's settings allow.
 
     Args:
-      on_step: Called after every step of the main phase with its number and metrics.
-      loggers: Loggers beside the built-in ones; they see the metrics of the main phase and are closed at the end.
-        After a restart they see the steps since the last checkpoint again.
-      dry_run: Stop after the table of derived settings; nothing is compiled or written.
+      on_step: Called after every step of the main phase with the step's number and metrics.
+      loggers: Loggers in addition to the built-in ones; they get the metrics of the main phase and are closed at the
+        end. After a restart they get the steps since the last checkpoint again.
+      dry_run: True stops after the table of derived settings; nothing is compiled or written.
 
     Raises:
-      Refusal: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
-      KeyboardInterrupt: After Ctrl-C, and once all is saved: cells or runs that were to follow shall not.
+      Refusal: Settings, data, tokenizer or checkpoint do not fit; raised before any compilation.
+      KeyboardInterrupt: Raised after Ctrl-C once everything is saved, so that following cells or runs do not start.
     """
     if not isinstance(config, Config):
         raise Refusal(f"run takes a Config, got {config!r}; jaxrlhf.load makes one of a file's path or name")
@@ -94,7 +94,7 @@ def run(
 
 
 def _prepared(config: Config) -> RunContext:
-    """Read all that a run needs before its devices; refuse what does not fit."""
+    """Read and check everything that a run needs before its devices: algorithm, tokenizer, model, data, placement."""
     function_of(config.algorithm, "collect")
     function_of(config.algorithm, "learn")
     require_packages(config.trackers)
@@ -103,8 +103,8 @@ def _prepared(config: Config) -> RunContext:
     data = load_data(config, tokenizer)
     read = [data if same_problems(phase, config) else load_data(phase, tokenizer) for phase in config.phases]
     for phase, problems in zip(config.phases, read, strict=True):
-        loader = problems.loader(phase)  # refuses too few of them now, and not after the cold start
-        read_arrivals(phase, loader)  # and what cannot be replayed
+        loader = problems.loader(phase)  # refuses too few problems now, not after the cold start
+        read_arrivals(phase, loader)  # refuses arrivals that cannot be replayed
         problems.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config
@@ -112,7 +112,7 @@ def _prepared(config: Config) -> RunContext:
 
 
 def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequence[Logger], *, dry_run: bool) -> bool:
-    """Launch the pools, print the derived settings and run all phases; return whether the last came to its end."""
+    """Launch the pools, print the derived settings and run all phases; return True if the last phase finished."""
     config, data, stop = context.launched, context.data, context.stop
     workdir = None if dry_run else context.workdir
     with closing(launch(config, context.tokenizer, progress=context.progress, workdir=workdir)) as pools:
@@ -142,7 +142,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
 
 
 def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse local checkpoints that the run could not start from, by the headers of their files alone."""
+    """Refuse local checkpoints that the run could not start from; only the headers of their files are read."""
     wanted: list[tuple[Pretrained, Head]] = [(config.model, "lm")] if isinstance(config.model, Pretrained) else []
     for spec in (spec for phase in config.phases for spec in phase.roles.values()):
         if spec.model is not None and spec.head is not None:
@@ -156,7 +156,7 @@ def _check_checkpoints(config: Config, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def _check_workdir(config: Config) -> None:
-    """Refuse a workdir whose checkpoints the run would not or could not go on from."""
+    """Refuse a workdir with checkpoints that the run may not, or could not, resume from."""
     workdir = config.folder
     saved = [path for phase in config.phases for path in phase.folder.glob(f"{CHECKPOINTS}/*")]
     if saved and not config.resume:
@@ -166,7 +166,7 @@ def _check_workdir(config: Config) -> None:
 
 
 def _trained(phase: Config) -> Path | None:
-    """The policy of a phase that is over, in its last checkpoint."""
+    """Return the policy of a finished phase, in its last checkpoint; None if the phase is not finished."""
     if not (phase.folder / CHECKPOINTS).is_dir():
         return None
     with closing(Checkpoints(phase.folder / CHECKPOINTS, read_only=True)) as checkpoints:

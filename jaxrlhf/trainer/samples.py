@@ -1,4 +1,4 @@
-"""Samples of a step: records for `samples.jsonl` and for people."""
+"""Samples of a step: human-readable records for `samples.jsonl` and the console."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,13 +25,13 @@ def to_samples(
     entropy_BT: Array | None = None,
     with_tokens: int = 0,
 ) -> list[Sample]:
-    """One record for each response or episode, prompt-major.
+    """Make one record for each response or episode, prompt-major.
 
     Args:
       decode: Token ids to text.
       logp_BT: The trainer's log-probabilities of the rollout's rows, to compare with the sampler's.
-      entropy_BT: Entropies of the first rows.
-      with_tokens: First responses or episodes whose tokens are recorded one by one.
+      entropy_BT: Entropies of the rollout's first rows.
+      with_tokens: Number of responses or episodes, from the first, whose tokens are recorded one by one.
     """
     rollout, scores, problems = value_of(collected.rollout), value_of(collected.scores), collected.problems
     mask_BT = np.asarray(rollout.sequences.mask_BT)
@@ -71,7 +71,7 @@ def to_samples(
 
 
 def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """Text of each response, or of the last reply of each episode."""
+    """Return the text of each response, or of the last reply of each episode."""
     if collected.record_E is not None:
         return [record.answer for record in collected.record_E]
     return response_texts(value_of(collected.rollout), decode)
@@ -84,7 +84,7 @@ def _tokens(
     logp_BT: Array | None,
     entropy_BT: Array | None,
 ) -> dict[str, list[Any]]:
-    """The tokens that the policy chose in some rows, one by one."""
+    """Return the sampled tokens of some rows one by one: text, log-probability, gap to the sampler and entropy."""
     mask_BT = np.asarray(rollout.sequences.mask_BT)[rows]
 
     def chosen(array_BT: Array) -> np.ndarray:
@@ -101,12 +101,12 @@ def _tokens(
 
 
 def _brief(value: float) -> float | None:
-    """A number of three digits."""
+    """Round a number to three significant digits; None if it is not finite."""
     return float(f"{value:.3g}") if np.isfinite(value) else None
 
 
 def _episode(record: EpisodeRecord) -> dict[str, Any]:
-    """An episode as it is written: its conversation, and turn by turn what came of it."""
+    """Return an episode's record for the file: messages, outcome of each turn, and stop cause."""
     turns = [
         {
             "reward": turn.reward,

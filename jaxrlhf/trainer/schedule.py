@@ -1,4 +1,4 @@
-"""Schedules: when responses are collected, with which weights, and when they are learnt from."""
+"""Schedules: the order of collecting and learning, and the weights that collect. This file has the synchronous one."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,14 +20,14 @@ from jaxrlhf.single_controller.ray.failure import HostDied, HostHung
 
 
 def wait_for_responses(collected: Any) -> None:
-    """Wait until what was collected has its responses; their scores may be on their way. Raises what they failed by."""
+    """Wait until the collected responses exist, and raise the error of a failed one; scores may still be pending."""
     for rollout in rollouts_of(collected):
         if isinstance(rollout, Future) and (error := rollout.exception()) is not None:
             raise error
 
 
 def rollouts_of(collected: Any) -> list[Any]:
-    """Responses of what was collected, or their futures: the rollout, and what an algorithm draws beside it."""
+    """Return all collected rollouts, or their futures: the rollout itself and further ones, such as `beside`."""
     if not isinstance(collected, ScoredRollout):
         return []
     return [collected.rollout, *(one for value in vars(collected).values() for one in rollouts_of(value))]
@@ -35,11 +35,11 @@ def rollouts_of(collected: Any) -> list[Any]:
 
 @dataclass
 class Synchronous:
-    """Every step collects with the newest weights, and learns from all of it before the next one begins.
+    """Synchronous schedule: every step collects with the newest weights and learns before the next step starts.
 
     Attributes:
-      loader: Draws the step's problems.
-      examples: Draws problems of the algorithm's own data, if it has some.
+      loader: Loader of the step's problems.
+      examples: Loader of the algorithm's own data set, if it has one.
     """
 
     config: Config
@@ -48,15 +48,15 @@ class Synchronous:
     examples: Loader | None = None
 
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
-        """One step of the algorithm.
+        """Run one step of the algorithm.
 
         Args:
-          index: 0 for the first step of the run.
+          index: Number of the step; 0 for the first step of the run.
           state: Numbers that the algorithm carries from step to step.
-          doing: Told of each task as it begins, for error messages.
+          doing: Called with the name of each task when the task starts, for error messages.
 
         Returns:
-          Whatever the algorithm collected, and the result of learning from it. Models may still be in training.
+          The collected data, and the result of learning from it. Models may still be in training.
         """
         doing("drawing data")
         work = self.draw(index, state)
@@ -65,29 +65,29 @@ class Synchronous:
         return collected, self.learn(work, collected)
 
     def draw(self, index: int, state: dict[str, float]) -> StepInput[Algorithm]:
-        """The next records, as the input of a step."""
+        """Load the next records, as the input of a step."""
         problems = self.loader.next()
         examples = () if self.examples is None else self.examples.next()
         return StepInput(self.config, problems, index, state, self.loader.next, examples)
 
     def collect(self, work: StepInput[Algorithm]) -> Any:
-        """Collect what the algorithm learns from; roles may still be at work on it."""
+        """Collect the data that the algorithm learns from; parts of it may still be futures."""
         return self.collect_with(lambda: self.roles, work)
 
     def collect_with(self, roles: Callable[[], Roles], work: StepInput[Algorithm]) -> Any:
-        """Collect, and begin again where hosts failed that only generate, once they were launched anew.
+        """Collect; if hosts that only generate fail, start over after they are relaunched.
 
         Args:
-          roles: Gives the roles that collect, at each beginning.
+          roles: Returns the roles that collect; called at every attempt.
         """
         cluster, position = self.config.cluster, self.loader.state()
         relaunches = cluster is not None and cluster.restarts > 0 and self.config.generates_apart
-        relaunches &= self.config.rollout.stream_parts == 1  # else learning from a part has begun
+        relaunches &= self.config.rollout.stream_parts == 1  # with more parts, learning has already started
         while True:
             try:
                 collected = function_of(self.config.algorithm, "collect")(roles(), work)
                 for rollout in rollouts_of(collected) if relaunches else ():
-                    value_of(rollout)  # brought here, where responses outlive the hosts that drew them
+                    value_of(rollout)  # brought to this process, where responses outlive the hosts that sampled them
             except (HostDied, HostHung) as failed:
                 if not self.roles.relaunch(failed):
                     raise
@@ -96,31 +96,31 @@ class Synchronous:
                 return collected
 
     def learn(self, work: StepInput[Algorithm], collected: Any) -> StepResult:
-        """Update models on what was collected."""
+        """Update models on the collected data."""
         return learn_from(self.roles, work, collected)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Have nothing collected within the block, for others to generate with the newest weights."""
+        """Pause collection within the block, so that an evaluation can generate with the newest weights."""
         yield
 
     def metrics(self) -> Metrics:
-        """Numbers of the last step's schedule, once its models are updated."""
+        """Return the schedule's metrics of the last step, once its models are updated."""
         return {}
 
     def items(self) -> dict[str, Item]:
-        """Items of a checkpoint beside the arrays of roles."""
+        """Return the schedule's checkpoint items, in addition to the roles' arrays."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Position in the data, for a checkpoint."""
+        """Return the position in the data, for a checkpoint."""
         return {"loader": self.loader.state(), **({} if self.examples is None else {"examples": self.examples.state()})}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint's position.
+        """Continue from a checkpoint's position.
 
         Raises:
-          Refusal: Responses wait in it, to be learnt from at a staleness, or are under way.
+          Refusal: The checkpoint holds queued responses, or groups in flight, of an off-policy schedule.
         """
         if groups := saved.get("under_way", 0):
             raise Refusal(
@@ -133,15 +133,15 @@ class Synchronous:
                 f"wait; resume with rollout.staleness={queued} or more"
             )
         self.loader.restore(saved["loader"])
-        if self.examples is not None and "examples" in saved:  # else the run had none, and begins with them
+        if self.examples is not None and "examples" in saved:  # else the run had none: start from the first
             self.examples.restore(saved["examples"])
 
     def close(self) -> None:
-        """Begin nothing more, after the last step or an error."""
+        """Start nothing more, after the last step or an error."""
 
 
 def learn_from(roles: Roles, work: StepInput[Algorithm], collected: Any) -> StepResult:
-    """Update models on what was collected, once entropies are taken of responses whose tokens are kept."""
+    """Update models on the collected data; before that, compute the entropies that the samples file records."""
     wanted, entropy_BT = work.config.token_records, None
     if wanted.entropy and isinstance(collected, ScoredRollout):
         entropy_BT = roles.actor.compute_entropy(_first_rows(collected, wanted.responses, work.config))
@@ -150,7 +150,7 @@ def learn_from(roles: Roles, work: StepInput[Algorithm], collected: Any) -> Step
 
 
 def _first_rows(collected: ScoredRollout, responses: int, config: Config) -> Any:
-    """The rollout's rows of the first responses or episodes; on several hosts as many as split over those."""
+    """Return the rows of the first responses or episodes; on a cluster at least `prompts_per_step` rows, to split."""
     rollout = value_of(collected.rollout)
     if rollout.episodes is not None:
         start_E = starts_of(rollout.episodes.episode_B)

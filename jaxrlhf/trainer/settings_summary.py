@@ -1,4 +1,4 @@
-"""The table of derived settings that a run prints before it starts."""
+"""Table of derived settings that a run prints before it starts."""
 
 from jaxrlhf.config import Config, CosineLengthReward, MathReward, PolicyGradient
 from jaxrlhf.data.sources import Loaded
@@ -10,9 +10,9 @@ from jaxrlhf.trainer.phase import RunData
 from jaxrlhf.workers.summary import SummaryRow
 
 _SHOWN = 5
-"""Malformed records of a split that the table names."""
+"""Maximum number of a split's malformed records that the table shows."""
 _READ = 1000
-"""Reference answers that are read before the start."""
+"""Maximum number of reference answers that are checked before the start."""
 
 
 def settings_rows(
@@ -21,10 +21,10 @@ def settings_rows(
     pools: Pools,
     data: RunData,
 ) -> list[SummaryRow]:
-    """Derived settings of a configuration on its devices.
+    """Return the rows of the table, for a configuration on its devices.
 
     Raises:
-      Refusal: A layout or a token budget that the devices cannot hold.
+      Refusal: The devices cannot hold a layout or a token budget.
     """
     return [
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
@@ -59,7 +59,7 @@ def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:
 
 
 def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
-    """Rows on what is evaluated, also where that is nothing."""
+    """Build the rows of the held-out split, also if nothing is evaluated."""
     if data.evaluation.total or data.sets:
         return _split_rows("held out", data.evaluation, len(data.held_out))
     kind = type(config.data).__name__
@@ -67,7 +67,7 @@ def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
 
 
 def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
-    """Rows on reference answers that `MathReward` can only compare as text."""
+    """Build the rows of reference answers that `MathReward` can only compare as text."""
     parts = [part for parts in (config.rewards.parts, *config.source_rewards.values()) for part in parts]
     parts += [part.correct for part in parts if isinstance(part, CosineLengthReward)]
     if not any(isinstance(part, MathReward) for part in parts):
@@ -81,7 +81,7 @@ def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
 
 
 def _selection_rows(data: RunData) -> list[SummaryRow]:
-    """Rows on what is used of each source, where that is not all or there are several."""
+    """Build one row per data source with the number of used problems, unless a single source is used whole."""
     rows: list[SummaryRow] = []
     for (name, index), chosen in zip(data.train.problems.sources, data.selected, strict=True):
         if name or len(chosen.kept) < len(index):
@@ -117,7 +117,7 @@ def _step_rows(config: Config) -> list[SummaryRow]:
 
 
 def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRow]:
-    """Rows of a run that learns from responses of older policies."""
+    """Build the rows of a run that learns from responses of older policies; none without staleness."""
     if not (staleness := config.rollout.staleness):
         return []
     how = (

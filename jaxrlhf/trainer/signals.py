@@ -9,39 +9,39 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 AGAIN_S = 0.1
-"""Seconds until an interrupt that Python dropped comes again."""
+"""Seconds until an interrupt that Python dropped is sent again."""
 
 
 class Stop:
-    """A request that the run save and end after the step in progress.
+    """Request to save and end the run after the step in progress.
 
     Attributes:
-      step: Number of the step in progress, or of the one that is prepared.
-      asked: True if the run shall end.
-      interrupted: True if a person asked, who also wants what comes after the run to be left.
+      step: Number of the step in progress or in preparation.
+      asked: True if the run has to end.
+      interrupted: True if a person pressed Ctrl-C, so nothing that follows the run should start.
     """
 
     def __init__(self) -> None:
         self.step, self.asked, self.interrupted = 1, False, False
 
     def ask(self, *_: Any) -> None:
-        """End after the step in progress."""
+        """Request the end after the step in progress."""
         self.asked = True
 
     def interrupt(self, *_: Any) -> None:
-        """End after the step in progress, and print that."""
+        """Request the end on behalf of a person, and print that the step in progress is finished first."""
         self.asked = self.interrupted = True
-        # In a pipe, `tee` ends by the same Ctrl-C; and the step in progress may be writing at this very moment.
+        # In a pipe, the same Ctrl-C ends `tee`; and the step in progress may be printing at this very moment.
         with suppress(OSError, RuntimeError):
             print(f"finishing step {self.step}, then saving; press Ctrl-C again to stop at once", flush=True)
 
 
 @contextmanager
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Have SIGTERM and the first SIGINT ask to stop within the block; a second SIGINT does what it did before.
+    """Make SIGTERM and the first SIGINT request a stop within the block; a second SIGINT raises KeyboardInterrupt.
 
-    That is to raise KeyboardInterrupt, which is not lost here where Python would drop it.
-    Outside the main thread signals are left alone, and so is a SIGINT that is ignored or has a handler of the user's.
+    The KeyboardInterrupt is sent again if Python drops it. Signals are left alone outside the main thread, as is a
+    SIGINT that is ignored or has a handler of the user.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -66,17 +66,17 @@ def stopped_by_signals(stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _dropped_interrupts_come_again() -> Iterator[None]:
-    """Send the main thread a SIGINT again, within the block, whose KeyboardInterrupt went nowhere.
+    """Send SIGINT to the main thread again if Python drops its KeyboardInterrupt within the block.
 
-    A handler raises wherever the main thread happens to be. In a callback of the garbage collector, as JAX has one, or
-    in a `__del__` nobody can catch that; all that Python does is to tell `sys.unraisablehook`.
+    A signal handler raises wherever the main thread happens to be. In a `__del__`, or in a callback of the garbage
+    collector such as JAX's, nobody can catch the exception, and Python only calls `sys.unraisablehook`.
     """
     before, main, left = sys.unraisablehook, threading.main_thread().ident, threading.Event()
     assert main is not None
 
     def again() -> None:
         if not left.wait(AGAIN_S):
-            signal.pthread_kill(main, signal.SIGINT)  # wakes it where it waits, too
+            signal.pthread_kill(main, signal.SIGINT)  # also wakes a waiting main thread
 
     def dropped(what: "sys.UnraisableHookArgs") -> None:
         if what.exc_type is KeyboardInterrupt and threading.get_ident() == main:

@@ -1,4 +1,4 @@
-"""The workdir of a run: names in it, and the lock that keeps other runs out."""
+"""Workdir of a run: names of its entries, and the lock that keeps other runs out."""
 
 import fcntl
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ MODEL = "model"
 
 @contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs out of it: they would cut off this one's metrics and clear its saves.
+    """Make the folder and lock it within the block: another run would truncate this run's metrics and delete its saves.
 
     Raises:
-      Refusal: The folder cannot be written to, or another run holds it.
+      Refusal: The folder cannot be written to, or another run holds the lock.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)

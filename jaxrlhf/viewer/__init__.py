@@ -1,3 +1,3 @@
-"""Browser view of runs: their curves, samples, times and settings, from the files in their workdirs."""
+"""Web viewer of runs: their curves, samples, times and settings, from the files in their workdirs."""
 
 from jaxrlhf.viewer.app import ViewServer, view_app

@@ -1,4 +1,4 @@
-"""Web application of the view: one page, and the runs' files as JSON."""
+"""Web application of the viewer: one page, and the runs' files as JSON."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +22,11 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""A page that runs no script but its own, whatever a model wrote."""
+"""Response headers with which the page runs only its own scripts, whatever text a model wrote."""
 
 
 class ViewServer(HttpServer):
-    """HTTP server of the view, at 127.0.0.1."""
+    """HTTP server of the viewer, at 127.0.0.1."""
 
     def __init__(self, files: RunFiles, *, port: int) -> None:
         super().__init__(host="127.0.0.1", port=port, flags="--port")
@@ -34,7 +34,7 @@ class ViewServer(HttpServer):
 
 
 def view_app(files: RunFiles) -> Starlette:
-    """The application; it answers requests to this machine's own names alone, so no other site can read it."""
+    """Build the application; it answers only requests to local host names, so that no other site can read it."""
 
     def metrics(request: Request) -> Any:
         records = files.metrics(request.query_params["run"])

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
 _OPEN = re.compile(r"\*|<\w+>")
-"""Part of a name that stands for several."""
+"""Placeholder in a metric's name, which stands for several names."""
 
 
 class Explanation(NamedTuple):
-    """A row of the table.
+    """Row of the table of metrics.
 
     Attributes:
-      pattern: Regular expression, for Python and for JavaScript, of the names that it explains.
-      meaning: Markdown, as the other two.
-      healthy: Values to expect; empty if none are.
-      otherwise: Advice where it is not so; empty if there is none.
+      pattern: Regular expression for the names of the explained metrics, valid in Python and in JavaScript.
+      meaning: Markdown text, as are `healthy` and `otherwise`.
+      healthy: Values to expect; empty if there are none.
+      otherwise: Advice if values are not healthy; empty if there is none.
     """
 
     pattern: str
@@ -28,8 +28,8 @@ class Explanation(NamedTuple):
 
 @cache
 def explanations() -> tuple[Explanation, ...]:
-    """The rows of the page that the package ships, in its order."""
-    installed = Path(__file__).with_name("metrics.md")  # where the wheel carries it
+    """Read the rows of the metrics page that the package ships, in the order of the page."""
+    installed = Path(__file__).with_name("metrics.md")  # location in a wheel
     page = installed if installed.is_file() else _PACKAGE.parent / "docs" / "metrics.md"
     return tuple(map(_explanation, re.findall(r"^\| `.*$", page.read_text("utf-8"), re.MULTILINE)))
 

@@ -1,4 +1,4 @@
-"""Runs below a folder, read while they are written."""
+"""Files of the runs below a folder, read while the runs write them."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMEL
 
 SAMPLE_FILES = {"samples": SAMPLES, "evaluation": EVALUATION}
 LATEST_EVENTS = 5000
-"""Calls of a timeline that are shown, at most: the last ones."""
+"""Most calls of a timeline that are shown: the last calls."""
 _STEP = re.compile(rb'^\{"step": (-?\d+)\b')
 
 
 class RunFiles:
-    """Runs in the folders below one; nothing outside it is read, by `..` or by links.
+    """Runs in the folders below a root; no file outside of the root is read, neither by `..` nor by links.
 
     Args:
       root: Folder whose runs are shown; it may be the workdir of a run itself.
@@ -34,9 +34,9 @@ class RunFiles:
         self._indices: dict[Path, StepIndex] = {}
 
     def runs(self) -> list[dict[str, Any]]:
-        """Runs and cold starts by their path below the folder, with their last step and the size of their metrics.
+        """List runs and cold starts by path below the root, with their last step and number of metric records.
 
-        One whose metrics cannot be read, or are of another program, has the reason as `unreadable`.
+        A run whose metrics cannot be read, or come from another program, has the reason as `unreadable`.
         """
         found = []
         for metrics in sorted(self.root.rglob(METRICS)):
@@ -54,26 +54,26 @@ class RunFiles:
                         "has": [name for name, file in SAMPLE_FILES.items() if (metrics.parent / file).is_file()],
                     }
                 )
-            except FileNotFoundError:  # it was deleted just now
+            except FileNotFoundError:  # deleted just now
                 continue
             except (Refusal, OSError) as error:
                 found.append({"run": run, "records": 0, "last_step": 0, "has": [], "unreadable": str(error)})
         return found
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The records of a run's metrics."""
+        """Return the records of a run's metrics."""
         return self._records(self._file(run, METRICS))
 
     def steps(self, run: str, kind: str) -> dict[int, int]:
-        """Steps that have samples, each with the bytes that they take."""
+        """Return the steps that have samples, each with the size of its samples in bytes."""
         return self._index(run, kind).sizes()
 
     def samples(self, run: str, kind: str, step: int) -> list[dict[str, Any]]:
-        """The samples of a step; none if the step has none."""
+        """Return the samples of a step; an empty list if the step has none."""
         return self._index(run, kind).read(step)
 
     def settings(self, run: str) -> dict[str, Any]:
-        """The settings of a run by their dotted names; of a cold start, those of its run."""
+        """Return the settings of a run by their dotted names; for a cold start, the settings of its run."""
         folder = self._folder(run)
         for place in (folder, folder.parent):
             file = (place / SETTINGS).resolve()
@@ -82,14 +82,14 @@ class RunFiles:
         return {}
 
     def timeline(self, run: str) -> list[dict[str, Any]]:
-        """The last calls of a run: role, verb, seconds since 1970 at their start, and their length."""
+        """Return the last calls of a run: role, verb, start in seconds since 1970, and length in seconds."""
         file = self._file(run, TIMELINE)
         roles: dict[int, str] = {}
         calls: list[dict[str, Any]] = []
         for line in file.read_text().splitlines():
             try:
                 event = json.loads(line.strip().rstrip(",").removeprefix("[").removesuffix("]") or "{}")
-            except ValueError:  # torn by a kill, or being written
+            except ValueError:  # truncated by a kill, or being written
                 continue
             if event.get("ph") == "M":
                 roles[event["tid"]] = event["args"]["name"]
@@ -126,9 +126,9 @@ class RunFiles:
 
 
 class StepIndex:
-    """Places of the steps in a file of samples, so that a step of a large file is read alone.
+    """Offsets of the steps in a file of samples, so that one step of a large file can be read alone.
 
-    What has been added is looked at on every call; a file that a resumed run cut is looked at anew.
+    Every call indexes the lines that were added. A file that a resumed run truncated is indexed anew.
     """
 
     def __init__(self, file: Path) -> None:
@@ -139,18 +139,18 @@ class StepIndex:
         self._lock = threading.Lock()  # requests come in several threads
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of each step."""
+        """Return the size of each step in bytes."""
         return {step: end - begin for step, (begin, end) in self._places().items()}
 
     def read(self, step: int) -> list[dict[str, Any]]:
-        """Records of a step."""
+        """Return the records of a step."""
         begin, end = self._places().get(step, (0, 0))
         with open(self._file, "rb") as file:
             file.seek(begin)
             return [json.loads(line) for line in file.read(end - begin).splitlines()]
 
     def _places(self) -> dict[int, tuple[int, int]]:
-        """Offsets of the beginning and the end of each step."""
+        """Return the offsets of the start and the end of each step."""
         with self._lock:
             self._update()
             begins = [*self._begins.values(), self._end]
@@ -159,7 +159,7 @@ class StepIndex:
     def _update(self) -> None:
         with open(self._file, "rb") as file:
             file.seek(max(self._end - len(self._last_line), 0))
-            if file.read(len(self._last_line)) != self._last_line:  # cut by a resumed run
+            if file.read(len(self._last_line)) != self._last_line:  # truncated by a resumed run
                 self._begins, self._end, self._last_line = {}, 0, b""
                 file.seek(0)
             for line in file:
@@ -173,7 +173,7 @@ class StepIndex:
 
 
 def _flat(settings: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Every setting by its dotted name."""
+    """Return every setting with its dotted name."""
     if isinstance(settings, dict):
         items = list(settings.items())
     elif isinstance(settings, list) and any(isinstance(item, dict) for item in settings):

@@ -1,4 +1,4 @@
-"""The actor: the policy, which trains in one layout and generates in the other.
+"""Actor: the policy, which trains in one layout and generates in another.
 
 Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes and their methods).
 """
@@ -24,15 +24,17 @@ from jaxrlhf.workers.trained_model import Objective, TrainedWorker, Updated
 
 
 class Actor(TrainedWorker, Generates):
-    """The policy.
+    """Worker of the policy: training, log-probabilities and (without a rollout pool) generation.
 
     Args:
-      sampler: Generates; None where another pool does.
-      hybrid: Switches the weights to the generation layout and back; None where another pool generates.
+      sampler: Sampler of the policy; None if another pool generates.
+      hybrid: Engine that switches the weights between the training and generation layouts; None if another pool
+        generates.
+      exchange: This process's end of weight transfers between pools.
 
     Attributes:
-      version: Steps that have updated the weights.
-      opponents: Generates from a mixture of the policy and the reference; None where no algorithm asks for it.
+      version: Number of steps that have updated the weights.
+      opponents: Sampler of a mixture of the policy and the reference; None if the algorithm needs none.
     """
 
     replays_routing = keeps_sampled = True
@@ -63,7 +65,7 @@ class Actor(TrainedWorker, Generates):
         self.version = counters["version"]
 
     def take_metrics(self) -> Metrics:
-        """Cost of switching layouts and of moving weights since the last call."""
+        """Return the cost of switching layouts and of moving weights since the last call."""
         switches, self._switches = self._switches, []
         return super().take_metrics() | {
             "time/relayout_s": sum(switch.seconds for switch in switches),
@@ -72,7 +74,11 @@ class Actor(TrainedWorker, Generates):
 
     @contextmanager
     def generating(self, versions: Sequence[int] = (), *, sampler: Sampler | None = None) -> Iterator[Sampler]:
-        """Have the current weights in the engine of a sampler within the block; None is the policy's own."""
+        """Load the current weights into a sampler's engine within the block, and yield the sampler.
+
+        Args:
+          sampler: Sampler to use; None is the policy's.
+        """
         sampler = self._sampler if sampler is None else sampler
         assert sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         if not self.here:
@@ -85,7 +91,7 @@ class Actor(TrainedWorker, Generates):
                 self._weights, _ = self._hybrid.to_training(error.weights, self._weights)
                 raise
             try:
-                # Masters beside cast copies wait in host memory.
+                # Master weights that have a cast copy are moved to host memory meanwhile.
                 with self.parameters.partly_away(self._hybrid.masters["parameters"]):
                     sampler.load(weights, self.version, spent=self._hybrid.spent)
                     yield sampler
@@ -94,7 +100,7 @@ class Actor(TrainedWorker, Generates):
                 self._weights = self._switched(self._hybrid.to_training(weights, self._weights))
 
     def _described_sampler(self, sampler: Sampler, hybrid: HybridEngine) -> Sampler:
-        """The sampler with described weights; the programs of the switch are lowered."""
+        """Lower the programs of the layout switch, load described weights, and return the sampler."""
         for way, programs in hybrid.lower()._asdict().items():
             self.lowered |= {f"{way}[{index}]": program for index, program in enumerate(programs)}
         sampler.load(hybrid.generation_shapes, self.version, spent=hybrid.spent)
@@ -102,7 +108,7 @@ class Actor(TrainedWorker, Generates):
 
     @property
     def _weights(self) -> dict[str, Params]:
-        """Weights that are switched to generate: the parameters, and the adapters if there are some."""
+        """Weights to switch to the generation layout: the parameters, and the adapters if there are any."""
         adapters = {} if self.adapters is None else {"adapters": self.adapters.tree}
         return {"parameters": self.parameters.tree, **adapters}
 
@@ -119,10 +125,11 @@ class Actor(TrainedWorker, Generates):
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_opponents(self, problems: Sequence[Problem], sampling: Sampling, *, seed: int) -> RolloutBatch:
-        """Sample a response to each problem from the mixture of the current policy and the reference.
+        """Sample one response to each problem from the mixture of the current policy and the reference.
 
         Args:
-          seed: With a problem's id it determines a response; that of `generate_sequences` would draw alike.
+          seed: Sampling seed. Seed and problem id determine a response, so use another seed than `generate_sequences`:
+            the same seed would use the same random numbers.
         """
         assert self.opponents is not None, "the algorithm has no opponents"
         with self.generating(sampler=self.opponents) as sampler:
@@ -130,13 +137,14 @@ class Actor(TrainedWorker, Generates):
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:
-        """Have the weights ready as the ranks that generate want them; they come and take them.
+        """Offer the weights in the splits that the generating ranks want, for them to take.
 
         Args:
-          waiting: Offers that may wait at once while updates go on, each a copy; 0 if it is taken before the next.
+          waiting: Maximum number of offers, each a copy, that may wait while updates continue; 0 if an offer is taken
+            before the next update.
         """
         with self.parameters.on_devices():
-            # Weights that are updated, or go back to the host, after this would be gone before they are taken.
+            # An update, or a move back to the host, would delete uncopied weights before they are taken.
             keep = "parameters" not in self.setup.offload and not waiting
             paths = [grid.path for grid in wanted[0].grids]
             asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
@@ -144,16 +152,16 @@ class Actor(TrainedWorker, Generates):
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def withdraw_weights(self, wanted: Sequence[Splits]) -> None:
-        """Take back weights that were offered to ranks that are gone."""
+        """Withdraw weights that were offered to ranks that no longer exist."""
         self._exchange.withdraw(wanted[0])
 
     @worker_method(THREE_D_PROTO)
     def compute_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
-        """log pi of every response token under the current policy. `temperature=None` is the rollout's.
+        """Return log pi of every response token under the current policy. `temperature=None` takes the rollout's.
 
         Raises:
-          RuntimeError: Tokens were drawn by a policy that is older than the run's staleness lets it be; sequences that
-            no policy sampled have no version.
+          RuntimeError: A rollout's tokens were sampled by a policy outside the run's staleness, or by no policy.
+            `Sequences` have no version and are not checked.
         """
         if isinstance(rollout, RolloutBatch):
             drawn_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
@@ -171,12 +179,12 @@ class Actor(TrainedWorker, Generates):
 
     @worker_method(THREE_D_PROTO)
     def compute_gradient_energy(self, rollout: RolloutBatch) -> Array:
-        """Squared norm of the gradient of every response token's log-probability by the logits, `[B, T]`."""
+        """Return the squared gradient norm of every response token's log-probability w.r.t. the logits, `[B, T]`."""
         return self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="energy")
 
     @worker_method(THREE_D_PROTO)
     def compute_entropy(self, rollout: RolloutBatch) -> Array:
-        """Entropy of the distribution that every response token was drawn from, under the current policy, `[B, T]`."""
+        """Return the entropy of the current policy's distribution at every response token, `[B, T]`."""
         output: TokenOutput = self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="entropy")
         assert output.entropy is not None
         return output.entropy
@@ -190,16 +198,16 @@ class Actor(TrainedWorker, Generates):
         settings: Hashable,
         temperature: float | None = None,
     ) -> Metrics:
-        """Update the policy once per minibatch. `temperature=None` is the rollout's."""
+        """Update the policy once per minibatch. `temperature=None` takes the rollout's temperature."""
         scale = self.setup.temperature if temperature is None else temperature
         return self._updated(self.update(minibatches, objective, settings, temperature=scale))
 
     @worker_method(THREE_D_PROTO, part="update")
     def add_gradient(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
-        """Add the gradient of a part of an update, whose weights are not divided by the count of the whole yet.
+        """Add the gradient of one part of an update; its token weights are not divided by the update's count yet.
 
         Returns:
-          No metrics; they are those of the update.
+          Empty metrics; `update_by_gradients` returns the metrics of the whole update.
         """
         [part] = minibatches
         self.add_part(part, objective, settings, temperature=self.setup.temperature)
@@ -207,16 +215,16 @@ class Actor(TrainedWorker, Generates):
 
     @worker_method(THREE_D_PROTO, part="update")
     def update_by_gradients(self, count: int) -> Metrics:
-        """Update the policy by the sum of the gradients that were added.
+        """Update the policy by the sum of the added gradients.
 
         Args:
-          count: What the weights of all of them are divided by.
+          count: Divisor of the token weights of all parts.
         """
         return self._updated(self.update_by_parts(count))
 
     def _updated(self, updated: Updated) -> Metrics:
-        """Metrics of an update, which makes a new version of the policy."""
+        """Count a new version of the policy, and return the metrics of its update."""
         self.version += 1
         metrics, first = updated
-        # At the first minibatch nothing has moved yet: what is not 0 here is numerics, or a bug.
+        # At the first minibatch the policy is unchanged: a KL other than 0 is numerics or a bug.
         return metrics | {"policy/kl_old_first": first["policy/kl_old"]} if "policy/kl_old" in first else metrics

@@ -1,4 +1,4 @@
-"""Builds the workers of one process: its share of models on the meshes of a pool."""
+"""Construction of one process's workers: its part of the models on the meshes of a resource pool."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -59,11 +59,11 @@ from jaxrlhf.workers.score_model import ScoreModel
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run, such as a cold start or RLHF, as the processes that compute it are told.
+    """One phase of a run, such as a cold start or RLHF.
 
     Attributes:
-      policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
-      adapters: Folder of a checkpoint's adapters to start from; None starts them as the configuration says.
+      policy: Folder of a checkpoint's actor to start from; None starts from the configuration's model.
+      adapters: Folder of a checkpoint's adapters to start from; None initializes the adapters as configured.
     """
 
     config: Config
@@ -74,12 +74,13 @@ class Phase:
 
 
 class Builder(PoolRoles):
-    """Builds workers on one pool; the engine is built once and serves every phase of a run.
+    """Builder of workers on one pool; the engine is built once and serves every phase of a run.
 
     Args:
-      rank: Index of this process among those that share the pool, and their number.
-      reward_output: File that takes what reward functions print; None is the standard error stream.
-      feed: Shared by the builders of this process.
+      rank: Index of this process among the processes that share the pool, and their number.
+      reward_output: File for the output that reward functions print; None is the standard error stream.
+      address: Name or address of this host for weight transfers.
+      feed: Completion feed that all builders of this process share.
 
     Attributes:
       here: False if the pool's devices are only described: workers have shapes instead of weights.
@@ -111,7 +112,7 @@ class Builder(PoolRoles):
         self.sampler: Sampler | None = None
         if "actor" in roles:
             mesh = factored_mesh(layout, pool.devices)
-            self.policy.trained_params(mesh)  # or it is refused here
+            self.policy.trained_params(mesh)  # raises Refusal early
             if not any(ROLLOUT in other.roles for other in config.pools):
                 generation = generation_mesh(layout, pool.devices)
                 self.sampler = self._sampler(generation)
@@ -121,10 +122,10 @@ class Builder(PoolRoles):
         self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}
         self._scorer: Scorer | None = None
         if self.here and "reward" in roles and not config.rewards.by_model:
-            self.scorer()  # now, so that a function that does not load is refused before anything compiles
+            self.scorer()  # now, so that a function that cannot be loaded is refused before anything compiles
         for part in config.rewards.parts if "reward" in roles else ():
             if isinstance(part, ModelReward):
-                self._reward_mesh(part)  # refused now; weights are loaded with those of the other models
+                self._reward_mesh(part)  # raises Refusal early; the weights are loaded later, with the other models
 
     def _sampler(self, mesh: Mesh) -> Sampler:
         self.policy.check_generation(mesh)
@@ -135,7 +136,7 @@ class Builder(PoolRoles):
         return Sampler(self.model, engine, mesh, submesh, *how)
 
     def _agent_loop(self) -> AgentLoop | None:
-        """The loop of episodes, whose environments are loaded now, so that one that does not load is refused."""
+        """Build the runner of episodes; environments are loaded now, so that an invalid one is refused early."""
         environment, rollout = self.config.environment, self.config.rollout
         if environment is None or not self.here:
             return None
@@ -149,10 +150,10 @@ class Builder(PoolRoles):
         )
 
     def rollout_engine(self, submesh: Mesh, share: float) -> RolloutEngine:
-        """The engine that generates on this process's part of a generation mesh.
+        """Build the rollout engine on this process's part of a generation mesh.
 
         Args:
-          share: Fraction of a step's responses that it generates.
+          share: Fraction of a step's responses that this engine generates.
         """
         rollout = self.config.rollout
         if rollout.server is not None:
@@ -160,7 +161,7 @@ class Builder(PoolRoles):
         return self._engine(self.model, submesh, share, slots=self.slots)
 
     def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> InterruptibleEngine:
-        """The engine of a model that keeps what the policy keeps, or twice as much."""
+        """Build an engine for the policy, or for a mixture model, whose cache has the same kind of layers."""
         config, rollout = self.config, self.config.rollout
         return InterruptibleEngine(
             model,
@@ -190,7 +191,7 @@ class Builder(PoolRoles):
         )
 
     def _opponents(self, start: Params, phase: Phase) -> MixtureSampler | None:
-        """Sampler of the mixture with the weights that a phase starts from; None where the algorithm has none."""
+        """Build the sampler of a mixture with the phase's initial weights; None if the algorithm needs no mixture."""
         share, own = phase.config.algorithm.reference_share(), self.sampler
         if share is None or own is None or self.hybrid is None or not self.here:
             return None
@@ -200,7 +201,7 @@ class Builder(PoolRoles):
         return MixtureSampler(**settings, reference=copied(start, self.hybrid.generation_shapes["parameters"]))
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
-        """The engine that asks the run's servers, which are refused now if they do not answer."""
+        """Build the engine that calls the run's servers; a server that does not answer is refused now."""
         config, rollout, model = self.config, self.config.rollout, self.model
         if not isinstance(model, ModelConfig) or self.reader is not None:
             has = "reads images" if self.reader is not None else "is a module of your own"
@@ -208,7 +209,7 @@ class Builder(PoolRoles):
         for url in server.urls if self.here else ():
             check_health(url)
         source = config.model.path if isinstance(config.model, Pretrained) else None
-        # A folder of the run's own, since older weights in it are deleted.
+        # A folder for this run alone, since older weights in it are deleted.
         place = config.folder if server.folder is None else Path(server.folder).expanduser() / config.name
         return ServerEngine(
             server,
@@ -221,28 +222,28 @@ class Builder(PoolRoles):
         )
 
     def _reward_mesh(self, part: ModelReward) -> Mesh:
-        """Mesh of a reward model, over this process's own devices, on which it is checked to split evenly."""
+        """Return the mesh of a reward model over this process's devices, after a check that the model splits evenly."""
         devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
         mesh = factored_mesh(part.layout, devices, role="reward")
         RoleWeights("reward model", read_config(part.path), "score", self.dtype, None).layout(mesh)
         return mesh
 
     def scorer(self) -> Scorer:
-        """Scorer of this process alone, made once: reward models are on its own devices."""
+        """Return this process's scorer, built at the first call; its reward models are on this process's devices."""
         if self._scorer is not None:
             return self._scorer
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
         offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
         how: dict[str, Any] = {"dtype": self.dtype, "offload": offload, "attention": attention}
         meshes = {part.layout: self._reward_mesh(part) for part in parts}
-        model = cache(lambda path, layout: ScoreModel(path, mesh=meshes[layout], **how))  # one for all that read it
+        model = cache(lambda path, layout: ScoreModel(path, mesh=meshes[layout], **how))  # one model for all its parts
         models = {part.key: model(part.path, part.layout).reading(part) for part in parts}
         rewards, sources = self.config.rewards, self.config.source_rewards
         self._scorer = Scorer(rewards, sources=sources, models=models, output=self._reward_output)
         return self._scorer
 
     def workers(self, phase: Phase) -> dict[str, Any]:
-        """The workers of a phase on this pool, all starting from the policy that the phase starts from."""
+        """Build the workers of a phase on this pool; all copies of the policy start from the phase's initial policy."""
         if self.here:
             self._check_starts(phase)
         roles = [role for role in self.roles if role in phase.roles]
@@ -265,7 +266,7 @@ class Builder(PoolRoles):
         for spec in models:
             if spec.name != "actor":
                 workers[spec.name] = self._model(spec, start, phase)
-        if "actor" in from_policy:  # last: the others copy the policy that it takes over
+        if "actor" in from_policy:  # last: the other workers copy the parameters that the actor takes over
             opponents = self._opponents(start, phase)
             workers["actor"] = actor = self._actor(start, phase)
             actor.opponents = opponents
@@ -276,13 +277,13 @@ class Builder(PoolRoles):
         return workers
 
     def _check_starts(self, phase: Phase) -> None:
-        """Refuse checkpoints that no role of the run could start from, before anything is loaded or compiled.
+        """Check all checkpoints that roles start from, before anything is loaded or compiled.
 
         Raises:
-          Refusal: See `check_pretrained`; or a model has other tokens than those that it is given.
+          Refusal: See `check_pretrained`; or a model has other tokens than its inputs.
         """
         wanted: list[tuple[Pretrained, Head]] = []
-        trains = phase.config.roles.keys() <= {*phase.roles}  # an evaluation may be of a policy with other tokens
+        trains = phase.config.roles.keys() <= {*phase.roles}  # an evaluation may have a policy with other tokens
         for spec in self.config.roles.values():
             if spec.model is not None and spec.head is not None:
                 wanted.append((spec.model, spec.head))
@@ -299,9 +300,12 @@ class Builder(PoolRoles):
             check_pretrained(model.path, read_config(model.path, vision=model.vision), head)
 
     def _policy_params(self, phase: Phase, roles: Sequence[str]) -> Params:
-        """The policy's parameters before the phase, in the training layout and dtypes of a role that starts from them.
+        """Load the policy's parameters before the phase, in the training layout and dtypes of one of `roles`.
 
-        If no other role copies them, they may be quantised as they are loaded.
+        If no other role copies the parameters, they may be quantized during loading.
+
+        Args:
+          roles: Roles that start from the policy; the layout is the actor's, or else the first role's.
         """
         role, copied = ("actor", len(roles) > 1) if "actor" in roles else (roles[0], True)
         lora = phase.config.actor.lora if role == "actor" else None
@@ -316,7 +320,7 @@ class Builder(PoolRoles):
         return saved_params(phase.policy, target)
 
     def _adapters(self, weights: RoleWeights, saved: Path | None = None) -> Params | None:
-        """Adapters of a role as it starts; None where its parameters are trained themselves."""
+        """Return the initial adapters of a role; None if its parameters are trained directly."""
         if weights.lora is None:
             return None
         mesh = self.mesh(weights.role)
@@ -329,7 +333,7 @@ class Builder(PoolRoles):
 
     def _setup(self, role: str) -> ModelSetup:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
-        parts = parts if self.here else []  # of what is only described nothing waits anywhere
+        parts = parts if self.here else []  # described parameters cannot be offloaded
         return ModelSetup(
             role,
             self.model_of(role),
@@ -362,7 +366,7 @@ class Builder(PoolRoles):
         )
 
     def _model(self, spec: RoleSpec, start: Params, phase: Phase) -> ModelWorker:
-        """Worker of any role but the actor."""
+        """Build the worker of any role but the actor."""
         weights, mesh = self.weights(spec.name), self.mesh(spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
         if not self.here:
@@ -376,7 +380,7 @@ class Builder(PoolRoles):
             return spec.worker_class(self._setup(spec.name), params)
         adapters = self._adapters(weights)
         if adapters is not None and weights.lora is not None and spec.head == "value":
-            head = params.pop("head")  # trained whole, and so among the adapters
+            head = params.pop("head")  # fully trained, so it is kept with the adapters
             adapters = {**adapters, "head": head} if weights.lora.start is None else adapters
         return spec.worker_class(
             self._setup(spec.name),
@@ -387,7 +391,7 @@ class Builder(PoolRoles):
         )
 
     def close(self) -> None:
-        """End the reward workers, and let go of weights that nobody took."""
+        """Stop the reward processes and environments, and withdraw weights that were offered and not taken."""
         if self._scorer is not None:
             self._scorer.close()
         if self.sampler is not None and self.sampler.agent_loop is not None:

@@ -1,4 +1,4 @@
-"""The critic: a model that estimates the value of every prefix."""
+"""Critic: a model that estimates the value of every prefix."""
 
 from collections.abc import Hashable, Sequence
 
@@ -9,14 +9,14 @@ from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 
 
 class Critic(TrainedWorker):
-    """A value model; with it also the cost critic, and reward models while they are trained."""
+    """Trained value model; also the worker class of the cost critic, and of reward models in training."""
 
     @worker_method(THREE_D_PROTO)
     def compute_values(self, rollout: RolloutBatch | Sequences) -> Array:
-        """`value_BT` of the prefix before each token."""
+        """Return the value of the prefix before each token, `[B, T]`."""
         return self.forward(sequences_of(rollout))
 
     @worker_method(THREE_D_PROTO, part="update")
     def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
-        """Update the values once per minibatch."""
+        """Update the value model once per minibatch."""
         return self.update(minibatches, objective, settings).metrics

@@ -1,4 +1,4 @@
-"""A model on its mesh: packed forward passes over the sequences of a batch."""
+"""Model worker: packed forward passes of one model on its mesh."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -35,10 +35,11 @@ from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 
 Metrics = dict[str, float]
 Wanted = Literal["output", "entropy", "energy", "likeliest"]
-"""Reading of a forward pass: values or log-probabilities; log-probabilities and entropies; squared norms of the
-gradients of log-probabilities by the logits; or log-probabilities, also of the likeliest tokens that the policy has."""
+"""Result of a forward pass. `output`: values or log-probabilities; `entropy`: log-probabilities and entropies;
+`energy`: squared norms of the gradients of log-probabilities with respect to the logits; `likeliest`: log-probabilities
+of the tokens, and of the likeliest tokens that the policy's tokenizer has too."""
 Progress = Callable[[str, int, int], None]
-"""`(phase, done, total)`, called from the thread that does the work."""
+"""Progress callback `(phase, done, total)`, called from the thread that does the work."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class ModelSetup:
     """Settings of one model on its mesh.
 
     Attributes:
-      width: T, columns of the `[B, T]` arrays that the model is given.
-      longest_response: Tokens of the longest response; the rest of the width is the longest prompt's.
-      progress: Told how many microbatches and minibatches were started.
-      offload: Parts that wait in host memory while they are not in use: `parameters`, `optimizer`.
-      temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
-      staleness: Versions by which the policy that sampled a response may be behind this one.
-      retokenizer: Makes tokens of this model of the policy's; None where they are the same.
+      width: T, number of columns of the model's `[B, T]` inputs.
+      longest_response: Number of tokens of the longest response; the rest of the width is for the longest prompt.
+      progress: Callback for the number of started microbatches and minibatches.
+      offload: Parts kept in host memory while they are not in use: `parameters`, `optimizer`.
+      temperature: Rollout temperature, the default for log-probabilities.
+      staleness: Maximum number of versions between the policy that sampled a response and this policy.
+      retokenizer: Converter from the policy's tokens to this model's; None if the tokenizers are the same.
     """
 
     role: str
@@ -72,19 +73,19 @@ class ModelSetup:
 
 
 class ModelWorker:
-    """A model whose head is read at every token.
+    """Worker of one model, whose head is read at every token.
 
     Attributes:
-      place: Coordinates of this process in the mesh. The arrays that it is given are its own part of a batch.
-      parameters: Float32 masters, or frozen weights, in the training layout.
-      here: False if the devices are only described: programs are lowered instead of run, and give zeros.
-      lowered: Programs that were lowered instead of run, by name.
+      place: Coordinates of this process in the mesh. Arguments are this process's part of a batch.
+      parameters: Float32 master weights or frozen weights, in the training layout.
+      here: False if the devices are only described: programs are lowered instead of run, and results are zeros.
+      lowered: Lowered programs by name, if the devices are only described.
     """
 
     replays_routing: ClassVar[bool] = False
-    """True if tokens go through the experts that they were sampled with, where those were recorded."""
+    """True to route tokens through the experts they were sampled with, if recorded (router replay)."""
     keeps_sampled: ClassVar[bool] = False
-    """True if log-probabilities are among the tokens that each was drawn among, where those were recorded."""
+    """True to normalize log-probabilities over the sampling mask of each token, if recorded (keep sampling mask)."""
 
     def __init__(self, setup: ModelSetup, params: Params) -> None:
         self.setup, self.role, self.config, self.mesh = setup, setup.role, setup.config, setup.mesh
@@ -114,7 +115,7 @@ class ModelWorker:
 
     @property
     def params(self) -> Params:
-        """Parameters that the model computes with."""
+        """Parameters used by forward passes."""
         return self.parameters.tree
 
     def forward(
@@ -125,11 +126,11 @@ class ModelWorker:
         adapters: Params | None = None,
         wanted: Wanted = "output",
     ) -> Any:
-        """Output of the head for this process's sequences, as host `[B, T]` arrays.
+        """Run the model on this process's sequences, and return the head's output as host `[B, T]` arrays.
 
         Args:
-          adapters: Laid over the frozen parameters, in place of those that are trained; empty lays none.
-          wanted: What is read; see `Wanted`.
+          adapters: Adapters to use instead of the trained ones; an empty tree uses the frozen parameters alone.
+          wanted: Result to return; see `Wanted`.
         """
         packing = self.pack(sequences)
         scale = np.float32(temperature)
@@ -144,7 +145,7 @@ class ModelWorker:
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 
     def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, wanted: Wanted) -> Any:
-        """Shapes of the head's output, of which nothing is computed."""
+        """Lower the forward program, and return the shapes of the head's output."""
         name = "forward" if wanted == "output" else f"forward with {wanted}"
         self.lowered[name] = self._forward[wanted].lower(params, self._on_mesh(rows), scale)
         return self.lowered[name].out_info
@@ -152,16 +153,16 @@ class ModelWorker:
     def log_prob(
         self, sampled: RolloutBatch | Sequences, *, temperature: float | None = None, adapters: Params | None = None
     ) -> Array:
-        """log pi of every response token, `[B, T]`. `temperature=None` is the rollout's."""
+        """Return log pi of every response token, `[B, T]`. `temperature=None` takes the rollout's temperature."""
         scale = self.setup.temperature if temperature is None else temperature
         output: TokenOutput = self.forward(sequences_of(sampled), temperature=scale, adapters=adapters)
         return output.logp
 
     def pack(self, sequences: Sequences, *, prompts: int | None = None) -> Packing:
-        """Places of the tokens of this process's sequences; every process makes the same number of microbatches.
+        """Pack this process's sequences into microbatches; every process makes the same number of microbatches.
 
         Args:
-          prompts: Distinct prompts that they may be of; None is those that they have.
+          prompts: Maximum number of distinct prompts of the sequences; None counts the prompts they have.
         """
         _, parts = self.place.part(BATCH_AXES)
         choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
@@ -187,7 +188,7 @@ class ModelWorker:
         )
 
     def take_metrics(self) -> Metrics:
-        """Cost of moving weights between device and host since the last call; empty if none are offloaded."""
+        """Return the cost of moves between device and host since the last call; empty if nothing is offloaded."""
         moves = [moved for held in self.trees.values() for moved in held.take_moves()]
         if not self.setup.offload:
             return {}
@@ -197,21 +198,24 @@ class ModelWorker:
         }
 
     def counters(self) -> dict[str, int]:
-        """Room for images, in which others are rounded otherwise: a resumed run has it too. JSON of a checkpoint."""
+        """Return the padded sizes for images, as JSON for a checkpoint.
+
+        Results round differently with other sizes, so a resumed run uses the same ones.
+        """
         return {f"{self.role}/{name}": count for room in self._patch_room for name, count in room._asdict().items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from the counters of a checkpoint."""
+        """Restore the counters of a checkpoint."""
         own = {name: counters[key] for name in Room._fields if (key := f"{self.role}/{name}") in counters}
         self._patch_room[:] = [Room(**own)] if own else []
 
     def items(self) -> dict[str, TreeItem]:
-        """Items of a checkpoint of this role."""
+        """Return this role's items of a checkpoint."""
         return {self.role: OffloadableItem(self.parameters)}
 
     @property
     def trees(self) -> dict[str, Offloadable]:
-        """All arrays that the worker holds between calls, by part."""
+        """Arrays that the worker holds between calls, by part."""
         return {"parameters": self.parameters}
 
     def _output(self, params: Params, rows: PackedBatch, temperature: Array, *, wanted: Wanted) -> TokenOutput | Array:
@@ -219,7 +223,7 @@ class ModelWorker:
         return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature, **how)
 
     def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
-        """Hidden states of packed rows, and the record of routers."""
+        """Return the hidden states of packed rows, and the routers' outputs."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
         how: dict[str, Any] = {"shared_prefix": rows.shared_prefix, "execution": self._execution}
         if rows.images is not None:
@@ -240,14 +244,15 @@ class ModelWorker:
         likeliest: bool = False,
         named_RWK: Array | None = None,
     ) -> TokenOutput | Array:
-        """Output of the head at the response tokens: values, or log-probabilities and, if asked, entropies.
+        """Return the head's output at the response tokens: values, or log-probabilities and (with `entropy`) entropies.
 
         Args:
-          energy: Squared norms of the gradients by the logits, in place of all that.
-          named_RWK: Ids to read beside each token; see `token_logp`.
+          energy: True to return squared norms of the gradients with respect to the logits instead.
+          likeliest: True to return also the log-probabilities of the likeliest tokens that the policy has too.
+          named_RWK: Further token ids to read at each token; see `token_logp`.
         """
         if self.setup.head == "value":
-            assert not (entropy or energy or likeliest), "values have no distribution"
+            assert not (entropy or energy or likeliest), "a value head has no token distribution"
             return values(params, hidden_RWD)
         tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
         how: dict[str, Any] = {
@@ -265,7 +270,7 @@ class ModelWorker:
         return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
 
     def _on_mesh(self, tree: Any) -> Any:
-        """This process's rows, as rows of arrays over the whole mesh."""
+        """Make global arrays over the whole mesh from this process's rows."""
         _, parts = self.place.part(BATCH_AXES)
 
         def put(array: np.ndarray) -> Any:
@@ -278,12 +283,12 @@ class ModelWorker:
 
 
 def sequences_of(sampled: RolloutBatch | Sequences) -> Sequences:
-    """Tokens of a rollout, or of sequences that no policy sampled."""
+    """Return the sequences of a rollout, or the argument itself if it is sequences."""
     return sampled.sequences if isinstance(sampled, RolloutBatch) else sampled
 
 
 def _own_rows(array: jax.Array) -> np.ndarray:
-    """The rows that this process's devices hold, as a host array."""
+    """Return the rows on this process's devices as a host array."""
     if array.is_fully_addressable:
         return np.asarray(array)
     blocks = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
@@ -291,7 +296,7 @@ def _own_rows(array: jax.Array) -> np.ndarray:
 
 
 def most_of_all_hosts(numbers: np.ndarray) -> np.ndarray:
-    """Elementwise maximum of the numbers that the processes of this program give."""
+    """Return the elementwise maximum of the numbers over all processes."""
     if jax.process_count() == 1:
         return numbers
     from jax.experimental import multihost_utils
@@ -300,7 +305,7 @@ def most_of_all_hosts(numbers: np.ndarray) -> np.ndarray:
 
 
 def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -> tuple[int, int]:
-    """Tokens of a packed row, and rows of a microbatch, from the token budget.
+    """Return the tokens of a packed row and the rows of a microbatch, from the token budget.
 
     Raises:
       Refusal: The budget does not hold one row for each shard of the batch.

@@ -1,4 +1,4 @@
-"""Trees of arrays that wait in host memory while nobody computes with them."""
+"""Trees of arrays that are offloaded to host memory while they are not in use."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from jaxrlhf.resharding.offload import Moved, to_device, to_host
 
 
 class Offloadable:
-    """A tree of arrays that is on the devices while it is in use; otherwise, if offloaded, in host memory.
+    """Tree of arrays that is on the devices while in use, and otherwise (with `offload`) in host memory.
 
     Args:
-      tree: The arrays, or a function that makes them when they are first used.
-      offload: True if the tree waits in host memory.
+      tree: Arrays, or a function that makes them at their first use.
+      offload: True to keep the tree in host memory while it is not in use.
     """
 
     def __init__(self, tree: Any, *, offload: bool = False) -> None:
@@ -29,7 +29,7 @@ class Offloadable:
 
     @contextmanager
     def on_devices(self) -> Iterator[None]:
-        """Have the tree on the devices within the block."""
+        """Keep the tree on the devices within the block."""
         if self.tree is None:
             assert self._make is not None
             self.tree = self._make()
@@ -45,7 +45,7 @@ class Offloadable:
 
     @contextmanager
     def partly_away(self, mask: Any) -> Iterator[None]:
-        """Have leaves whose bool in `mask` is true wait in host memory within the block, if the tree is offloaded."""
+        """Move leaves with True in `mask` to host memory within the block, if the tree is offloaded."""
         if not self._offload:
             yield
             return
@@ -58,7 +58,7 @@ class Offloadable:
             self._move(to_device)
 
     def take_moves(self) -> list[Moved]:
-        """Moves between device and host since the last `take_moves`."""
+        """Return the moves between device and host since the last call."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -72,7 +72,7 @@ class Offloadable:
 
 
 class OffloadableItem(TreeItem):
-    """An offloadable tree in a checkpoint; it is brought to the devices to be saved or restored."""
+    """Checkpoint item of an offloadable tree; the tree is moved to the devices to be saved or restored."""
 
     def __init__(self, held: Offloadable) -> None:
         super().__init__(lambda: held.tree, lambda tree: setattr(held, "tree", tree))

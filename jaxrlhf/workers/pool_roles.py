@@ -1,4 +1,4 @@
-"""The roles on one pool: model, mesh, training settings, execution and weights of each."""
+"""Roles on one resource pool: model, mesh, training settings, execution and weights of each role."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -27,21 +27,21 @@ from jaxrlhf.workers.role_weights import RoleWeights
 
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
-    """Dtype of activations and of the weights that generate."""
+    """Return the dtype of activations and of generation weights."""
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
 
 
 class PoolRoles:
-    """The roles on one pool, as the configuration has them.
+    """Roles on one pool, as configured.
 
     Args:
       roles: Names of the roles that are placed on the pool in any phase.
 
     Attributes:
-      reader: Reads images of prompts; None where the policy reads text alone.
-      width: T, columns of a rollout's arrays.
+      reader: Image reader for prompts; None if the policy reads text only.
+      width: T, number of columns of a rollout's arrays.
     """
 
     def __init__(
@@ -57,61 +57,61 @@ class PoolRoles:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the roles that are trained."""
+        """Names of the trained roles."""
         return [role for role in self.roles if role in self.config.trained]
 
     @property
     def frozen(self) -> list[str]:
-        """Names of the roles with a model that is not trained."""
+        """Names of the roles with a frozen model."""
         return [role for role in self.roles if role not in self.config.trained and self.spec(role).head is not None]
 
     @property
     def slots(self) -> int:
-        """Responses decoded at once on the whole pool; one that came back smaller has as many per device as before."""
+        """Responses decoded at once on the whole pool; a pool that lost devices keeps the number per device."""
         rollout, there = self.config.rollout, len(self.pool.devices)
         asked = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
         return (rollout.slots or rollout.responses_per_step) * there // max(there, asked)
 
     def spec(self, role: str) -> RoleSpec:
-        """Declaration of a role."""
+        """Return the specification of a role."""
         return self.config.all_roles[role]
 
     def mesh(self, role: str) -> Mesh:
-        """The training mesh of a role."""
+        """Return the training mesh of a role."""
         return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
 
     def execution(self, role: str, *, remat: str = "none") -> Execution:
-        """Execution of a role in its training layout; `remat` as `Training` has it, settled."""
+        """Return the execution of a role in its training layout; `remat` is resolved (not `auto`)."""
         how = {**TRAINING_AXES, "remat": remat != "none", "wanted": self.config.attention}
         execution = choose_execution(self.model_of(role), self.dtype, self.mesh(role), **how)
         return replace(execution, offloads=remat == "offload")
 
     def model_of(self, role: str) -> AnyModel:
-        """Shape of a role's model."""
+        """Return the model configuration of a role."""
         own = self.spec(role).model
         return self.model if own is None else model_config(own, self.tokenizer)
 
     def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
-        """Tokenizer of a role's model: the policy's, but of models that read texts in their own."""
+        """Return the tokenizer of a role's model: its own if the role reads re-tokenized text, else the policy's."""
         spec = self.spec(role)
         if spec.room is None or spec.model is None:
             return self.tokenizer
         return load_tokenizer(str(resolve(spec.model.path)))
 
     def retokenizer(self, role: str) -> Retokenizer | None:
-        """Retokenizer from the policy's tokens to those of a role's model; None where they are the same."""
+        """Return the converter from the policy's tokens to the tokens of a role's model; None if they are the same."""
         own = self.tokenizer_of(role)
         return None if own is self.tokenizer else Retokenizer(self.tokenizer, own)
 
     def in_room(self, tokens: int, role: str) -> int:
-        """Tokens of a role's own tokenizer that there is room for, where the policy's are so many."""
+        """Return the number of tokens of a role's own tokenizer to reserve for `tokens` tokens of the policy."""
         return math.ceil(tokens * (self.spec(role).room or 1.0))
 
     def training(self, role: str) -> Training:
-        """Layout and token budget of a role; a frozen one's are the actor's, but for the reference's layout.
+        """Return the training settings of a role; a frozen role has the actor's, except for the reference's layout.
 
-        A frozen role has no token budget of its own, so it gets a row on each of its devices where the actor's
-        holds fewer.
+        A frozen role has no token budget of its own. If the actor's budget holds less than one row on each of the
+        role's devices, the budget is raised to one row.
         """
         if (own := self.spec(role).training) is not None:
             return own
@@ -122,17 +122,17 @@ class PoolRoles:
         return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, least))
 
     def weights(self, role: str) -> RoleWeights:
-        """Shapes, dtypes and shardings of a role's weights."""
+        """Return the shapes, dtypes and shardings of a role's weights."""
         spec = self.spec(role)
         assert spec.head is not None, f"{role} has no weights of its own"
-        copies = spec.training is not None or spec.model is None  # or it is no copy of the actor, with its adapters
+        copies = spec.training is not None or spec.model is None  # else no copy of the actor, so no adapters
         lora = self.training(role).lora if copies else None
         return RoleWeights(role, self.model_of(role), spec.head, self.dtype, lora)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, role: str) -> None:
     """Raise `Refusal` if the tokenizer has ids that the model has no embedding for."""
-    last = max(tokenizer.get_vocab().values())  # which may be beyond the number of tokens, as ids may have gaps
+    last = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, as ids may have gaps
     if last >= model.vocab_size:
         raise Refusal(
             f"{role}: the tokenizer has ids up to {last} and the model embeds {model.vocab_size} tokens; "
@@ -141,7 +141,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, rol
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: str) -> None:
-    """Raise `Refusal` if the tokens of the checkpoint at a path are not those of the policy's tokenizer."""
+    """Raise `Refusal` if the checkpoint at a path has another vocabulary than the policy's tokenizer."""
     if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
         raise Refusal(
             f"{role}_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
@@ -150,7 +150,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: st
 
 
 def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, those that the checkpoint's files name, and configured texts of a single token."""
+    """Return the stop token ids: the tokenizer's EOS, those of the checkpoint's files, and single-token stop texts."""
     if config.rollout.sampling.ignore_eos:
         return ()
     stops = [tokenizer.eos_token_id]
@@ -163,6 +163,6 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
 
 
 def stop_texts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The configured texts of several tokens, which are looked for in what was drawn."""
+    """Return the configured stop texts of several tokens, which are searched in the sampled text."""
     texts = config.rollout.sampling.stop_tokens
     return tuple(text for text in texts if len(tokenizer.encode(text, add_special_tokens=False)) > 1)

@@ -1,4 +1,4 @@
-"""The process reward: a language model whose log-ratio to the reference is the reward of each token (PRIME)."""
+"""Implicit process reward: a language model whose log-ratio to the reference is the reward of each token (PRIME)."""
 
 from collections.abc import Hashable, Sequence
 
@@ -9,13 +9,13 @@ from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 
 
 class ProcessReward(TrainedWorker):
-    """An implicit process reward model, at the temperature of the rollout."""
+    """Implicit process reward model; log-probabilities are at the rollout's temperature."""
 
     keeps_sampled = True
 
     @worker_method(THREE_D_PROTO)
     def compute_log_prob(self, rollout: RolloutBatch) -> Array:
-        """log pi of every response token under the process reward model."""
+        """Return log pi of every response token under the process reward model."""
         return self.log_prob(rollout)
 
     @worker_method(THREE_D_PROTO, part="update")

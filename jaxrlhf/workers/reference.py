@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that the actor is kept close to."""
+"""Reference policy: the frozen policy that the actor is kept close to; and teachers for distillation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,25 +17,25 @@ from jaxrlhf.workers.model import ModelWorker, sequences_of
 
 
 class Reference(ModelWorker):
-    """A policy that is not trained."""
+    """Frozen policy that scores the actor's tokens."""
 
     keeps_sampled = True
 
     @worker_method(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
-        """log pi_ref of every response token. `temperature=None` is the rollout's."""
+        """Return log pi_ref of every response token. `temperature=None` takes the rollout's temperature."""
         return self.log_prob(rollout, temperature=temperature)
 
 
 class SpanLogp(NamedTuple):
-    """Log-probabilities of the spans of text that the policy's tokens are in.
+    """Teacher's log-probabilities of spans of text. A span begins and ends at token boundaries of both tokenizers.
 
     Attributes:
-      logp_BT: float32 of the whole span, at each of its tokens; 0 where there is none.
-      span_BT: int32, spans of each response from 0; `NO_SPAN` where there is none.
-      name_BTK: int32, other tokens of the policy that are likely in the place of a span of one token, -1 for none; K is
-        0 where none are asked for.
-      named_BTK: Their float32 log-probabilities.
+      logp_BT: float32, log-probability of the whole span, at each policy token of the span; 0 without a span.
+      span_BT: int32, number of each token's span in its response, from 0; `NO_SPAN` without a span.
+      name_BTK: int32, ids of likely alternative policy tokens at spans of one token, -1 for none; K is 0 if no
+        alternatives were requested.
+      named_BTK: float32, log-probabilities of the tokens in `name_BTK`.
     """
 
     logp_BT: Array
@@ -45,17 +45,17 @@ class SpanLogp(NamedTuple):
 
 
 class Teacher(ModelWorker):
-    """A policy that is not trained, with a tokenizer of its own."""
+    """Frozen policy with another tokenizer than the actor's; it scores spans of text."""
 
     @worker_method(THREE_D_PROTO)
     def compute_spans(self, problems: Sequence[Problem], rollout: RolloutBatch, *, named: int = 0) -> SpanLogp:
-        """log pi of each span of the responses, at the rollout's temperature.
+        """Return log pi of each span of the responses, at the rollout's temperature.
 
         Args:
-          named: Likeliest tokens in the place of each span of one token, among those that the policy has too.
+          named: Number of likeliest alternative tokens at each span of one token; only tokens that the policy has too.
 
         Raises:
-          Refusal: A prompt has more tokens here than there is room for.
+          Refusal: A prompt has more tokens of this model than there is room for.
         """
         mask_BT, longest = np.asarray(rollout.sequences.mask_BT), self.setup.longest_response
         more = *mask_BT.shape, named
@@ -91,7 +91,13 @@ class Teacher(ModelWorker):
     def _name(
         self, found: SpanLogp, output: TokenOutput, row: int, column_S: np.ndarray, chosen_T: Array, partner_S: Array
     ) -> None:
-        """Fill in the likeliest tokens of a row, at the policy's tokens that have a partner."""
+        """Fill in the likeliest tokens of a row, at the policy tokens that are a span with one token of this model.
+
+        Args:
+          column_S: Columns of the row's response tokens.
+          chosen_T: Mask of the response in this model's tokens.
+          partner_S: Index of the one token of this model in each policy token's span; `NO_SPAN` if there is none.
+        """
         assert self.setup.retokenizer is not None and output.names is not None
         own_id_V, most = self.setup.retokenizer.own_id_V(self.config.vocab_size), found.name_BTK.shape[-1]
         alone_S = partner_S != NO_SPAN
@@ -103,9 +109,9 @@ class Teacher(ModelWorker):
         found.name_BTK[row] = np.where(theirs < 0, -1, own_id_V[theirs])
 
     def _retokenized(self, problems: Sequence[Problem], rollout: RolloutBatch) -> tuple[list[list[int]], list[Aligned]]:
-        """Prompt and response of each row in the tokens of this model."""
+        """Re-tokenize the prompt and the response of each row with this model's tokenizer."""
         retokenizer, room = self.setup.retokenizer, self.setup.width - self.setup.longest_response
-        assert retokenizer is not None, "the role's room says that the model has a tokenizer of its own"
+        assert retokenizer is not None, "a teacher needs a retokenizer"
         prompts = [retokenizer.prompt(problem) for problem in problems]
         if (longest := max(map(len, prompts))) > room:
             raise Refusal(
@@ -118,16 +124,16 @@ class Teacher(ModelWorker):
 
 
 def _all_chosen(rows: int, width: int) -> Sequences:
-    """Rows as long as they may be, for a program that is lowered."""
+    """Return rows of the full width, all tokens chosen, to lower a program with."""
     tokens = np.ones((rows, width), np.int32), np.full(rows, width, np.int32), np.ones((rows, width), bool)
     return Sequences(*tokens, np.arange(rows, dtype=np.int64))
 
 
 class FrozenActor:
-    """A reference that is the actor's own frozen weights: it takes no memory for any.
+    """Reference policy that reads the actor's own frozen weights, so it needs no memory for weights.
 
     Args:
-      adapters: Adapters that the actor started from; empty where it started from the weights alone.
+      adapters: Adapters that the actor started from; empty if the actor started from the weights alone.
     """
 
     def __init__(self, actor: Actor, adapters: Params) -> None:
@@ -136,7 +142,7 @@ class FrozenActor:
 
     @worker_method(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
-        """log pi_ref of every response token. `temperature=None` is the rollout's."""
-        # Other weights than those that sampled; their routers choose for themselves.
+        """Return log pi_ref of every response token. `temperature=None` takes the rollout's temperature."""
+        # No router replay: these weights did not sample the tokens, so their routers choose the experts.
         sequences = replace(sequences_of(rollout), choice_BTLk=None)
         return self._actor.log_prob(sequences, temperature=temperature, adapters=self._adapters)

@@ -1,4 +1,4 @@
-"""Rematerialisation: true for roles whose layers are computed again in the backward pass, chosen before compiling."""
+"""Choice of rematerialization (activation checkpointing) for each role, before anything is compiled."""
 
 import math
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 from jaxrlhf.workers.pool_roles import PoolRoles
 
 _WEIGHT, _GRADIENTS = 4, 8
-"""Bytes of a trained weight beside its moments: itself, and while it is updated a microbatch's gradient and the sum."""
+"""Bytes per trained weight, without optimizer moments: the weight itself; and during an update two gradients, of a
+microbatch and their sum."""
 
 
 class RematChoice(NamedTuple):
-    """Choice for one role.
+    """Rematerialization of one role.
 
     Attributes:
-      kind: `none`, `full`, or `offload`, as `Training.remat` has them.
-      why: Reason, for the table at the start.
+      kind: `none`, `full`, or `offload`, as in `Training.remat`.
+      why: Reason, for the settings table at the start of a run.
     """
 
     kind: Literal["none", "full", "offload"]
@@ -36,12 +37,12 @@ class RematChoice(NamedTuple):
 
     @property
     def on(self) -> bool:
-        """True if layers are computed again."""
+        """True if layers are recomputed in the backward pass."""
         return self.kind != "none"
 
 
 def choose_remat(on: PoolRoles, role: str) -> RematChoice:
-    """Resolve `Training.remat` of a role on its pool."""
+    """Resolve the `Training.remat` of a role on its pool."""
     setting, devices = on.training(role).remat, on.pool.devices
     if isinstance(on.model_of(role), CausalLM):
         if setting in ("full", "offload"):
@@ -66,29 +67,30 @@ def choose_remat(on: PoolRoles, role: str) -> RematChoice:
 
 
 def device_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes of the smallest device, over all hosts; None where that is not known."""
+    """Return the memory of the smallest device over all hosts, in bytes; None if unknown."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     try:
         least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own) >> 20
-    except jax.errors.JaxRuntimeError:  # devices that are only described cannot be asked
+    except jax.errors.JaxRuntimeError:  # described devices have no memory statistics
         return None
     return int(-most_of_all_hosts(np.array(-least))) << 20 or None
 
 
 def update_bytes(on: PoolRoles, role: str) -> float:
-    """Bytes that a device of the pool holds, about, while the role is updated and keeps all activations."""
+    """Estimate the bytes on a device of the pool while the role is updated without rematerialization."""
     held = sum(_held_bytes(on, other, updates=other == role) for other in on.roles)
     return activation_bytes(on, role, remat=False) + held
 
 
 def activation_bytes(on: PoolRoles, role: str, *, remat: bool, offloads: bool = False) -> float:
-    """Bytes of a microbatch's activations on a device, about, logits included.
+    """Estimate the bytes of a microbatch's activations on a device, logits included.
 
     Args:
-      offloads: The inputs of layers are on the host.
+      remat: True if layers are recomputed in the backward pass.
+      offloads: True if the inputs of layers are kept in host memory.
     """
     training, mesh, model = on.training(role), on.mesh(role), on.model_of(role)
-    assert isinstance(model, ModelConfig), "models of a user's own choose for themselves"
+    assert isinstance(model, ModelConfig), "the activations of a user-defined model are not known"
     row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
     return training_activation_bytes(
         model,
@@ -103,7 +105,11 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool, offloads: bool = 
 
 
 def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
-    """Bytes of a role on one device while it, or another, is updated."""
+    """Return the bytes of a role on one device during an update.
+
+    Args:
+      updates: True if this role is updated, False if another role is.
+    """
     config, compute = on.config, on.dtype.itemsize
     if role == "reward":
         if offloaded(config.offload, role, "parameters"):
@@ -117,9 +123,9 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
     training = config.trained.get(role)
     weights, layout = on.weights(role), on.training(role).layout
     model, frozen, learnt = weights.model, weights_held(weights.model, weights.head, layout), 0.0
-    trains_all = role == "actor" and config.cold_start is not None  # before its adapters
+    trains_all = role == "actor" and config.cold_start is not None  # the cold start has no adapters
     if training is not None and training.lora is not None and not trains_all:
-        assert isinstance(model, ModelConfig), "adapters are of the decoder"
+        assert isinstance(model, ModelConfig), "only the decoder has adapters"
         learnt = adapters_held(model, training.lora, layout)
     elif training is not None:
         frozen, learnt = 0.0, frozen
@@ -130,7 +136,7 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
 
 
 def optimizer_bytes(on: PoolRoles, role: str) -> float:
-    """Bytes that the optimizer of a trained role keeps for a weight that it trains, on average."""
+    """Return the average bytes of optimizer state per trained weight of a role."""
     weights = on.weights(role)
     model, head, lora = weights.model, weights.head, weights.lora
     declared = declare(model, head) if lora is None else declare_adapters(model, head, lora)

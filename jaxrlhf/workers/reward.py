@@ -1,4 +1,4 @@
-"""The reward: scores responses, by functions in a worker pool and by reward models."""
+"""Reward worker: scores responses with functions in a process pool and with reward models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -19,14 +19,14 @@ from jaxrlhf.workers.sampler import CompletionListener
 
 
 class Reward:
-    """Scores of responses.
+    """Worker that scores responses and episodes.
 
-    Functions may begin as soon as a response ends, while others are still generated; models score
-    all responses together when they are asked to.
+    Functions may start as soon as a response ends, while other responses are generated. Models score all responses
+    together in `compute_reward`.
 
     Args:
-      place: Coordinates among the processes that score, each by itself.
-      decode: Token ids to text, without special tokens.
+      place: Coordinates among the scoring processes; each process scores alone.
+      decode: Function from token ids to text, without special tokens.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Reward:
     ) -> None:
         self.place = place
         self._scorer, self._progress = scorer, progress
-        self._text = cache(decode)  # a response is made text once; emptied when all are scored, or others begin
+        self._text = cache(decode)  # decodes each response once; cleared after scoring and before a rollout
         self._ahead = np.zeros(2)
 
     def listen(self) -> CompletionListener:
-        """A listener for the responses of a rollout that begins now."""
+        """Open a new rollout, and return the listener for its responses."""
         self._text.cache_clear()
         self._scorer.open_batch()
         return self._begin
@@ -49,7 +49,7 @@ class Reward:
         self._scorer.begin(problem.prompt, text, problem.answer, _shown(problem), *asked)
 
     def take_metrics(self) -> Metrics:
-        """Fraction of the functions' work that did not wait for `compute_reward`, since the last call."""
+        """Return the fraction of function calls that had started before `compute_reward`, since the last metrics."""
         (under_way, calls), self._ahead = self._ahead, np.zeros(2)
         return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
 
@@ -67,9 +67,9 @@ class Reward:
 
     @worker_method(DP_PROTO, part="reward")
     def compute_episode_reward(self, problems: Sequence[Problem], record_E: Array) -> Scores:
-        """Score every episode: what its environment paid, and the parts' scores of its last reply.
+        """Score every episode by its environment's reward and the parts' scores of its last reply.
 
-        Functions find the whole episode in the record, as `episode`. An episode that failed is unscorable.
+        Functions get the whole episode in the record, as `episode`. A failed episode is unscorable.
         """
         episodes: list[EpisodeRecord] = list(record_E)
         show = loaded if self._scorer.calls_functions else list  # models read no images
@@ -105,7 +105,7 @@ class Reward:
 
 
 def _told(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]:
-    """An episode as reward functions are told of it."""
+    """Return the episode as a dict for reward functions."""
     calls = [{"name": call.name, "failure": call.failure} for turn in episode.turns for call in turn.calls]
     return {
         "messages": messages,
@@ -117,11 +117,11 @@ def _told(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]
 
 
 def _shown(problem: Problem) -> Mapping[str, Any]:
-    """The record as reward functions get it, with the pictures of its prompt."""
+    """Return the record for reward functions, with the images of the prompt."""
     return with_pictures(problem.record, problem.images)
 
 
 def response_texts(rollout: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """The responses as text."""
+    """Decode the responses of a rollout to text."""
     tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
     return [decode(tuple(row[chosen].tolist())) for row, chosen in zip(tokens, mask, strict=True)]

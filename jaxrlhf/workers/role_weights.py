@@ -1,4 +1,4 @@
-"""Weights of a role: their shapes, dtypes and shardings, and the values that they start from."""
+"""Weights of a role: shapes, dtypes, shardings and initial values."""
 
 import math
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class RoleWeights:
     """Shapes, dtypes and shardings of one role's weights, on any mesh.
 
     Attributes:
-      dtype: Dtype of weights that are not trained.
-      lora: Adapters beside frozen parameters, or of the policy that the parameters are a copy of; None has none.
-      quantize: Format of the matrices of layers that generate; None is `dtype`.
+      dtype: Dtype of frozen weights.
+      lora: Adapter settings of the role, or of the policy that a frozen role copies; None has no adapters.
+      quantize: Format of the layers' matrices during generation; None is `dtype`.
     """
 
     role: str
@@ -45,19 +45,19 @@ class RoleWeights:
     quantize: Format | None = None
 
     def trained_params(self, mesh: Mesh) -> Params:
-        """Shapes with shardings of a trained role's parameters: float32 masters, or frozen ones beside adapters."""
+        """Return the parameters of a trained role as sharded shapes: float32 masters, or frozen ones with adapters."""
         if self.lora is not None:
             return self.frozen_params(mesh)
         return described(param_shapes(self.model, self.head, jnp.float32), self.layout(mesh))
 
     def frozen_params(self, mesh: Mesh) -> Params:
-        """Shapes with shardings of parameters that are not trained."""
-        self.layout(mesh)  # or it is refused here
+        """Return frozen parameters as sharded shapes."""
+        self.layout(mesh)  # raises Refusal early
         self._check_tiles(mesh, TRAIN, role=self.role)
         return described(self._frozen_shapes(self.dtype), shardings(mesh, self._frozen_dims(), TRAIN))
 
     def layout(self, mesh: Mesh) -> Any:
-        """Training shardings of the parameters, checked to split evenly."""
+        """Return the training shardings of the parameters, after a check that they split evenly."""
         if isinstance(self.model, CausalLM) and (stages := int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))) > 1:
             raise Refusal(
                 f"{self.role}: {stages} stages divide the layers of the decoder, not {self.model.name}; use stage=1"
@@ -91,45 +91,45 @@ class RoleWeights:
             )
 
     def adapter_shapes(self) -> Params:
-        """Shapes of the adapters."""
+        """Return the shapes of the adapters."""
         return adapter_shapes(self.model, self.head, self._adapters)
 
     def adapter_layout(self, mesh: Mesh) -> Any:
-        """Training shardings of the adapters, checked to split evenly."""
+        """Return the training shardings of the adapters, after a check that they split evenly."""
         dims = adapter_dims(self.model, self.head, self._adapters)
         check_divisible(mesh, dims, self.adapter_shapes(), TRAIN, role=self.role)
         return shardings(mesh, dims, TRAIN)
 
     def dims(self) -> dict[str, Any]:
-        """Dimension names of `parameters`, and of `adapters` if the role has some."""
+        """Return the dimension names of `parameters`, and of `adapters` if the role has any."""
         adapters = {} if self.lora is None else {"adapters": adapter_dims(self.model, self.head, self.lora)}
         return {"parameters": self._frozen_dims(), **adapters}
 
     def shapes(self) -> dict[str, Any]:
-        """Shapes of a trained role's weights, by the names of `dims`."""
+        """Return the shapes of a trained role's weights, with the keys of `dims`."""
         if self.lora is None:
             return {"parameters": param_shapes(self.model, self.head, jnp.float32)}
         return {"parameters": self._frozen_shapes(self.dtype), "adapters": self.adapter_shapes()}
 
     def generation_shapes(self) -> dict[str, Any]:
-        """Shapes of the weights that generate, by the names of `dims`."""
+        """Return the shapes of the generation weights, with the keys of `dims`."""
         shapes = cast_shapes(self.dims(), self.shapes(), dtype=self.dtype)
         return shapes | {"parameters": _quantized_shapes(shapes["parameters"], self.quantize)}
 
     def generation_dims(self) -> dict[str, Any]:
-        """Dimension names of the weights that generate, by the names of `dims`."""
+        """Return the dimension names of the generation weights, with the keys of `dims`."""
         dims = self.dims()
         return dims | {"parameters": quantized_dims(dims["parameters"], self.quantize)}
 
     def generation_layout(self, mesh: Mesh) -> Any:
-        """Shardings of the weights that generate, by the names of `dims`."""
+        """Return the shardings of the generation weights, with the keys of `dims`."""
         return shardings(mesh, self.generation_dims(), GENERATE)
 
     def switch(self, mesh: Mesh, generation: Mesh) -> HybridEngine:
-        """The switch of a trained role's weights between the two layouts.
+        """Build the engine that switches a trained role's weights between the training and generation layouts.
 
         Raises:
-          Refusal: A dimension does not split evenly, or parts weights that share a scale.
+          Refusal: A dimension does not split evenly, or a split separates weights that share a scale.
         """
         if self.quantize is None:
             return HybridEngine.by_rules(mesh, generation, self.dims(), self.shapes(), dtype=self.dtype)
@@ -154,7 +154,7 @@ class RoleWeights:
 
     @property
     def _frozen_format(self) -> Format | None:
-        """Format of the matrices of parameters that are not trained; None is `dtype`."""
+        """Format of the matrices of frozen parameters; None is `dtype`."""
         return None if self.lora is None else self.lora.quantize
 
     def _frozen_shapes(self, dtype: Any) -> Any:
@@ -162,20 +162,20 @@ class RoleWeights:
         return _quantized_shapes(cast_shapes(dims, shapes, dtype=dtype), self._frozen_format)
 
     def _frozen_dims(self) -> dict[str, Any]:
-        """Dimension names of parameters that are not trained; the last of a scale counts tiles."""
+        """Return the dimension names of frozen parameters; the last dimension of a scale counts tiles."""
         return quantized_dims(param_dims(self.model, self.head), self._frozen_format)
 
     def _check_tiles(self, mesh: Mesh, rules: Rules, *, role: str) -> None:
-        """Raise `Refusal` if quantised weights that share a scale would be parted."""
+        """Raise `Refusal` if quantized frozen weights that share a scale would be split."""
         shapes = self._frozen_shapes(jnp.float32)
         _check_scales(mesh, self._frozen_dims(), shapes, rules, role=role, name="lora.quantize")
 
 
 def rollout_format(config: Config, model: AnyModel, pool: ResourcePool) -> Format | None:
-    """Format of the matrices that generate on a pool; None is the compute dtype.
+    """Return the format of the generation matrices on a pool; None is the compute dtype.
 
     Raises:
-      Refusal: A model of other matrices than the decoder's, or a format that the pool's chips do not have.
+      Refusal: A format is configured for a user-defined model, or the pool's chips do not support it.
     """
     kind, device = config.rollout.quantize, pool.devices[0]
     if kind is not None and isinstance(model, CausalLM):
@@ -189,14 +189,14 @@ def rollout_format(config: Config, model: AnyModel, pool: ResourcePool) -> Forma
 
 
 def _has_fp8(device: jax.Device) -> bool:
-    """Return whether it multiplies 8-bit floats, or only emulates a device, as a processor."""
+    """Return True if the device multiplies 8-bit floats, or is a CPU, which emulates a device."""
     if device.platform == "gpu":
         return float(getattr(device, "compute_capability", "0")) >= 8.9
     return device.platform == "cpu" or "7" in device.device_kind
 
 
 def quantized_dims(dims: dict[str, Any], kind: Format | None) -> dict[str, Any]:
-    """Dimension names of parameters whose matrices are quantised; the last of a scale counts tiles."""
+    """Return the dimension names of quantized parameters; the last dimension of a scale counts tiles."""
     if kind is None:
         return dims
     return quantized(dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple))
@@ -207,7 +207,7 @@ def _quantized_shapes(shapes: Any, kind: Format | None) -> Any:
 
 
 def _check_scales(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str, name: str) -> None:
-    """Raise `Refusal` if quantised weights that share a scale would be parted."""
+    """Raise `Refusal` if quantized weights that share a scale would be split."""
     try:
         check_divisible(mesh, dims, shapes, rules, role=role)
     except Refusal as error:
@@ -217,25 +217,25 @@ def _check_scales(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str
 
 
 def layout_in(tree: Any) -> Any:
-    """Shardings of arrays, or of shapes with shardings."""
+    """Return the shardings of a tree of arrays or of sharded shapes."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def initial_params(model: Model, weights: RoleWeights, target: Params, *, seed: int) -> Params:
-    """Parameters at the start of a run: drawn at random, or a checkpoint's.
+    """Return the parameters at the start of a run: random, or loaded from a checkpoint.
 
     Args:
-      target: Shapes with shardings of the result.
+      target: Sharded shapes of the result.
     """
     config, head = weights.model, weights.head
     if not isinstance(model, Pretrained):
 
         def build(seed: Any) -> Params:
-            # The key is made inside, because a program over several processes takes no array of one of them.
+            # The key is made inside: a program over several processes cannot take an array of a single process.
             return jax.tree.map(_converted, init_params(config, head, jax.random.key(seed)), target)
 
         return jax.jit(build, out_shardings=layout_in(target))(np.uint32(seed))
-    assert isinstance(config, ModelConfig), "a checkpoint is of the decoder"
+    assert isinstance(config, ModelConfig), "only the decoder loads checkpoints"
     floats = jax.tree.map(lambda x: x.scale if isinstance(x, Quantized) else x, target, is_leaf=is_quantized)
     dtypes = jax.tree.map(lambda x: x.dtype, floats)
     wanted = {path_name(path): node for path, node in jax.tree.leaves_with_path(target, is_leaf=is_quantized)}
@@ -247,11 +247,11 @@ def initial_params(model: Model, weights: RoleWeights, target: Params, *, seed: 
 
 
 def initial_adapters(weights: RoleWeights, mesh: Mesh, *, seed: int) -> Params:
-    """Float32 adapters at the start of a run, in the training layout."""
+    """Return float32 adapters at the start of a run, in the training layout: random, or a checkpoint's."""
     config, head, lora, layout = weights.model, weights.head, weights.lora, weights.adapter_layout(mesh)
     assert lora is not None
     if lora.start is not None:
-        assert isinstance(config, ModelConfig), "adapters are of the decoder"
+        assert isinstance(config, ModelConfig), "only the decoder has adapters"
         return load_adapters(lora.start, config, head, lora, layout)
     declared = declare_adapters(config, head, lora)
     build = jax.jit(lambda seed: draw(declared, jax.random.fold_in(jax.random.key(seed), 1)), out_shardings=layout)
@@ -259,16 +259,16 @@ def initial_adapters(weights: RoleWeights, mesh: Mesh, *, seed: int) -> Params:
 
 
 def saved_params(folder: Path, target: Params) -> Params:
-    """Parameters of a checkpoint's item, in the shapes and shardings of `target`."""
+    """Restore the parameters of a checkpoint item, in the shapes and shardings of `target`."""
     restored: list[Params] = []
     TreeItem(lambda: target, restored.append).restore(folder)
     return restored[0]
 
 
 def copied(params: Params, target: Params) -> Params:
-    """New buffers in the shapes and shardings of `target`, zeros where `params` has none.
+    """Copy parameters to new buffers in the shapes and shardings of `target`; parameters missing in `params` are zeros.
 
-    Trained parameters are donated to their update, so nothing is shared.
+    Trained parameters are donated to their update, so no buffer is shared.
     """
 
     def copy(tree: Params) -> Params:
@@ -280,12 +280,12 @@ def copied(params: Params, target: Params) -> Params:
 
 
 def quantized_as(params: Params, target: Params) -> Params:
-    """The parameters, quantised where `target` is, one after another; each is deleted as it is replaced."""
+    """Quantize the parameters that are quantized in `target`, one by one; each replaced parameter is deleted."""
     return jax.tree.map(_quantized_leaf, params, target, is_leaf=is_quantized)
 
 
 def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
-    """The leaf as wanted; one that is quantised is deleted, so that only one leaf at a time exists twice."""
+    """Quantize a leaf if `wanted` is quantized and delete the original: only one leaf exists twice at a time."""
     if not isinstance(wanted, Quantized) or isinstance(leaf, Quantized):
         return leaf
     convert = jax.jit(partial(_converted, wanted=wanted), out_shardings=layout_in(wanted))
@@ -295,14 +295,14 @@ def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
 
 
 def _generating(leaf: jax.Array, wanted: Any, *, stages: int) -> Any:
-    """Arrays that generation takes of a weight."""
+    """Convert a weight to its generation dtype or format."""
     if not isinstance(wanted, Quantized):
         return leaf.astype(wanted.dtype)
     return quantize_layers(leaf.astype(wanted.scale.dtype), wanted.kind, layers=leaf.shape[0] // stages)
 
 
 def _converted(leaf: jax.Array, wanted: Any) -> Any:
-    """A copy in another dtype, or quantised: a layer of each stage at a time, which takes some room."""
+    """Copy a leaf in another dtype, or quantize it one layer of each stage at a time, to limit temporary memory."""
     if not isinstance(wanted, Quantized):
         return jnp.array(leaf, wanted.dtype, copy=True)
     layers = wanted.scale.sharding.shard_shape(wanted.scale.shape)[0]

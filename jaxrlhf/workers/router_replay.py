@@ -1,4 +1,4 @@
-"""Routers of a trained mixture of experts: load-balancing loss, metrics, and replay of the sampler's choices (R3)."""
+"""Router training of a mixture of experts: load-balancing loss, metrics, and router replay (R3)."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from jaxrlhf.models.moe.experts import RouterInputs, RouterOutputs
 
 
 def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> float:
-    """Coefficient of the load-balancing loss: as configured, or else the checkpoint's.
+    """Return the coefficient of the load-balancing loss: the configured one, or else the checkpoint's.
 
     Raises:
-      Refusal: One is configured for a model without experts.
+      Refusal: A coefficient is configured for a model without experts.
     """
     if config.experts is None:
         if wanted is not None:
@@ -26,14 +26,14 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
 
 
 def router_inputs(rows: PackedBatch) -> RouterInputs:
-    """Response tokens by sequence: the load is balanced over each sequence by itself."""
+    """Return the router inputs: response tokens by sequence, since the load is balanced over each sequence alone."""
     return RouterInputs(jnp.where(rows.mask_RW, rows.segment_RW, 0))
 
 
 def router_metrics(routed: RouterOutputs, rows: PackedBatch, config: AnyModel, *, role: str) -> dict[str, Any]:
-    """Metrics per token, to be averaged over the mask; means over layers.
+    """Return router metrics per token, averaged over layers; the trainer averages them over the mask.
 
-    The load of the busiest expert over the mean load is one number of a microbatch and stands at each token.
+    The imbalance, the load of the busiest expert over the mean load, is one number per microbatch, repeated per token.
     """
     assert config.experts is not None and routed.loss_RW is not None
     count = config.experts.count

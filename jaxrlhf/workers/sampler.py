@@ -1,4 +1,4 @@
-"""Sampler: an engine on a process's part of a generation mesh, and what a rollout is of its answers."""
+"""Sampler: an engine on a process's part of a generation mesh, whose completions become rollouts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from jaxrlhf.workers.generation.rollouts import request_to_go_on, requests_of, t
 from jaxrlhf.workers.model import Progress
 
 CompletionListener = Callable[[Problem, Completion], None]
-"""Told of a response as it ends, with the problem that it answers."""
+"""Listener called with each completed response and its problem."""
 
 
 @dataclass
@@ -30,7 +30,8 @@ class CompletionFeed:
     """Connection from the samplers of a process to its reward worker.
 
     Attributes:
-      listen: Called as a rollout begins; returns the listener to its responses. None while nobody listens.
+      listen: Function called at the start of a rollout, which returns the listener for its responses; None without a
+        reward worker.
     """
 
     listen: Callable[[], CompletionListener] | None = None
@@ -38,18 +39,18 @@ class CompletionFeed:
 
 @dataclass(frozen=True)
 class Sampler:
-    """An engine on this process's share of a generation mesh.
+    """Engine on this process's part of a generation mesh.
 
     Attributes:
       mesh: The whole generation mesh.
-      submesh: This process's part of it; its replicas need no other process.
-      width: T, columns of a rollout's arrays.
-      agent_loop: Goes through episodes; None without an environment.
-      most_kept: Tokens at most that draws of a training rollout are among, which the engine records; 0 is any.
-      holds: Responses go on from the keys and values that they had.
+      submesh: This process's part of the mesh; its replicas need no other process.
+      width: T, number of columns of a rollout's arrays.
+      agent_loop: Runner of episodes; None without an environment.
+      most_kept: Largest sampling mask of a training rollout, which the engine records; 0 records none.
+      holds: True if interrupted responses continue from the keys and values they had.
 
     Raises:
-      Refusal: The model keeps more of a response than keys and values.
+      Refusal: `holds`, and the caches of responses cannot be taken out of their slots.
     """
 
     config: AnyModel
@@ -68,18 +69,18 @@ class Sampler:
             self.engine.check_holds()
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile every program that generating from prompts of these lengths takes."""
+        """Compile every program that generation from prompts of these lengths needs."""
         self.engine.compile_ahead(prompt_lengths)
         if self.holds and isinstance(self.engine, InterruptibleEngine):
             self.engine.compile_held()
 
     def load(self, weights: Any, version: int, *, spent: Any) -> None:
-        """Set the engine's weights, given in the generation layout over the whole mesh.
+        """Set the engine's weights from weights in the generation layout over the whole mesh.
 
         Args:
-          weights: `parameters`, and `adapters` if there are some, which are applied beside them: added to weights
-            of few bits, small changes would be rounded away.
-          spent: Tree of bools, true where nobody else reads the weights, for `Engine.load`. Beside adapters all stay.
+          weights: `parameters`, and `adapters` if there are any. Adapters are applied separately, not merged: added to
+            low-precision weights, small changes would be rounded away.
+          spent: Tree of bools for `Engine.load`, True for weights that nobody else reads; ignored with adapters.
         """
         here = hand_over(weights, self.submesh)
         given = PolicyWeights(self.config, here["parameters"], version, spent["parameters"])
@@ -111,10 +112,10 @@ class Sampler:
     def generate_parts(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
     ) -> Iterator[RolloutBatch]:
-        """Sample what `generate` does, and give it in so many parts, the groups that are complete first before others.
+        """Sample the rollout of `generate`, and yield it in `parts` parts; groups that complete first come first.
 
         Raises:
-          Refusal: There are fewer problems than parts, or the engine gives nothing before it has all.
+          Refusal: There are fewer problems than parts, or the engine answers only whole batches.
         """
         if not isinstance(self.engine, InterruptibleEngine):
             raise Refusal(
@@ -143,14 +144,14 @@ class Sampler:
     def go_on(
         self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round
     ) -> PartialRollout:
-        """Draw further tokens of groups under way, the oldest first, until enough of them are complete."""
+        """Continue groups in progress, the oldest first, until enough of them are complete."""
         end = until.share(len(problems))
         if not isinstance(self.engine, InterruptibleEngine):
             raise Refusal(
                 f"rollout.over_provision has responses go on under later weights, and {type(self.engine).__name__} "
                 "answers a request whole; drop it, or generate with this project's own engine"
             )
-        assert self.engine.weights is not None, "they are loaded before anything is generated"
+        assert self.engine.weights is not None, "no weights are loaded"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
         held_B = np.full(len(under_way.ended_B), None) if under_way.held_B is None else under_way.held_B
         rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
@@ -176,7 +177,7 @@ class Sampler:
                 row: engine.begun(request, sampling, seed=int(under_way.seed_B[row]))
                 for row, request in requests.items()
             }
-            going = [row for row in states if held_B[row] is not None][: engine.slots]  # fewer where hosts are gone
+            going = [row for row in states if held_B[row] is not None][: engine.slots]  # fewer slots if hosts were lost
             engine.go_on([states[row] for row in going], [held_B[row] for row in going])
             for row in [row for row in states if row not in going]:
                 engine.enqueue(states[row])
@@ -201,7 +202,7 @@ class Sampler:
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> EpisodeBatch:
-        """Go through episodes that begin with these problems, prompt-major; see `Generates.run_episodes`."""
+        """Run episodes that start from these problems, prompt-major; see `Generates.run_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.run(
             self.engine,
@@ -222,7 +223,7 @@ class Sampler:
         *,
         responses_per_prompt: int,
     ) -> EpisodeBatch:
-        """Go on with groups of episodes until enough are complete; see `Generates.continue_episodes`."""
+        """Continue groups of episodes until enough are complete; see `Generates.continue_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.go_on(
             self.engine,

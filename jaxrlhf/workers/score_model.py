@@ -1,4 +1,4 @@
-"""A reward model: the score head of a sequence-classification checkpoint, read off texts."""
+"""Reward model: the score head of a classification checkpoint, applied to texts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -34,20 +34,21 @@ _SMALLEST_WIDTH = 64
 
 
 class ScoreModel:
-    """Scores texts with its own tokenizer, which need not be the policy's.
+    """Reward model that scores texts with its own tokenizer, which may differ from the policy's.
 
-    A prompt is taken as the policy's text, chat marks and all. A model of another family would
-    read those as plain characters: call it in a `FunctionReward` that writes its own template.
-    Sequences are batched by length, in widths that double, so that a run compiles a handful of programs.
+    A prompt is the policy's text, with the policy's chat template. A model of another family would read the template's
+    marks as plain characters: call such a model in a `FunctionReward` that writes its own template. Sequences are
+    batched by length, in widths that double, so that a run compiles a handful of programs.
 
     Args:
-      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label, or for steps
-        `...ForTokenClassification` with two, the second for what is right. Of devices that are not here only its shape
-        is read.
-      mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
+      path: Checkpoint directory or hub id: `...ForSequenceClassification` with one label, or to score steps
+        `...ForTokenClassification` with two labels, the second for right steps. If the devices are only described, only
+        the model's shape is read.
+      mesh: A factored mesh; parameters have the training layout, and rows are split over the batch axes.
       dtype: Dtype of parameters and activations; the head computes in float32.
-      offload: Parameters wait in host memory between calls.
-      tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
+      offload: True to keep the parameters in host memory between calls.
+      tokens_per_batch: Maximum number of tokens (padding included) of one forward pass, unless one row per device has
+        more.
 
     Raises:
       Refusal: There is no such checkpoint, it has no score head, or it does not split over the mesh.
@@ -81,10 +82,10 @@ class ScoreModel:
         self._forward, self._forward_tokens = jax.jit(self._scores), jax.jit(self._token_scores)
 
     def reading(self, part: ModelReward) -> Callable[[Sequence[tuple[str, str, bool]]], np.ndarray]:
-        """Function that scores texts as a part of the rewards says: whole responses, or their steps.
+        """Return the scoring function for a part of the rewards: `score` for whole responses, or `score_steps`.
 
         Raises:
-          Refusal: A model that labels tokens is to score whole responses.
+          Refusal: The part scores whole responses, and the model labels tokens.
         """
         if isinstance(part, ProcessModelReward):
             return partial(self.score_steps, part)
@@ -96,12 +97,11 @@ class ScoreModel:
         return self.score
 
     def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
-        """The score of each (prompt, response, finished).
+        """Return the score of each (prompt, response, finished).
 
-        It is read at the EOS after a finished response, as such models are trained, and at the
-        last token of one that was cut off; at the token before if the checkpoint pads with what is last, as
-        transformers reads it. A text that is empty or longer than the model's
-        positions has no score: NaN.
+        The score is read at the EOS after a finished response, as such models are trained, and at the last token of a
+        truncated response. Trailing tokens equal to the checkpoint's padding token are dropped first, as in
+        transformers. A text that is empty or longer than the model's positions has the score NaN.
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         for tokens in sequences:
@@ -112,10 +112,13 @@ class ScoreModel:
         return np.array([np.nan if own is None else own for own in read], np.float32)
 
     def score_steps(self, part: ProcessModelReward, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
-        """The score of each (prompt, response, finished) by the steps of the response, as the part of the rewards says.
+        """Return the score of each (prompt, response, finished), combined from the scores of the response's steps.
 
-        Steps end with the separator, the last one too, whether or not the response has it there. A response without a
-        step has no score, nor one that is too long: NaN.
+        Every step ends with the separator; the last step gets one if the response has none there. A response that has
+        no step or is too long has the score NaN.
+
+        Args:
+          part: Part of the rewards, with the separator and the reduction over steps.
         """
         split = [self._in_steps(prompt, response, part.separator) for prompt, response, _ in texts]
         with self.parameters.on_devices():
@@ -129,7 +132,10 @@ class ScoreModel:
         )
 
     def _in_steps(self, prompt: str, response: str, separator: str) -> tuple[list[int], list[int]]:
-        """Token ids, steps and separators by themselves as in training, and the indices of each step's last."""
+        """Return the token ids, and the index of each step's last token.
+
+        Steps and separators are tokenized separately, as in training.
+        """
         tokens, last = self._encode(prompt, finished=False), list[int]()
         for step in response.split(separator):
             if step.strip():
@@ -139,13 +145,16 @@ class ScoreModel:
         return tokens, last
 
     def lower(self, tokens: int) -> jax.stages.Lowered:
-        """The program for texts of so many tokens, lowered; the devices need not be here."""
+        """Lower the program for texts of this number of tokens; works with described devices."""
         [(_, width, rows), *_] = self._batches(np.full(self._tokens_per_batch, tokens, np.int64))
         shapes = jax.ShapeDtypeStruct((rows, width), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
         return self._forward.lower(self.parameters.tree, *described(shapes, self._row_sharding))
 
     def _read(self, forward: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray | None]:
-        """Scores of each sequence, by parameters on the devices; None where it is empty or too long."""
+        """Return the output of `forward` for each sequence, None if it is empty or too long.
+
+        The parameters must be on the devices.
+        """
         read: list[np.ndarray | None] = [None] * len(sequences)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
@@ -159,12 +168,12 @@ class ScoreModel:
 
     def _encode(self, text: str, finished: bool) -> list[int]:
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
-        begun = bool(begin) and text.startswith(begin)  # a chat template wrote it, and one is enough
+        begun = bool(begin) and text.startswith(begin)  # the chat template wrote a BOS already
         tokens = self._tokenizer.encode(text, add_special_tokens=not begun)
         return [*tokens, end] if finished and text and tokens[-1:] != [end] else tokens
 
     def _batches(self, length_B: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Indices of texts of similar length, with the width and the number of rows they are padded to."""
+        """Yield batches of texts of similar length: their indices, padded width and padded number of rows."""
         longest = self._config.max_positions
         width_B = np.maximum(_SMALLEST_WIDTH, 2 ** np.ceil(np.log2(np.maximum(length_B, 1))).astype(np.int64))
         width_B = np.where((length_B > 0) & (length_B <= longest), np.minimum(width_B, longest), 0)

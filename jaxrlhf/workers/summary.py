@@ -1,4 +1,4 @@
-"""Summary of a pool for the table at the start of a run: devices, layouts, kernels, bytes."""
+"""Rows of a pool in the settings table at the start of a run: devices, layouts, kernels, bytes."""
 
 import math
 from dataclasses import replace
@@ -22,14 +22,14 @@ from jaxrlhf.workers.router_replay import router_coefficient
 from jaxrlhf.workers.sampler import Sampler
 
 SummaryRow = tuple[str, str, str, str]
-"""Section, name, value, and the reason of the value."""
+"""Section, name, value, and reason or unit of the value."""
 
 
 def pool_rows(builder: Builder) -> list[SummaryRow]:
-    """Rows of the pool, and of each role on it.
+    """Return the rows of the pool and of each role on it.
 
     Raises:
-      Refusal: A layout, a batch or a token budget that the pool cannot hold.
+      Refusal: The pool cannot hold a layout, a batch or a token budget.
     """
     pool, roles = builder.pool, builder.roles
     hosts = len({device.process_index for device in pool.devices})
@@ -54,7 +54,7 @@ def pool_rows(builder: Builder) -> list[SummaryRow]:
 
 
 def _check_batches(builder: Builder) -> None:
-    """Raise `Refusal` if a batch has fewer rows than there are hosts to give some to."""
+    """Raise `Refusal` if a batch has fewer rows than there are groups of hosts that share it."""
     config, algorithm = builder.config, builder.config.algorithm
     setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
     update = (f"algorithm.{setting}", algorithm.problems_per_step(config))
@@ -82,7 +82,7 @@ def _check_batches(builder: Builder) -> None:
 def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
     remat = builder.remat[role]
-    router_coefficient(model, training.router_loss, role=role)  # or it is refused here
+    router_coefficient(model, training.router_loss, role=role)  # raises Refusal early
     weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -93,7 +93,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
         (role, "train state", _bytes(weights), _waits(builder, role) or state),
         (role, "remat", remat.kind, remat.why),
     ]
-    if isinstance(model, CausalLM):  # what it computes with, and keeps, is its own
+    if isinstance(model, CausalLM):  # kernels and activations of a user-defined model are not known
         return rows
     activations = activation_bytes(builder, role, remat=remat.on, offloads=remat.kind == "offload")
     return [
@@ -104,7 +104,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
 
 
 def _train_state(builder: Builder, role: str) -> tuple[int, str]:
-    """Bytes of a role's training state on a device, and its parts in words."""
+    """Return the bytes of a role's training state on a device, and its parts in words."""
     mesh, weights = builder.mesh(role), builder.weights(role)
     params = weights.trained_params(mesh)
     params_bytes = shard_bytes(params, layout_in(params))
@@ -122,7 +122,7 @@ def _train_state(builder: Builder, role: str) -> tuple[int, str]:
 
 
 def _waits(builder: Builder, role: str) -> str:
-    """Parts of a role that wait in host memory, in words; empty if none do."""
+    """Name the parts of a role that are offloaded to host memory; empty if none are."""
     parts = [entry for entry in builder.config.offload if entry.partition(".")[0] == role]
     return f"per device while in use; {', '.join(parts)} waits in host memory" if parts else ""
 
@@ -179,7 +179,7 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
 
 
 def _sent_bytes(builder: Builder, mesh: Mesh) -> int:
-    """Bytes of a device's weights that are sent again and again: adapters where they are what is trained."""
+    """Return the bytes per device of the weights sent every step: adapters if there are any, else the parameters."""
     shapes, layout = builder.policy.generation_shapes(), builder.policy.generation_layout(mesh)
     part = "adapters" if "adapters" in shapes else "parameters"
     return shard_bytes(shapes[part], layout[part])

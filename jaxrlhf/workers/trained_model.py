@@ -1,4 +1,4 @@
-"""A model that is trained: updates that are one sum of weighted token losses."""
+"""Trained model worker: each update minimizes one sum of weighted token losses."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -27,15 +27,15 @@ from jaxrlhf.workers.role_weights import layout_in
 from jaxrlhf.workers.router_replay import router_coefficient, router_inputs, router_metrics
 
 Objective = Callable[..., Any]
-"""`(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
+"""Function `(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
 
 
 class Updated(NamedTuple):
-    """Report of an update, as means over tokens.
+    """Metrics of an update, as means over tokens.
 
     Attributes:
-      metrics: Means over all its minibatches.
-      first: Means over the first, in which the policy is still the one that the old log-probabilities are of.
+      metrics: Means over all minibatches.
+      first: Means over the first minibatch, in which the policy still equals the old policy.
     """
 
     metrics: Metrics
@@ -43,15 +43,15 @@ class Updated(NamedTuple):
 
 
 class TrainedWorker(ModelWorker):
-    """A model with an optimizer.
+    """Worker of one model with an optimizer.
 
     Args:
-      total_updates: Updates of the whole run, over which the learning rate may decay.
-      adapters: Trained in place of the parameters, which are frozen; None trains the parameters.
+      total_updates: Number of updates of the whole run, over which the learning rate may decay.
+      adapters: Adapters to train while the parameters are frozen; None trains the parameters.
 
     Attributes:
-      trained: The parameters, or the adapters.
-      optimizer: State of the optimizer, made when it is first used: a policy that is only evaluated costs no moments.
+      trained: The parameters, or the adapters if there are any.
+      optimizer: Optimizer state, made at its first use: a policy that is only evaluated needs no memory for moments.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class TrainedWorker(ModelWorker):
 
     @property
     def params(self) -> Params:
-        """Parameters that the model computes with, adapters laid over them."""
+        """Parameters used by forward passes, adapters applied."""
         return adapted(self._frozen, self.trained.tree)
 
     @property
     def _frozen(self) -> Params:
-        """Parameters that are not trained."""
+        """Frozen parameters; empty if the parameters are trained."""
         return {} if self.adapters is None else self.parameters.tree
 
     def counters(self) -> dict[str, int]:
-        """Updates made so far, by role, and room for images; JSON of a checkpoint."""
+        """Return the number of updates so far and the padded sizes for images, as JSON for a checkpoint."""
         return {**super().counters(), self.role: self.updates}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
@@ -135,7 +135,7 @@ class TrainedWorker(ModelWorker):
         return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
 
     def gradient_program(self, objective: Objective, settings: Hashable) -> Any:
-        """The program that adds one microbatch's gradient to each replica's, compiled once per objective."""
+        """Return the program that adds a microbatch's gradient to each replica's gradient, compiled per objective."""
         key = (_identity(objective), settings)
         if key not in self._gradient_programs:
 
@@ -159,7 +159,7 @@ class TrainedWorker(ModelWorker):
                     output = self._read(params, hidden_RWD, rows, temperature, entropy=entropy, **named)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     if routed is not None:
-                        assert routed.loss_RW is not None, "it is counted"
+                        assert routed.loss_RW is not None, "the routers' loss is missing"
                         shares = jnp.where(mask, fields.get("router_weight", weight), 0.0)
                         token_loss += self._router_loss * shares * routed.loss_RW.mean(axis=0)
                         metrics = {**metrics, **router_metrics(routed, rows, self.config, role=self.role)}
@@ -180,14 +180,14 @@ class TrainedWorker(ModelWorker):
     def gradient(
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
-        """Gradient of `sum(weight * token_loss)` by what is trained, over all microbatches, and their metric sums."""
+        """Return the gradient of `sum(weight * token_loss)` over all microbatches, and the metric sums of each."""
         gradient, sums = self._added(self._zeros(self.trained.tree), experience, objective, settings, temperature)
         return self._sum(gradient), sums
 
     def _added(
         self, gradient: Params, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
-        """A gradient of each replica and that of all microbatches, and their metric sums."""
+        """Add the gradients of all microbatches to each replica's; also return the metric sums of each microbatch."""
         packing = self.pack(experience.sequences, prompts=experience.prompts)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self.gradient_program(objective, settings)
@@ -203,7 +203,7 @@ class TrainedWorker(ModelWorker):
     def _lower_update(
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> Updated:
-        """Lower the programs of an update; its report is zeros."""
+        """Lower the programs of an update, and return metrics of 0."""
         packing = self.pack(experience.sequences, prompts=experience.prompts)
         packed = jax.tree.map(lambda array: packing.pack(array)[0], (experience.weight_BT, experience.fields))
         rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
@@ -232,7 +232,7 @@ class TrainedWorker(ModelWorker):
         *,
         temperature: float = 1.0,
     ) -> Updated:
-        """One optimizer update per minibatch.
+        """Make one optimizer update per minibatch, and return the metrics.
 
         Raises:
           Diverged: A gradient is not finite.
@@ -244,21 +244,21 @@ class TrainedWorker(ModelWorker):
             for experience in minibatches:
                 gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
                 norms.append(self._apply_to_trained(gradient))
-                del gradient  # the next minibatch's is made in its place
+                del gradient  # frees the memory for the next minibatch's gradient
                 sums.append(metrics)
                 self.setup.progress(f"{self.role} update", len(norms), len(minibatches))
             return self._report(norms, sums)
 
     def add_part(self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float) -> None:
-        """Add the gradient of a part of an update to those of its other parts, which wait for `update_by_parts`."""
+        """Add the gradient of one part of an update to the sum of its other parts, for `update_by_parts`."""
         with self.parameters.on_devices():
             before, sums = (self._zeros(self.trained.tree), []) if self._parts is None else self._parts
             gradient, metrics = self._added(before, experience, objective, settings, temperature)
             self._parts = gradient, [*sums, *metrics]
 
     def update_by_parts(self, count: int) -> Updated:
-        """One optimizer update by the sum of the parts' gradients over a count."""
-        assert self._parts is not None, "a part was added"
+        """Make one optimizer update by the sum of the parts' gradients, divided by `count`."""
+        assert self._parts is not None, "no part was added"
         (gradient, sums), self._parts = self._parts, None
         with self.optimizer.on_devices(), self.parameters.on_devices():
             norm = self._apply_to_trained(self._divided(self._sum(gradient), np.float32(count)))
@@ -266,18 +266,22 @@ class TrainedWorker(ModelWorker):
             return self._report([norm], [[{**part, "loss": part["loss"] / count} for part in sums]])
 
     def _apply_to_trained(self, gradient: Params) -> jax.Array:
-        """One optimizer update; returns the gradient's norm."""
+        """Make one optimizer update, and return the gradient's norm."""
         trained, state, norm = self._apply(self.trained.tree, self.optimizer.tree, gradient)
         self.trained.tree, self.optimizer.tree = trained, state
         return norm
 
     def _report(self, norms: Any, sums: Any) -> Updated:
-        """Report of updates that were begun, given the norm and the microbatches' metric sums of each.
+        """Wait for dispatched updates, and return their metrics.
+
+        Args:
+          norms: Gradient norm of each update.
+          sums: Metric sums of the microbatches of each update.
 
         Raises:
           Diverged: A gradient is not finite.
         """
-        # In one go: what the first microbatches report is copied while the last are under way.
+        # In one call: the first microbatches' metrics are copied while the last microbatches still run.
         rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
         norms = [float(norm) for norm in norms]
         if not np.all(np.isfinite(norms)):
@@ -299,9 +303,10 @@ class TrainedWorker(ModelWorker):
 
 
 def _identity(objective: Objective) -> Hashable:
-    """Equal for equal objectives: a function of a configuration file reaches a host as a new object with each call.
+    """Return a cache key that is equal for equal objectives.
 
-    Only a function that closes over nothing is determined by its name.
+    A function of a configuration file reaches a host as a new object with each call, so its module and name are the
+    key. A function with a closure, or a lambda, is not determined by its name, and is its own key.
     """
     if not isinstance(objective, FunctionType) or objective.__closure__ or "<" in objective.__qualname__:
         return objective
@@ -313,11 +318,11 @@ def _over(gradient: Params, count: Array) -> Params:
 
 
 def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:
-    """Sums of one minibatch from those of its microbatches."""
+    """Return the metric sums of one minibatch from the sums of its microbatches."""
     return {name: float(sum(part[name] for part in sums)) for name in sums[0]}
 
 
 def _means(totals: Sequence[Metrics]) -> Metrics:
-    """Means per token over minibatches."""
+    """Return the means per token over minibatches."""
     tokens = max(sum(total["tokens"] for total in totals), 1)
     return {name: sum(total[name] for total in totals) / tokens for name in totals[0] if name != "tokens"}

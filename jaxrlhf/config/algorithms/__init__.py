@@ -1,1 +1,1 @@
-"""Settings of the algorithms, one file a family."""
+"""Settings of the algorithms, one file per family."""

@@ -1,4 +1,4 @@
-"""Base classes of algorithms' settings."""
+"""Base classes of algorithm settings."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ if TYPE_CHECKING:
     from jaxrlhf.config.sources import DataSet
 
 _NARROWING = ("top_p", "top_k", "min_p", "min_tokens")
-"""Settings of `Sampling` that draw tokens from a part of the policy's distribution."""
+"""Settings of `Sampling` that truncate the distribution from which tokens are sampled."""
 
 
 @dataclass(frozen=True)
 class Algorithm(Settings, ABC):
-    """Base class of every algorithm's settings. Subclass it for a new one.
+    """Base class of every algorithm's settings; subclass it for a new algorithm.
 
     Class attributes:
-      collect: Function of the roles and a `StepInput` that gives what the step learns from, or its name as
-        `module:function`; the records of the data themselves, or with `PolicyGradient` scored responses to them.
-      learn: Function of the roles, the `StepInput` and what was collected that updates models and gives a `StepResult`.
-      evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
-        None has none.
-      takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
-      places_after: Positions behind an answer's last token that the loss reads, of an algorithm that learns from
-        labelled answers (pairs, steps); None of one that does not.
-      reads_solutions: Training records have worked solutions, no longer than a response may be.
-      further_passes: Roles that make one more pass over a step's sequences before the update than others do.
-      draws_beside: Words for what a step generates beside the groups, which plans do not count; None is nothing.
+      collect: Function from the roles and a `StepInput` to the data that a step learns from, or its name as
+        `module:function`. The default returns the data records; `PolicyGradient` returns scored responses.
+      learn: Function from the roles, the `StepInput` and the collected data that updates models and returns a
+        `StepResult`, or its name.
+      evaluation: Function from the roles, the configuration and the held-out problems to metrics, or its name; None has
+        no evaluation of its own.
+      takes_several_sequences: True if an episode may consist of several sequences, whose advantages are computed
+        together.
+      places_after: Number of positions after an answer's last token that the loss reads, for algorithms that learn from
+        labeled answers (pairs, steps); None for other algorithms.
+      reads_solutions: True if training records need worked solutions, limited to `max_response_tokens`.
+      further_passes: Names of roles that make an additional pass over a step's sequences before the update.
+      draws_beside: Words for what a step generates in addition to the groups, and plans do not count; None is nothing.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
@@ -51,42 +53,46 @@ class Algorithm(Settings, ABC):
 
     @abstractmethod
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        """The roles that the step calls, with these settings."""
+        """Return the roles that the step calls with these settings."""
 
     def initial_state(self) -> dict[str, float]:
-        """Numbers carried from step to step and saved in every checkpoint."""
+        """Return the numbers that are carried from step to step and saved in every checkpoint."""
         return {}
 
     def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
-        """The numbers to resume with, given a checkpoint's; settings may have changed since."""
+        """Return the carried numbers to resume with; settings may have changed since the checkpoint.
+
+        Args:
+          saved: Numbers in the checkpoint.
+        """
         return dict(saved)
 
     def problems_per_step(self, config: Config) -> int:
-        """Records of the data set in one step."""
+        """Return the number of data records of one step."""
         return config.rollout.prompts_per_step
 
     @abstractmethod
     def updates_per_step(self, config: Config) -> int:
-        """Optimizer updates of each trained role in one step."""
+        """Return the number of optimizer updates of each trained role in one step."""
 
     def resting_updates(self, config: Config) -> int:
-        """Updates at the start that leave the policy as it is; its learning rate decays over the others."""
+        """Return the number of initial updates that leave the policy unchanged; its learning rate ignores them."""
         return 0
 
     def examples(self, config: Config) -> tuple[DataSet, int] | None:
-        """Further data with worked solutions, and the number of them in a step; None is no such data."""
+        """Return additional data with worked solutions and the number of solutions per step; None if there is none."""
         return None
 
     def answers_held_out(self, config: Config) -> bool:
-        """Return whether held-out problems are answered greedily, and the answers scored."""
+        """Return True if held-out problems are answered greedily and the answers are scored."""
         return self.evaluation is None
 
     def reference_share(self) -> float | None:
-        """Share of the reference in the mixture that opponents are drawn from; None draws no opponents."""
+        """Return the reference's share of the mixture from which opponents are sampled; None samples no opponents."""
         return None
 
     def takes_several(self) -> bool:
-        """Return whether an episode may be several sequences, with these settings."""
+        """Return True if an episode may consist of several sequences, with these settings."""
         return self.takes_several_sequences
 
     def check(self, config: Config) -> None:
@@ -95,25 +101,27 @@ class Algorithm(Settings, ABC):
 
 @dataclass(frozen=True)
 class PolicyGradient(Algorithm):
-    """Base class of algorithms that generate, score and follow a policy loss.
+    """Base class of algorithms that generate responses, score them and optimize a policy loss.
 
     Attributes:
-      responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
-      epochs_per_step: Passes over a step's responses.
-      old_logp: Log-probabilities of the policy at the start of the step. `trainer` computes them before the update.
-        `sampler` takes those of the samples, equal but for rounding, which saves a pass and needs a step of one update.
-        `auto` does so where only metrics would read them: one update a step, no KL in the reward, no correction.
-        `bypass` takes the sampler's as the old policy's also where they differ: two policies instead of three, and the
-        loss's own ratio is the importance weight.
-      correction: Importance weights of the trainer's old policy against the sampler's. `auto` is none where they are
-        one policy, and `TruncatedImportance()` at a staleness. With that the loss is decoupled PPO's: the ratio that
-        is clipped is to the policy at the start of the step, the weight is that policy's against the sampler's.
-      rejection: Tokens and responses to leave out, because trainer and sampler differ too much on them.
+      responses_per_update: Minibatch size: responses in one optimizer update; divides the number of responses of a
+        step.
+      epochs_per_step: Number of passes over the responses of a step.
+      old_logp: Log-probabilities of the old policy, at the start of the step. `trainer` computes them before the
+        update. `sampler` uses the sampler's, which differ only by rounding: it saves a pass, and needs a step of one
+        update. `auto` is `sampler` if only metrics would read them (one update per step, no KL in the reward, no
+        correction, rejection or staleness), else `trainer`. `bypass` uses the sampler's even if they differ: there are
+        then two policies in place of three, and the ratio of the loss is the importance weight.
+      correction: Importance weights of the trainer's old policy against the sampler. `auto` is `TruncatedImportance()`
+        with a staleness or a rollout server (unless `old_logp` is `bypass`), else none. With a staleness the loss is
+        then that of decoupled PPO: the clipped ratio is relative to the policy at the start of the step, and the weight
+        is that policy against the sampler.
+      rejection: Rules that leave out tokens and responses on which trainer and sampler differ too much.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:responses"
     advantage_of_group: ClassVar[bool] = False
-    """True if the advantage of a response hangs on its own group alone, and `learn` is that of `dataflows.grpo`."""
+    """True if the advantage of a response depends only on its group, and `learn` calls `dataflows.grpo.learn`."""
 
     responses_per_update: Positive[int] = 64
     epochs_per_step: Positive[int] = 1
@@ -124,7 +132,7 @@ class PolicyGradient(Algorithm):
     old_logp: Literal["auto", "trainer", "sampler", "bypass"] = "auto"
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        """The roles; the reference only where there is a KL to it."""
+        """Return the roles; the reference is included only if there is a KL to it."""
         return (actor(config.actor), *([] if self.kl is None else [reference()]), REWARD)
 
     def initial_state(self) -> dict[str, float]:
@@ -142,14 +150,14 @@ class PolicyGradient(Algorithm):
         return self.takes_several_sequences and not self.policy.of_sequences
 
     def correction_for(self, config: Config) -> TruncatedImportance | IcePop | None:
-        """Importance weights of a run, chosen where the settings leave that open."""
+        """Return the importance weights of a run, with `auto` resolved."""
         if not isinstance(self.correction, str):
             return self.correction
         differs = config.rollout.staleness or config.rollout.server is not None
         return TruncatedImportance() if differs and self.old_logp != "bypass" else None
 
     def trusts_sampler(self, config: Config) -> bool:
-        """True if the sampler's log-probabilities serve as the old policy's."""
+        """Return True if the sampler's log-probabilities are used as those of the old policy."""
         if self.old_logp == "auto":
             unread = self.correction_for(config) is None and not self.rejection and not isinstance(self.kl, KLInReward)
             return unread and self.updates_per_step(config) == 1 and not config.rollout.staleness
@@ -195,7 +203,7 @@ class PolicyGradient(Algorithm):
 
 
 def _check_sampling(config: Config) -> None:
-    """Refuse rollouts that are drawn from another distribution than the trainer's log-probabilities are of."""
+    """Refuse sampling from a distribution other than the one that the trainer's log-probabilities describe."""
     sampling, whole = config.rollout.sampling, Sampling()
     require(
         not sampling.greedy,
@@ -218,7 +226,7 @@ def _check_sampling(config: Config) -> None:
 
 
 def check_whole_responses(algorithm: PolicyGradient) -> None:
-    """Raise `Refusal` if settings do not fit a loss on whole responses, kept near the reference by a `beta` in it."""
+    """Raise `Refusal` if settings do not fit a loss on whole responses with a pull to the reference (`beta`)."""
     name, aggregation = type(algorithm).__name__, algorithm.policy.aggregation
     require(
         aggregation == "seq-mean-token-sum",
@@ -229,7 +237,7 @@ def check_whole_responses(algorithm: PolicyGradient) -> None:
 
 
 def check_schedule(config: Config) -> None:
-    """Raise `Refusal` if responses cannot wait for the policy, or groups not be put off, as the rollout says."""
+    """Raise `Refusal` if staleness, over-provision, order or stream parts of the rollout do not fit the run."""
     rollout, algorithm = config.rollout, type(config.algorithm).__name__
     if rollout.stream_parts > 1:
         _check_stream(config)
@@ -310,7 +318,7 @@ def check_read(config: Config) -> None:
 
 
 def _check_stream(config: Config) -> None:
-    """Refuse to learn from groups before a step has all of them where that is another update, or gains nothing."""
+    """Refuse to learn from a step in parts if that changes the update, or gains nothing."""
     rollout, algorithm, parts = config.rollout, config.algorithm, config.rollout.stream_parts
     name, streams = type(algorithm).__name__, f"rollout.stream_parts={parts} learns from groups while others are drawn"
     require(

@@ -1,4 +1,4 @@
-"""Algorithms without a critic."""
+"""Settings of algorithms without a critic."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class GroupCompared(PolicyGradient):
 
 @dataclass(frozen=True)
 class GRPO(GroupCompared):
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300).
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300).
 
     Attributes:
-      normalize_std: Divide by the group's standard deviation.
+      normalize_std: True divides advantages by the standard deviation of the group's scores.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
@@ -45,7 +45,7 @@ class GRPO(GroupCompared):
 
 @dataclass(frozen=True)
 class TurnGRPO(GRPO):
-    """GRPO over turns: the rewards to go of a turn are compared with those of the group's episodes in the same turn.
+    """GRPO per turn: the reward-to-go of a turn is compared with the same turn in the group's other episodes.
 
     Attributes:
       gamma: Discount per turn.
@@ -64,14 +64,14 @@ class TurnGRPO(GRPO):
 
 @dataclass(frozen=True)
 class GiGPO(GRPO):
-    """Group-in-group policy optimisation (Feng et al. 2025, arXiv:2505.10978): GRPO, and credit to turns by state.
+    """Group-in-group policy optimization (Feng et al. 2025, arXiv:2505.10978): GRPO plus credit to turns by state.
 
-    Turns of a group that were made in equal states, as the environment names them, are compared with each other; with
-    one turn, or no two equal states, it is GRPO.
+    Turns of a group that start from equal states, as named by the environment, are compared with each other. With one
+    turn per episode, or without equal states, it is GRPO.
 
     Attributes:
-      gamma: Discount per turn of the rewards that a turn is compared by.
-      state_weight: Weight of a turn's advantage beside its episode's.
+      gamma: Discount per turn of the rewards-to-go by which turns are compared.
+      state_weight: Weight of a turn's state-level advantage, added to the advantage of its episode.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:gigpo"
@@ -91,7 +91,7 @@ class GiGPO(GRPO):
 
 @dataclass(frozen=True)
 class DrGRPO(GRPO):
-    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without its bias for some lengths and difficulties."""
+    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without its bias by length and difficulty."""
 
     normalize_std: bool = False
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"))
@@ -99,14 +99,14 @@ class DrGRPO(GRPO):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
+    """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
 
     policy: GSPOLoss = field(default_factory=GSPOLoss)
 
 
 @dataclass(frozen=True)
 class GMPO(GRPO):
-    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673): GRPO with one ratio of clipped ones."""
+    """Geometric-mean policy optimization (Zhao et al. 2025, arXiv:2507.20673): GRPO with a mean of clipped ratios."""
 
     policy: GMPOLoss = field(default_factory=GMPOLoss)
 
@@ -120,7 +120,7 @@ class CISPO(GRPO):
 
 @dataclass(frozen=True)
 class SAPO(GRPO):
-    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): GRPO with a soft gate for the clip."""
+    """Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): GRPO with a soft gate for the clip."""
 
     policy: SAPOLoss = field(default_factory=SAPOLoss)
 
@@ -137,7 +137,7 @@ class RLOO(GroupCompared):
 
 @dataclass(frozen=True)
 class OPO(GroupCompared):
-    """On-policy RL with an optimal baseline, optimal for one update a step (Hao et al. 2025, arXiv:2505.23585)."""
+    """On-policy RL with a baseline that is optimal for one update per step (Hao et al. 2025, arXiv:2505.23585)."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
     advantage_of_group: ClassVar[bool] = True
@@ -152,14 +152,14 @@ class GPG(GroupCompared):
 
 @dataclass(frozen=True)
 class GRPOPassK(GRPO):
-    """GRPO for the best of a group, pass@k where k is its size (Tang et al. 2025, arXiv:2503.19595)."""
+    """GRPO for the best response of a group: pass@k, with k the group size (Tang et al. 2025, arXiv:2503.19595)."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:grpo_passk"
 
 
 @dataclass(frozen=True)
 class MaxRL(GroupCompared):
-    """Maximum likelihood of success (Tajwar et al. 2026, arXiv:2602.02710); scores are 0 or more."""
+    """Maximum likelihood of success (Tajwar et al. 2026, arXiv:2602.02710); scores must be 0 or more."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:maxrl"
     advantage_of_group: ClassVar[bool] = True
@@ -175,7 +175,7 @@ class MaxRL(GroupCompared):
 
 @dataclass(frozen=True)
 class GDPO(GroupCompared):
-    """GRPO with every reward normalised by itself before they are added up (Liu et al. 2026, arXiv:2601.05242)."""
+    """GRPO with each reward normalized separately before the rewards are added (Liu et al. 2026, arXiv:2601.05242)."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:gdpo"
 
@@ -201,10 +201,10 @@ class GDPO(GroupCompared):
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline(GroupCompared):
-    """REINFORCE with a baseline of least variance for each token (Li et al. 2026, arXiv:2602.07078).
+    """REINFORCE with a minimum-variance baseline for each token position (Li et al. 2026, arXiv:2602.07078).
 
-    A pass of the actor before the update measures how much a token's gradient varies. Tokens are counted over the turns
-    of an episode, without what is said between them.
+    A forward pass of the actor before the update measures the gradient variance of each token. Positions count the
+    policy's tokens over all turns of an episode, without the text between turns.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:optimal_token_baseline"
@@ -213,14 +213,14 @@ class OptimalTokenBaseline(GroupCompared):
 
 @dataclass(frozen=True)
 class OnlineDPO(GroupCompared):
-    """DPO on the policy's own responses: the best to a prompt against the worst (Guo et al. 2024, arXiv:2402.04792).
+    """DPO on the policy's responses: best against worst response to a prompt (Guo et al. 2024, arXiv:2402.04792).
 
-    Rewards compare them, judges and reward models among them. The update is a policy gradient with DPO's slope as the
-    advantage, so a step is one update; the reference is always there, and takes no `kl`.
+    Rewards rank the responses, including judges and reward models. The update is a policy gradient with the derivative
+    of DPO's loss as the advantage, so a step is one update. The reference is always loaded; `kl` must be None.
 
     Attributes:
       beta: Strength of the pull to the reference.
-      policy: Its losses are summed over a response, as `seq-mean-token-sum` does.
+      policy: Policy loss; token losses are summed over a response, so `aggregation` must be `seq-mean-token-sum`.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:online_dpo"
@@ -249,12 +249,12 @@ class OnlineDPO(GroupCompared):
 class RAE(PolicyGradient):
     """Self-play of zero-sum games with a baseline for each role (Liu et al. 2025, SPIRAL, arXiv:2506.24119).
 
-    One policy plays both sides: even turns of an episode are the first player's, odd ones the second's. What the
-    environment pays for a turn is a gain of who made it and a loss of the other; the rest of a score is the last
-    turn's. Each game and player has a baseline of its own, a moving average.
+    One policy plays both sides: turns 0, 2, ... of an episode are the first player's, turns 1, 3, ... the second's. A
+    reward of the environment for a turn counts for the player of that turn and against the other player; the rest of
+    the score belongs to the last turn. Each player of each game has its own baseline, a moving average.
 
     Attributes:
-      decay: Share of a baseline that stays in a step.
+      decay: Decay of the baselines per step.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:rae"
@@ -302,7 +302,7 @@ class ReinforcePlusPlusBaseline(GroupCompared):
 
 @dataclass(frozen=True)
 class ReMax(PolicyGradient):
-    """REINFORCE with the score of a further, greedy response as the baseline (Li et al. 2024, arXiv:2310.10505)."""
+    """REINFORCE with the score of an additional greedy response as the baseline (Li et al. 2024, arXiv:2310.10505)."""
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.grpo:greedy_and_sampled"
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
@@ -313,10 +313,10 @@ class ReMax(PolicyGradient):
 
 @dataclass(frozen=True)
 class OverlongPunishment(Settings):
-    """Soft punishment of overlong responses: grows from 0 to `factor` over the last tokens and lowers the score.
+    """Soft punishment of overlong responses: a penalty on the score that grows from 0 to `factor` over the last tokens.
 
     Attributes:
-      buffer_share: Share of `max_response_tokens` over which it grows.
+      buffer_share: Share of `max_response_tokens`, at the end, over which the penalty grows.
     """
 
     buffer_share: Share[Positive[float]] = 0.2
@@ -325,15 +325,15 @@ class OverlongPunishment(Settings):
 
 @dataclass(frozen=True)
 class DAPO(GroupCompared):
-    """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv:2503.14476).
+    """Decoupled clip and dynamic sampling policy optimization (Yu et al. 2025, arXiv:2503.14476).
 
-    Groups whose responses all score the same are replaced by those of further prompts, `prompts_per_step` at a time,
-    until `max_rounds` are over; then what is missing is left out of the update.
+    Groups whose responses all have the same score are replaced by groups of further prompts, `prompts_per_step` at a
+    time, in at most `max_rounds` rounds. If too few groups remain, the update is over fewer groups.
 
     Attributes:
-      max_rounds: Times that a step draws prompts, at most; 1 replaces nothing.
-      overlong: Punishment of long responses, left out of the comparison of scores.
-      mask_truncated: Overlong filtering: train nothing on truncated responses; they stay in the baseline.
+      max_rounds: Largest number of times that a step samples prompts; 1 replaces no groups.
+      overlong: Punishment of long responses; it does not count when scores of a group are compared.
+      mask_truncated: Overlong filtering: True does not train on truncated responses; they still count in the baseline.
     """
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.dapo:collect"
@@ -346,7 +346,7 @@ class DAPO(GroupCompared):
 
 
 def _environment_of_turns(settings: PolicyGradient, config: Config) -> AnyEnvironment:
-    """The environment whose turns an algorithm gives credit to; refused without one."""
+    """Return the environment whose turns get credit; raise `Refusal` if the run has none."""
     if config.environment is None:
         raise Refusal(
             f"{type(settings).__name__} gives credit to the turns of episodes, and the run has no environment; give "

@@ -1,4 +1,4 @@
-"""On-policy distillation."""
+"""Settings of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
 
 MOST_NAMED = 64
-"""Tokens of a teacher that are compared in one place, at most."""
+"""Largest number of a teacher's tokens that are compared at one position."""
 
 
 @dataclass(frozen=True)
 class Distillation(PolicyGradient):
     """On-policy distillation (Agarwal et al. 2024, arXiv:2306.13649): a teacher judges each token of the student.
 
-    Rewards are measured and not followed.
+    Rewards are measured but not optimized.
 
     Attributes:
-      reference_model: Teacher, of the student's tokenizer.
+      reference_model: Teacher model; it has the student's tokenizer.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.distillation:learn"
@@ -48,13 +48,14 @@ class Distillation(PolicyGradient):
 class SpanDistillation(Distillation):
     """On-policy distillation from a teacher with another tokenizer.
 
-    A response's text is tokenised anew for the teacher, in its chat template. The two are compared on spans, the
-    shortest stretches of text that both tokenizers cut alike; each token of the student has the advantage of its span.
+    The text of a response is tokenized again for the teacher, in the teacher's chat template. Teacher and student are
+    compared on spans: the shortest stretches of text at whose ends both tokenizations have a token boundary. Each token
+    of the student gets the advantage of its span.
 
     Attributes:
-      reference_model: Teacher, of any tokenizer.
-      room: Tokens of the teacher for one of the student's, at most, in prompts and in responses; spans of a response
-        past that train nothing, and longer prompts are refused.
+      reference_model: Teacher model, with any tokenizer.
+      room: Largest number of teacher tokens per student token, in prompts and in responses. Longer prompts are refused;
+        spans of a response beyond the limit are not trained on.
 
     Source: spans as in Minixhofer et al. 2025 (arXiv:2503.20083), approximate likelihood matching.
     """
@@ -83,20 +84,20 @@ class SpanDistillation(Distillation):
 
 @dataclass(frozen=True)
 class LogitDistillation(SpanDistillation):
-    """On-policy distillation by distributions, from a teacher with another tokenizer or with the student's.
+    """On-policy distillation of distributions, from a teacher with another tokenizer or the student's.
 
-    Where a span is one token of each, the two are compared on the teacher's likeliest tokens, as far as the student has
-    tokens of the same text; a longer span is compared on its text. What neither names is one more event. The loss is
-    the divergence itself, so that a step teaches of tokens that were not sampled.
+    If a span is one token in both tokenizations, the two models are compared on the teacher's most likely tokens that
+    the student also has, by their text; a longer span is compared on its text. All other tokens count as one more
+    event. The loss is the divergence itself, so a step also learns about tokens that were not sampled.
 
     Attributes:
-      named: Likeliest tokens of the teacher that are compared; 0 compares what was sampled alone.
-      beta: Weight of the teacher in the mixture of the divergence: 0 is KL(teacher || student), which covers all that
-        the teacher says, 1 is KL(student || teacher), which keeps to its likeliest.
+      named: Number of most likely tokens of the teacher that are compared; 0 compares only the sampled text.
+      beta: Weight of the teacher in the mixture of the divergence: 0 is KL(teacher || student), which covers all modes
+        of the teacher; 1 is KL(student || teacher), which concentrates on the most likely ones.
 
     Source: GOLD (Patiño et al. 2025, huggingface.co/spaces/HuggingFaceH4/on-policy-distillation), spans and merged
     probabilities; Agarwal et al. 2024 (arXiv:2306.13649), the divergence; Minixhofer et al. 2025 (arXiv:2503.20083),
-    a span's text against all others.
+    the text of a span against all other texts.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.distillation:learn_distributions"

@@ -1,4 +1,4 @@
-"""LUFFY."""
+"""Settings of LUFFY."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LUFFY(GRPO):
-    """GRPO with solutions of the data in each group, under off-policy guidance (Yan et al. 2025, arXiv:2504.14945).
+    """GRPO with worked solutions of the data in each group, as off-policy guidance (Yan et al. 2025, arXiv:2504.14945).
 
-    Of the `rollout.responses_per_prompt` of a group the last are the record's worked solutions, and the others are
-    sampled. Rewards score all of them, and advantages are relative to all. Tokens of solutions have a loss without a
-    clip, which teaches most where the policy finds them unlikely; `policy`, `kl` and the entropy bonus are of sampled
-    ones.
+    The last responses of each group of `rollout.responses_per_prompt` are the record's worked solutions; the others are
+    sampled. Rewards score all of them, and advantages are relative to the whole group. Tokens of solutions have a loss
+    without a clip that emphasizes tokens which the policy finds unlikely; `policy`, `kl` and the entropy bonus apply to
+    sampled tokens only.
 
     Attributes:
-      solutions: Worked solutions in a group, the first of those that a record has.
-      shaping: gamma of the shaping p / (p + gamma) of a solution token's probability p.
+      solutions: Number of worked solutions in a group: the first solutions of the record.
+      shaping: Shaping parameter gamma: the loss of a solution token of probability p has the factor p / (p + gamma).
     """
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.luffy:collect"

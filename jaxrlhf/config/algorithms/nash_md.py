@@ -1,4 +1,4 @@
-"""Nash-MD."""
+"""Settings of Nash-MD."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 class NashMD(PolicyGradient):
     """Nash learning from human feedback by mirror descent (Munos et al. 2023, arXiv:2312.00886).
 
-    Each response of the policy is compared with one that is drawn, token by token, from a geometric mixture of the
-    policy and the reference. The chance to be preferred to it, less a half, is what the policy follows, kept near the
-    reference by `beta`, so it takes no `kl`. The mixture generates on the actor's devices, with a copy of the
-    reference's weights beside the policy's.
+    Each response of the policy is compared with an opponent, sampled token by token from a geometric mixture of the
+    policy and the reference. The policy maximizes the probability of being preferred, minus 1/2. `beta` keeps it near
+    the reference, so `kl` must be None. The mixture generates on the actor's devices, which hold a copy of the
+    reference's weights in addition to the policy's.
 
     Attributes:
-      beta: tau in the paper, the weight of the log-ratio to the reference.
-      mixture: beta in the paper, the share of the reference in the mixture; at 0 the policy plays against itself.
-      preference: Chance that a response is preferred, given both scores: `bradley-terry` is a sigmoid of their
-        difference; `higher` is 1 for the higher score, and a half for equal ones.
-      policy: Its losses are summed over a response, as `seq-mean-token-sum` does.
+      beta: Weight of the log-ratio to the reference (tau in the paper).
+      mixture: Share of the reference in the mixture (beta in the paper); at 0 the policy plays against itself.
+      preference: Probability that a response is preferred, from both scores: `bradley-terry` is a sigmoid of the
+        difference; `higher` is 1 for the higher score and 1/2 for equal scores.
+      policy: Policy loss; token losses are summed over a response, so `aggregation` must be `seq-mean-token-sum`.
     """
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.nash_md:collect"

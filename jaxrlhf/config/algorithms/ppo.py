@@ -1,4 +1,4 @@
-"""PPO."""
+"""Settings of PPO."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PPO(PolicyGradient):
-    """Proximal policy optimisation with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
+    """Proximal policy optimization with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
 
     Attributes:
       gamma: Discount per action.
-      lam: GAE's lambda.
-      actions: A token is an action, or a whole turn of an episode, of which every token has the advantage.
-      critic_model: Checkpoint of the critic's trunk; None copies the actor's.
-      critic_warmup_steps: Steps at the start in which only the critic is updated.
+      lam: Lambda of generalized advantage estimation (GAE).
+      actions: Unit of an action: `tokens`, or `turns` of an episode, in which every token has the advantage of its
+        turn.
+      critic_model: Checkpoint that the critic's trunk starts from; None copies the actor's.
+      critic_warmup_steps: Number of steps at the start in which only the critic is updated.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.ppo:learn"

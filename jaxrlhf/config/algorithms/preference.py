@@ -1,4 +1,4 @@
-"""Algorithms that learn from preference pairs."""
+"""Settings of algorithms that learn from preference pairs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference(Algorithm):
-    """Base class of algorithms that learn from preference pairs: one update a step, evaluation on held-out pairs.
+    """Base class of algorithms that learn from preference pairs: one update per step, evaluation on held-out pairs.
 
     Class attributes:
-      reads: Setting of the data that names what the loss reads beside the two answers; None is nothing.
+      reads: Setting of the data that names fields which the loss reads in addition to the two answers; None is no such
+        fields.
 
     Attributes:
-      pairs_per_update: Pairs in one optimizer update.
+      pairs_per_update: Number of pairs in one optimizer update.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
@@ -52,11 +53,11 @@ class Preference(Algorithm):
 
 @dataclass(frozen=True)
 class DPO(Preference):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
     Attributes:
       beta: Strength of the pull to the reference.
-      label_smoothing: Share of pairs assumed to be labelled the wrong way round.
+      label_smoothing: Share of pairs whose labels are assumed to be swapped.
     """
 
     beta: Positive[float] = 0.1
@@ -68,7 +69,7 @@ class DPO(Preference):
 
 @dataclass(frozen=True)
 class RPO(DPO):
-    """DPO with the chosen answer's likelihood kept up (Pang et al. 2024, arXiv:2404.19733).
+    """DPO plus the likelihood of the chosen answer (Pang et al. 2024, arXiv:2404.19733).
 
     Attributes:
       nll_coefficient: Weight of the chosen answer's negative log-likelihood per token.
@@ -79,10 +80,10 @@ class RPO(DPO):
 
 @dataclass(frozen=True)
 class IPO(Preference):
-    """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036).
+    """Identity preference optimization (Azar et al. 2023, arXiv:2310.12036).
 
     Attributes:
-      beta: 1 / (2 beta) is the target for the difference of log-ratios.
+      beta: Regularization strength; the target of the difference of log-ratios is 1 / (2 beta).
     """
 
     beta: Positive[float] = 0.1
@@ -93,15 +94,15 @@ class IPO(Preference):
 
 @dataclass(frozen=True)
 class KTO(Preference):
-    """Kahneman-Tversky optimisation: each answer by itself, good or bad (Ethayarajh et al. 2024, arXiv:2402.01306).
+    """Kahneman-Tversky optimization: each answer is good or bad by itself (Ethayarajh et al. 2024, arXiv:2402.01306).
 
-    Answers of a pair are two examples, one of each kind. Those of one prompt behind another prompt estimate how far the
-    policy is from the reference.
+    The two answers of a pair are two examples, one good and one bad. Answers placed after the prompt of another pair
+    estimate the policy's distance to the reference.
 
     Attributes:
       beta: Strength of the pull to the reference.
-      desirable_weight: Weight of preferred answers.
-      undesirable_weight: Weight of the others.
+      desirable_weight: Weight of chosen answers.
+      undesirable_weight: Weight of rejected answers.
     """
 
     further_passes: ClassVar[tuple[str, ...]] = ("actor", "reference")
@@ -132,11 +133,11 @@ class ReferenceFree(Preference):
 
 @dataclass(frozen=True)
 class SimPO(ReferenceFree):
-    """Simple preference optimisation: rewards are mean log-probabilities (Meng et al. 2024, arXiv:2405.14734).
+    """Simple preference optimization: rewards are mean log-probabilities (Meng et al. 2024, arXiv:2405.14734).
 
     Attributes:
       beta: Reward units per nat of the mean.
-      margin: gamma, by how much the preferred answer's reward should be higher at least.
+      margin: Target margin (gamma in the paper) by which the chosen answer's reward should be higher.
     """
 
     beta: Positive[float] = 2.0
@@ -145,12 +146,12 @@ class SimPO(ReferenceFree):
 
 @dataclass(frozen=True)
 class CPO(ReferenceFree):
-    """Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417).
+    """Contrastive preference optimization (Xu et al. 2024, arXiv:2401.08417).
 
     Attributes:
       beta: Reward units per nat.
-      label_smoothing: Share of pairs assumed to be labelled the wrong way round.
-      nll_coefficient: Weight of the preferred answers' negative log-likelihood per token.
+      label_smoothing: Share of pairs whose labels are assumed to be swapped.
+      nll_coefficient: Weight of the chosen answers' negative log-likelihood per token.
     """
 
     beta: Positive[float] = 0.1
@@ -160,10 +161,10 @@ class CPO(ReferenceFree):
 
 @dataclass(frozen=True)
 class ORPO(ReferenceFree):
-    """Odds-ratio preference optimisation: likelihood, and odds that prefer (Hong et al. 2024, arXiv:2403.07691).
+    """Odds-ratio preference optimization: likelihood plus an odds ratio (Hong et al. 2024, arXiv:2403.07691).
 
     Attributes:
-      odds_coefficient: lambda, weight of the preference beside the likelihood.
+      odds_coefficient: Weight of the odds-ratio loss (lambda in the paper), added to the likelihood loss.
     """
 
     odds_coefficient: Positive[float] = 0.1
@@ -171,14 +172,14 @@ class ORPO(ReferenceFree):
 
 @dataclass(frozen=True)
 class RewardModel(Preference):
-    """A reward model: its scores say which answer is preferred (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+    """Reward model: its scores rank the two answers (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
 
-    It is a critic without an actor, whose value of a whole sequence is the score. Exported, it is a
-    sequence-classification checkpoint for `ModelReward`. The score is read at the position after an answer, which
-    therefore has at most `rollout.max_response_tokens` - 1 tokens.
+    The model is a critic without an actor; its value of a whole sequence is the score. The export is a
+    sequence-classification checkpoint for `ModelReward`. The score is read at the position after an answer, so an
+    answer has at most `rollout.max_response_tokens` - 1 tokens.
 
     Attributes:
-      critic: Training of the model, whose trunk starts as the configuration's model.
+      critic: Training of the reward model; its trunk starts as the configuration's model.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn"
@@ -197,7 +198,7 @@ class RewardModel(Preference):
 
 
 def check_labelled(algorithm: Algorithm, config: Config, kinds: tuple[type, ...], what: str, *, give: str) -> None:
-    """Refuse data of other kinds than the labelled answers that an algorithm learns from, and rewards."""
+    """Refuse data that is not of the kind that an algorithm for labeled answers needs, and refuse rewards."""
     name = type(algorithm).__name__
     require(
         isinstance(config.data, kinds),
@@ -207,7 +208,7 @@ def check_labelled(algorithm: Algorithm, config: Config, kinds: tuple[type, ...]
 
 
 def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
-    """Refuse settings of a policy, where a critic is trained that is read after the last token of an answer."""
+    """Refuse policy settings for an algorithm that only trains a critic, read after the last token of an answer."""
     name = type(algorithm).__name__
     require(config.actor == Training(), f"{name} has no actor, and actor is given; set algorithm.critic instead")
     require(
@@ -222,7 +223,7 @@ def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
 
 @dataclass(frozen=True)
 class CostModel(RewardModel):
-    """A cost model: above 0 for harmful answers and below for others (Dai et al. 2023, arXiv:2310.12773)."""
+    """Cost model: above 0 for harmful answers, below 0 for others (Dai et al. 2023, arXiv:2310.12773)."""
 
     reads: ClassVar[str | None] = "safe_keys"
 

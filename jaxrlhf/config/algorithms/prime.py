@@ -1,4 +1,4 @@
-"""PRIME."""
+"""Settings of PRIME."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 class PRIME(GroupCompared):
     """Process reinforcement through implicit rewards (Cui et al. 2025, arXiv:2502.01456).
 
-    An implicit process reward model, which starts as the policy, is trained so that its log-ratio to the reference,
-    summed over a response, says whether that is right. Token by token the ratio is a reward beside the outcome. Prompts
-    that are too easy or too hard are replaced by further ones, as in DAPO.
+    An implicit process reward model starts as the policy. It is trained so that its log-ratio to the reference, summed
+    over a response, predicts whether the response is right. The log-ratio of each token is a reward in addition to the
+    outcome reward. Prompts that are too easy or too hard are replaced by further prompts, as in DAPO.
 
     Attributes:
-      process_reward: Training of that model.
-      beta: Factor that makes its summed log-ratio the log-odds that the response is right.
-      process_weight: Weight of the token rewards beside the outcome. They are scaled so that no sum of them to a
-        response's end is above 1 in size.
+      process_reward: Training of the process reward model.
+      beta: Factor that turns the summed log-ratio into the log-odds that the response is right.
+      process_weight: Weight of the token rewards, added to the outcome. They are scaled so that no reward-to-go exceeds
+        1 in absolute value.
       gamma: Discount of the token rewards per action token.
       success: Score above which a response is right.
       least_accuracy: Smallest share of right responses to a prompt that is trained on.
       most_accuracy: Largest share of right responses to a prompt that is trained on.
-      max_rounds: Times that a step draws prompts, at most; 1 replaces none.
+      max_rounds: Largest number of times that a step samples prompts; 1 replaces no prompts.
     """
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.prime:collect"

@@ -1,4 +1,4 @@
-"""Process reward models, from labelled steps."""
+"""Settings of process reward models, trained on labeled steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProcessRewardModel(Algorithm):
-    """A process reward model: the chance that a step of a solution is right (Lightman et al. 2023, arXiv:2305.20050).
+    """Process reward model: probability that a step of a solution is right (Lightman et al. 2023, arXiv:2305.20050).
 
-    It is a critic without an actor, whose value after a step's last token is the log-odds. Exported, it is a
+    The model is a critic without an actor; its value after a step's last token is the log-odds. The export is a
     sequence-classification checkpoint for `ProcessModelReward`. The last step is read at the position after the
-    solution, which therefore has at most `rollout.max_response_tokens` - 1 tokens.
+    solution, so a solution has at most `rollout.max_response_tokens` - 1 tokens.
 
     Attributes:
-      solutions_per_update: Solutions in one optimizer update.
-      critic: Training of the model, whose trunk starts as the configuration's model.
+      solutions_per_update: Number of solutions in one optimizer update.
+      critic: Training of the process reward model; its trunk starts as the configuration's model.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn_steps"

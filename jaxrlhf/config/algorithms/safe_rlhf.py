@@ -1,4 +1,4 @@
-"""Safe RLHF: PPO under a limit on a cost."""
+"""Settings of Safe RLHF: PPO with a limit on a cost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constraint(Settings):
-    """A limit on the mean cost of responses, held by a Lagrange multiplier.
+    """Limit on the mean cost of responses, enforced by a Lagrange multiplier.
 
     Attributes:
-      part: Index in `rewards.parts` of the cost, which is above 0 for unsafe responses. Its weight is 0, since the
-        multiplier weighs it.
+      part: Index of the cost in `rewards.parts`. The cost is above 0 for unsafe responses. Its reward weight must be 0,
+        because the multiplier weights it.
       limit: Largest mean cost.
-      multiplier: Initial multiplier, in units of reward for a unit of cost.
+      multiplier: Initial multiplier, in units of reward per unit of cost.
       learning_rate: Step size of gradient ascent on the multiplier's logarithm, before each update.
       largest_multiplier: Upper bound of the multiplier.
-      delay_steps: Steps at the start that leave the multiplier as it is.
+      delay_steps: Number of steps at the start that leave the multiplier unchanged.
     """
 
     part: NotNegative[int] = 1
@@ -49,12 +49,12 @@ class Constraint(Settings):
 
 @dataclass(frozen=True)
 class Ptx(Settings):
-    """Worked solutions that each update imitates beside its responses, at the rollout's temperature (PPO-ptx).
+    """Worked solutions that each update imitates in addition to its responses, at the rollout's temperature (PPO-ptx).
 
     Attributes:
-      data: Data set, of which the training split is used.
-      coefficient: Weight of their mean -logp per token.
-      examples_per_update: Solutions in one optimizer update.
+      data: Data set with worked solutions; its training split is used.
+      coefficient: Weight of the mean -logp per token of the solutions.
+      examples_per_update: Number of solutions in one optimizer update.
     """
 
     data: DataSet = field(default_factory=Arithmetic)
@@ -75,16 +75,16 @@ class Ptx(Settings):
 
 @dataclass(frozen=True)
 class SafeRLHF(PPO):
-    """PPO-Lagrangian: the most reward at a mean cost below a limit (Dai et al. 2023, arXiv:2310.12773).
+    """PPO-Lagrangian: highest reward at a mean cost below a limit (Dai et al. 2023, arXiv:2310.12773).
 
     A second critic estimates costs. A KL in the reward is subtracted from rewards and added to costs.
 
     Attributes:
-      cost_critic: Training of the second critic.
-      cost_critic_model: Checkpoint of its trunk; None copies the actor's.
-      clip_rewards: Bound on the size of a token's reward and cost, KL included.
-      halve_kl: Charge rewards and costs half of the KL each, as in the paper; which is half the coefficient.
-      ptx: Examples that keep the policy able to do what they show.
+      cost_critic: Training of the cost critic.
+      cost_critic_model: Checkpoint that the cost critic's trunk starts from; None copies the actor's.
+      clip_rewards: Bound on the absolute value of a token's reward and cost, KL included.
+      halve_kl: True charges rewards and costs half of the KL each, as in the paper; this equals half the coefficient.
+      ptx: Worked solutions that preserve the policy's other abilities; None uses none.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:learn"

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning."""
+"""Settings of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SFT(Algorithm):
-    """Supervised fine-tuning on worked solutions; token-mean negative log-likelihood.
+    """Supervised fine-tuning on worked solutions, with the token-mean negative log-likelihood.
 
-    Held-out solutions give a loss. Answers to held-out problems are scored, too, unless `rewards.parts` is empty.
+    Held-out solutions give a loss. Answers to held-out problems are also scored, unless `rewards.parts` is empty.
 
     Attributes:
-      examples_per_update: Solutions in one optimizer update.
+      examples_per_update: Number of solutions in one optimizer update.
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.sft:learn"
@@ -46,14 +46,14 @@ class SFT(Algorithm):
 
 @dataclass(frozen=True)
 class ColdStart(Settings):
-    """A short supervised stage before the main one, for policies that know nothing yet.
+    """Short supervised stage before the main stage, for policies without any skill in the task.
 
-    It trains all of the actor's weights, with an optimizer of its own; adapters are then trained beside them.
+    It trains all of the actor's weights with a separate optimizer; LoRA adapters are added only after it.
 
     Attributes:
-      data: Records with worked solutions; None takes the run's.
-      max_prompt_tokens: Longest prompt of this stage, whose rows are the shorter; longer ones are dropped and counted.
-        None is the run's.
+      data: Records with worked solutions; None uses the data of the run.
+      max_prompt_tokens: Longest prompt of this stage in tokens, which also shortens its rows; longer prompts are
+        dropped and counted. None is the limit of the run.
     """
 
     steps: Positive[int]

@@ -1,4 +1,4 @@
-"""VAPO: PPO for long chains of thought."""
+"""Settings of VAPO: PPO for long chains of thought."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxrlhf.config.settings import Finite, NotNegative, Positive
 class VAPO(PPO):
     """Value-augmented PPO (Yue et al. 2025, arXiv:2504.05118).
 
-    The critic learns from Monte Carlo returns (`lam` is its lambda), first alone for `critic_warmup_steps`; the policy
-    has a lambda for each length, clips higher, and imitates responses that succeeded.
+    The critic learns from Monte Carlo returns (`lam` is its lambda), in the first `critic_warmup_steps` without the
+    policy. The policy's lambda depends on the response length; its loss clips higher and imitates successful responses.
 
     Attributes:
-      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length); a length is counted in `actions`.
-      imitation: Weight of the mean -logp of the tokens of responses that score above `success`.
+      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length), with the length counted in `actions`.
+      imitation: Weight of the mean -logp of the tokens of responses with a score above `success`.
       success: Score above which a response is imitated.
     """
 

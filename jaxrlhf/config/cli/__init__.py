@@ -1,1 +1,1 @@
-"""Configuration files and command lines: loading, overriding, recording."""
+"""Loading, overriding and recording of configurations, from files and command lines."""

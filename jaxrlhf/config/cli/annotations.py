@@ -1,4 +1,4 @@
-"""Types of settings, read from the dataclasses and checked against values."""
+"""Types of settings: read from dataclass annotations and checked against values."""
 
 import dataclasses
 import types
@@ -9,20 +9,20 @@ from jaxrlhf.config.refusal import Refusal
 
 
 def field_types(owner: type) -> dict[str, Any]:
-    """The annotation of each field of a dataclass, by name."""
+    """Return the annotation of each field of a dataclass, by name."""
     hints = typing.get_type_hints(owner)
     return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; any other annotation is its own only member."""
+    """Return the members of a union; any other annotation is returned as the only member."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def variants(annotation: Any) -> list[type]:
-    """The dataclasses that a setting may hold, subclasses included."""
+    """Return the dataclasses that a setting may hold, subclasses included."""
     if _is_sequence(annotation):
         return variants(typing.get_args(annotation)[0])
     found = []
@@ -33,7 +33,7 @@ def variants(annotation: Any) -> list[type]:
 
 
 def spell(annotation: Any) -> str:
-    """The words for an annotation in an error message."""
+    """Return an annotation in words, for an error message."""
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if _is_sequence(annotation):
@@ -48,13 +48,13 @@ def spell(annotation: Any) -> str:
 
 
 def check_type(name: str, value: object, annotation: Any) -> None:
-    """Raise `Refusal` unless `value` is what the annotation of setting `name` allows."""
+    """Raise `Refusal` unless `value` fits the annotation of setting `name`."""
     if not _conforms(value, annotation):
         raise Refusal(f"{name} must be {spell(annotation)}, got {value!r}{_hint(value, annotation)}")
 
 
 def _hint(value: object, annotation: Any) -> str:
-    """Advice on a value of the wrong type, where what was meant can be told from it."""
+    """Return advice on a value of the wrong type, if the intended value can be guessed."""
     if _is_sequence(annotation) and _conforms((value,), annotation):
         return f"; a tuple of one is written ({value!r},), with a comma"
     if isinstance(value, list) and _conforms(tuple(value), annotation):
@@ -71,13 +71,13 @@ def _hint(value: object, annotation: Any) -> str:
 
 
 def _begins_with_a_text(owner: type) -> bool:
-    """True for settings such as `Pretrained`, whose first field is a text that has to be given."""
+    """Return True for settings such as `Pretrained`, whose first field is a required text."""
     first = next((field for field in dataclasses.fields(owner) if not field.kw_only), None)
     return first is not None and field_types(owner)[first.name] is str and first.default is dataclasses.MISSING
 
 
 def check_types(settings: Any, name: str) -> None:
-    """Run `check_type` on each field of a dataclass, and of the dataclasses in it."""
+    """Run `check_type` on each field of a dataclass, including nested dataclasses."""
     for field, annotation in field_types(type(settings)).items():
         value = getattr(settings, field)
         check_type(f"{name}.{field}", value, annotation)
@@ -100,7 +100,7 @@ def _conforms(value: object, annotation: Any) -> bool:
     if typing.get_origin(annotation) is tuple:
         kinds = typing.get_args(annotation)
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_conforms, value, kinds))
-    if isinstance(value, bool):  # to Python True is an int; as a number of steps it is a mistake
+    if isinstance(value, bool):  # True is an int in Python; as a number of steps it is a mistake
         return annotation is bool
     if annotation is float:
         return isinstance(value, int | float)

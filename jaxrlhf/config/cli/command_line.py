@@ -1,4 +1,4 @@
-"""Command lines: from words to a `Config`, and refusals as one line on stderr."""
+"""Command lines: parsing of arguments to a `Config`, and refusals as one line on stderr."""
 
 import argparse
 import contextlib
@@ -21,41 +21,45 @@ from jaxrlhf.config.run import Config
 
 _EPILOG = (
     "Any setting of the configuration can be changed by its dotted name: --steps 3 "
-    "--rollout.prompts-per-step 8 --no-resume. What holds settings takes None or the name of their class: "
+    "--rollout.prompts-per-step 8 --no-resume. A setting with settings of its own takes None or a class: "
     "--algorithm.kl KLInLoss --algorithm.kl.coefficient 1e-3. --config NAME --help lists them."
 )
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as in shells."""
 
 _EXTRAS = {"starlette": "serve", "uvicorn": "serve", "openai": "serve"}
-"""Extra of jaxrlhf that brings a package which commands need."""
+"""Extras of jaxrlhf, by the package that each installs."""
 _OF_UNIX = ("fcntl", "resource")
-"""Modules of Python's own that Windows lacks."""
+"""Modules of Python's standard library that Windows lacks."""
 
 
 def on_cluster(flags: Namespace) -> list[str]:
-    """The setting that `--cluster` stands for: hosts joined by Ray, as the file has them or by default; or none."""
+    """Return the setting that `--cluster` stands for, as command-line words.
+
+    `ray` is a Ray cluster with the file's settings or the defaults, `None` is no cluster; without the flag the list is
+    empty.
+    """
     return {"ray": ["--cluster=RayCluster"], "None": ["--cluster=None"]}.get(flags.cluster, [])
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one and code 130.
+    """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one line and code 130.
 
-    So does a package that an extra brings and that is not there. A reader of standard output that leaves before all is
-    said, such as `head`, ends it with code 1 and no word. Any other error keeps its traceback, and under
+    A missing package that an extra installs is treated like a `Refusal`. If a reader of standard output such as `head`
+    closes the pipe early, the command ends with code 1 and no message. Any other error keeps its traceback; with
     JAXRLHF_DEBUG=1 a refusal does too.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a model says may be more than the terminal's encoding has
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text of a model may not fit the terminal's encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _until_the_reader_leaves(exit_code=1):
             main()
     except KeyboardInterrupt as interrupt:
-        with contextlib.suppress(OSError):  # the same Ctrl-C ends a `tee` that reads both
+        with contextlib.suppress(OSError):  # the same Ctrl-C ends a `tee` that reads both streams
             print(str(interrupt) or "stopped", file=sys.stderr)
             sys.stdout.flush()
-        os._exit(INTERRUPTED)  # the interpreter would wait for calls that still run on the devices
+        os._exit(INTERRUPTED)  # a normal exit would wait for calls that still run on the devices
     except (Refusal, ModuleNotFoundError) as error:
         reason = str(error) if isinstance(error, Refusal) else _missing(error)
         if reason is None or os.environ.get("JAXRLHF_DEBUG") == "1":
@@ -66,7 +70,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:
-    """One line on a module that is missing, if what brings it is known."""
+    """Return one line on a missing module, or None if no extra or platform explains it."""
     name = (error.name or "").partition(".")[0]
     if name in _OF_UNIX:
         return f"this system's Python has no module {name}; jaxrlhf runs on Linux and macOS, and on Windows in WSL"
@@ -75,9 +79,9 @@ def _missing(error: ModuleNotFoundError) -> str | None:
 
 
 class CommandLine(argparse.ArgumentParser):
-    """An argument parser whose errors are refusals, and that can read a configuration too.
+    """Argument parser that raises `Refusal` on errors and can also read a configuration.
 
-    A command adds what flags it has and parses:
+    A command adds its flags and parses:
 
         command = CommandLine(prog="python -m jaxrlhf.train", description="Train a model.")
         command.add_argument("--dry-run", action="store_true", help="stop after the plan")
@@ -112,17 +116,17 @@ class CommandLine(argparse.ArgumentParser):
         """Read `--config`, the flags added to this parser, and settings to change.
 
         Args:
-          implied: Settings that flags stand for, as the words of a command line.
-          default: Configuration without `--config`; None asks for one.
+          implied: Function from the flags to settings that they stand for, as command-line words.
+          default: Configuration used without `--config`; None makes `--config` required.
 
         Raises:
-          Refusal: No such configuration, flag or setting, or a value that does not fit.
+          Refusal: A configuration, flag or setting does not exist, or a value does not fit.
         """
         self.add_argument("-h", "--help", action="store_true", help="show this help, and every setting of --config")
         self.add_argument("--config", metavar="NAME", help=f"a file, or one of: {', '.join(shipped())}")
         self.epilog = "\n\n".join(part for part in (self.epilog, _EPILOG) if part)
         words = sys.argv[1:] if argv is None else [*argv]
-        if {"-h", "--help"} & {*words}:  # before flags that are missing are asked for
+        if {"-h", "--help"} & {*words}:  # before missing flags are reported
             self._show_help(words)
         flags, rest = self.parse_known_args(words)
         self._check_misspelled(rest)
@@ -143,7 +147,7 @@ class CommandLine(argparse.ArgumentParser):
         return load(flags.config, change if changed else None), flags
 
     def _check_misspelled(self, words: Sequence[str]) -> None:
-        """Refuse misspelled flags of this command, which would be taken for settings."""
+        """Refuse misspelled flags of this command, which would otherwise be read as settings."""
         settings = [f"--{name.replace('_', '-')}" for name in field_types(Config)]
         for word in words:
             flag = word.partition("=")[0]
@@ -155,7 +159,7 @@ class CommandLine(argparse.ArgumentParser):
                 raise Refusal(f"there is no {flag}; did you mean {close[0]}?")
 
     def _show_help(self, words: Sequence[str]) -> NoReturn:
-        """Print the help, and the settings of a configuration if one is named, and leave."""
+        """Print the help, and the settings of the configuration if one is named, and exit."""
         named = CommandLine()
         named.add_argument("--config")
         config = named.parse_known_args([word for word in words if word != "-h" and word != "--help"])[0].config
@@ -168,7 +172,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help whose paragraphs are wrapped, and whose examples stay as they are."""
+    """Help formatter that wraps paragraphs and leaves examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
@@ -177,7 +181,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """Settings by dotted name from `--name value`, `--name=value`, `--switch` and `--no-switch`."""
+    """Return settings by dotted name, from `--name value`, `--name=value`, `--switch` and `--no-switch`."""
     flags = [(flag, flag.removeprefix("--").replace("-", "_"), values) for flag, values in _flags(words)]
     classes = _classes(config, [(name, values) for _, name, values in flags])
     changes: dict[str, Any] = {}
@@ -195,10 +199,10 @@ def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _classes(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Classes:
-    """Settings that are given the name of a class, as in `--algorithm.kl KLInLoss`."""
+    """Return the settings that are given the name of a class, as in `--algorithm.kl KLInLoss`."""
     found: dict[str, type] = {}
     for name, values in sorted(flags, key=lambda flag: flag[0].count(".")):
-        with contextlib.suppress(Refusal):  # of a name that is no setting: it is refused when its value is read
+        with contextlib.suppress(Refusal):  # an unknown setting is refused later, when its value is read
             value, annotation = find(config, name, found)
             if isinstance(value, tuple):
                 continue
@@ -216,7 +220,7 @@ def _is_switch(config: Config, name: str, classes: Classes) -> bool:
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each flag with the words that follow it."""
+    """Return each flag with the words that follow it."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
@@ -230,7 +234,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any:
-    """Words of a command line as a value of the type that setting `name` has."""
+    """Convert command-line words to a value of the type of setting `name`."""
     value, annotation = find(config, name, classes)
     if kinds := variants(annotation):
         if words == ["None"] and type(None) in alternatives(annotation):
@@ -260,15 +264,15 @@ def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any
 def _print_settings(config: Config, *, command: str) -> None:
     import tyro
 
-    about = f"The settings of {config.name}, and what they are there."
+    about = f"The settings of {config.name}, and their values."
     how = (tyro.conf.AvoidSubcommands,)
     config = _without_words(config)
-    with contextlib.suppress(SystemExit):  # tyro leaves after its help
+    with contextlib.suppress(SystemExit):  # tyro exits after its help
         tyro.cli(type(config), prog=command, description=about, default=config, args=["--help"], config=how)
 
 
 def _without_words(settings: Any) -> Any:
-    """A copy to show: None where a word is in place of settings, which tyro would take for a positional argument."""
+    """Return a copy to show, with None for settings given as a word, which tyro would read as a positional argument."""
     shown = copy.copy(settings)
     for name, kind in field_types(type(settings)).items():
         value = getattr(settings, name)
@@ -281,19 +285,19 @@ def _without_words(settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _until_the_reader_leaves(*, exit_code: int) -> Iterator[None]:
-    """End the program without a word if the reader of standard output, such as `head`, leaves within the block."""
+    """Exit without a message if the reader of standard output, such as `head`, closes the pipe within the block."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        if _is_read():  # it was another pipe
+        if _is_read():  # another pipe was closed
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
         sys.exit(exit_code)
 
 
 def _is_read() -> bool:
-    """False if nobody reads standard output any more."""
+    """Return False if the reader of standard output has closed the pipe."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -1,13 +1,13 @@
-"""Hosts on each of which a command was started."""
+"""Joining of several hosts to one JAX program."""
 
 from jaxrlhf.config.refusal import Refusal
 
 
 def join_hosts() -> None:
-    """Join them, before JAX looks for devices.
+    """Join all hosts on which this command was started, before JAX looks for devices.
 
     Raises:
-      Refusal: JAX finds no others.
+      Refusal: JAX finds no other hosts.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""Configuration files: from a name to a `Config`, and from a `Config` to JSON."""
+"""Configuration files: loading by name to a `Config`, and conversion of a `Config` to JSON."""
 
 import dataclasses
 import difflib
@@ -22,13 +22,14 @@ def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = N
     """Read a configuration file and call its `get_config()`.
 
     Args:
-      path_or_name: A path; or, if there is no such file, the name of a configuration that ships with the package, such
-        as `ppo_gsm8k`. `.py` may be left out.
-      change: Makes another configuration of the file's, all of it anew; the file's may then contradict itself.
+      path_or_name: Path of a file; if the file does not exist, the name of a configuration that ships with the package,
+        such as `ppo_gsm8k`. `.py` may be left out.
+      change: Function that builds a changed configuration from the configuration of the file. The configuration of the
+        file may then be contradictory, as long as the changed one is valid.
 
     Raises:
-      Refusal: No such file, settings that do not fit, or no `get_config` that returns a `Config`; the message names the
-        file, the line and what to do. Errors of the file's own code come as they are.
+      Refusal: The file does not exist, settings do not fit, or there is no `get_config` that returns a `Config`. The
+        message names the file, the line and the remedy. Errors of the file's own code are raised unchanged.
     """
     path = _find(str(path_or_name))
     try:
@@ -41,15 +42,15 @@ def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = N
 
 
 def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refusal) -> Config:
-    """The configuration that a change makes of a file that contradicts itself; if it mends nothing, the file's error.
+    """Apply a change to a file whose configuration is contradictory; raise the file's error if that does not fix it.
 
     Raises:
-      Refusal: The contradiction is there after the change too, or there is another one.
+      Refusal: The contradiction remains after the change, or another contradiction is found.
     """
     try:
         with unchecked():
             config = _read(path)
-    except Exception:  # the file's own code met what contradicts, which is what its reader has to know of
+    except Exception:  # the file's own code failed on the contradiction, so the contradiction is reported
         raise contradiction from contradiction.__cause__
     try:
         return change(config)
@@ -60,20 +61,20 @@ def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refus
 
 
 def _read(path: Path) -> Config:
-    """The configuration that a file makes, which may import its neighbours."""
+    """Run a configuration file, which may import its neighbors, and return its configuration."""
     module = ModuleType(f"{_MODULES}{path.stem}")
     module.__file__ = str(path.absolute())
     find_neighbours(path)
-    # Type hints and pickles of classes that the file defines look their module up here.
+    # Type hints and pickles of classes that the file defines look up their module here.
     sys.modules[module.__name__] = module
     try:
-        # Not imported: a byte-code cache has a resolution of one second and would give the version before an edit.
+        # Not imported: a bytecode cache has a resolution of one second and could return the version before an edit.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None
     except Exception as error:
         reason = _reason(error, module)
-        if reason is None:  # an error of the file's own code, whose traceback says more than a line could
+        if reason is None:  # an error of the file's own code; its traceback says more than one line
             raise
         raise Refusal(f"{_place(error, path)}: {reason}") from error
     if not defined:
@@ -84,7 +85,7 @@ def _read(path: Path) -> Config:
 
 
 def loaded() -> list[ModuleType]:
-    """The files that were read, as modules, which other processes cannot import."""
+    """Return the configuration files read so far as modules, which other processes cannot import."""
     return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
 
 
@@ -104,7 +105,7 @@ def _find(name: str) -> Path:
 
 
 def _place(error: Exception, path: Path) -> str:
-    """`file:line` of the line of the file that was running."""
+    """Return `file:line` of the line of the file that was running."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -112,7 +113,7 @@ def _place(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception, module: ModuleType) -> str | None:
-    """One line on the settings that are wrong, with the closest name; None if the error is not about settings."""
+    """Return one line on wrong settings, with the closest name; None if the error is not about settings."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.msg}: {(error.text or '').strip()}"
@@ -139,7 +140,7 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
 
 
 def _wrong_type(error: Exception) -> str | None:
-    """The field of the wrong type, if settings were given one that their own checks could not be run on."""
+    """Return a message on the field of the wrong type, if settings of a wrong type made their own checks fail."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "__post_init__":
             settings = frame.f_locals["self"]
@@ -151,7 +152,7 @@ def _wrong_type(error: Exception) -> str | None:
 
 
 def to_json(settings: Any) -> Any:
-    """Settings as JSON data; dataclasses carry the name of their class under `class`, functions are their names."""
+    """Convert settings to JSON data: dataclasses get their class name under `class`, functions become their names."""
     if dataclasses.is_dataclass(settings):
         fields = {field.name: to_json(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
         return {"class": type(settings).__name__, **fields}

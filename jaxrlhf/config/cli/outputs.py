@@ -1,4 +1,4 @@
-"""Places that commands write to, refused before the work whose result they are for."""
+"""Checks of output paths, made before the work whose results they are for."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from jaxrlhf.config.refusal import Refusal
 
 
 def check_writable(place: Path) -> None:
-    """Raise `Refusal` unless a file or a folder can be written there; folders above it may be yet to be made."""
-    # Of os.path, because Path's raises where a folder above may not be looked into.
+    """Raise `Refusal` unless a file or folder can be written at a path; parent folders may not exist yet."""
+    # os.path.exists, because Path.exists raises if a parent folder is not accessible.
     there = next(path for path in (place, *place.absolute().parents) if os.path.exists(path))
     if there != place and not os.path.isdir(there):
         raise Refusal(f"{place} cannot be written: {there} is no folder; write elsewhere")
@@ -17,7 +17,7 @@ def check_writable(place: Path) -> None:
 
 
 def check_file(name: str, file: Path, *suffixes: str) -> None:
-    """Raise `Refusal` unless a file of one of the suffixes can be written, in a folder that is there."""
+    """Raise `Refusal` unless a file with one of the suffixes can be written in an existing folder."""
     if file.suffix not in suffixes or file.is_dir():
         raise Refusal(f"{name} must be a file whose name ends in {' or '.join(suffixes)}, got {str(file)!r}")
     if not file.parent.is_dir():

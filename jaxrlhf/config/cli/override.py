@@ -1,4 +1,4 @@
-"""Settings by dotted name: listing them, finding them, and a `Config` with some changed."""
+"""Settings by dotted name: listing them, finding them, and overriding them in a `Config`."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.run import Config
 
 Classes = Mapping[str, type]
-"""Classes of settings that a change puts in the place of others, by dotted name."""
+"""Classes of settings that a change puts in place of other settings, by dotted name."""
 
 _NO_CLASSES: Classes = MappingProxyType({})
 
@@ -39,22 +39,21 @@ PEERS = {
     "default_local_dir": "workdir",
     "report_to": "trackers",
 }
-"""Settings that have another name in TRL or verl, by that name."""
+"""Names of settings in TRL or verl, with the corresponding setting."""
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A copy with settings changed by dotted name, all of them before any check on the whole.
+    """Return a copy with settings changed by dotted name; contradictions are checked after all changes.
 
         override(config, {"steps": 3, "actor.optimizer.learning_rate": 1e-5, "model": Pretrained("/x")})
 
-    A class stands for its settings with their defaults, and what is None and is changed further down begins with
-    those of its class, if there is one only:
+    A class stands for its settings with their defaults. A setting that is None and whose fields are changed starts from
+    the defaults of its class, if only one class has these fields:
 
         override(config, {"algorithm.kl": KLInLoss, "algorithm.kl.coefficient": 1e-3, "actor.lora.rank": 8})
 
     Raises:
-      Refusal: A name that is no setting, a value of another type, or settings that contradict each other after the
-        change.
+      Refusal: A name is not a setting, a value has another type, or settings contradict each other after the change.
     """
     classes = {name: value for name, value in changes.items() if isinstance(value, type)}
     for name in changes:
@@ -63,7 +62,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def setting_names(settings: Any, prefix: str = "") -> list[str]:
-    """Dotted names of all settings that hold a plain value rather than further settings."""
+    """Return the dotted names of all settings that hold a plain value rather than further settings."""
     found = []
     for name, (value, annotation) in _parts(settings).items():
         if dataclasses.is_dataclass(value) or (isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value))):
@@ -74,14 +73,14 @@ def setting_names(settings: Any, prefix: str = "") -> list[str]:
 
 
 def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any, Any]:
-    """The value and the annotation of a setting; the value is a class where settings are yet to be made.
+    """Return the value and the annotation of a setting; the value is a class if its settings are not built yet.
 
     Args:
-      name: Dotted, with the index for members of tuples: `rewards.parts.0.weight`.
+      name: Dotted name, with an index for members of tuples: `rewards.parts.0.weight`.
       classes: Classes that the same change names.
 
     Raises:
-      Refusal: There is no such setting; the message says what there is.
+      Refusal: The setting does not exist; the message names existing settings.
     """
     value: Any = config
     annotation, reached = type(config), ""
@@ -97,7 +96,7 @@ def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any
 
 
 def _begun(value: Any, annotation: Any, part: str) -> Any:
-    """The settings that a part belongs to: those that are there, or the only class that has it where there are none."""
+    """Return the existing settings or, if they are None, the only class that has a field `part`."""
     if value is not None:
         return value
     kinds = [kind for kind in variants(annotation) if part in field_types(kind)]
@@ -105,7 +104,7 @@ def _begun(value: Any, annotation: Any, part: str) -> Any:
 
 
 def _parts(settings: Any, annotation: Any = None) -> dict[str, tuple[Any, Any]]:
-    """The value and annotation of each part that a dotted name may go on with; of a class, its defaults."""
+    """Return the value and annotation of each field or index that can follow in a dotted name; of a class, defaults."""
     if isinstance(settings, tuple):
         item = (*get_args(annotation), Any)[0]
         return {str(index): (value, item) for index, value in enumerate(settings)}
@@ -118,14 +117,14 @@ def _parts(settings: Any, annotation: Any = None) -> dict[str, tuple[Any, Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field; None where it has none."""
+    """Return the default of a field; None if there is no default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
 
 
 def _rebuilt(settings: Any, annotation: Any, changes: Mapping[str, Any], reached: str) -> Any:
-    """Settings made anew from the leaves up, with changes, so that each dataclass is checked once, and as a whole."""
+    """Rebuild settings with changes, innermost first, so that each dataclass is checked once, with all its changes."""
     below: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, new in changes.items():
         part, _, rest = name.partition(".")
@@ -154,7 +153,7 @@ def _rebuilt(settings: Any, annotation: Any, changes: Mapping[str, Any], reached
 
 
 def _given(value: Any, annotation: Any, new: Any, name: str) -> Any:
-    """The new value of a setting; a class stands for settings of it, those that are there already or its defaults."""
+    """Return the new value of a setting. A class keeps existing settings of that class, or stands for its defaults."""
     if _is_class_for(new, annotation):
         return value if type(value) is new else new
     check_type(name, new, annotation)
@@ -162,7 +161,7 @@ def _given(value: Any, annotation: Any, new: Any, name: str) -> Any:
 
 
 def _is_class_for(value: Any, annotation: Any) -> bool:
-    """True for a class whose settings may stand there."""
+    """Return True for a class whose settings the annotation allows."""
     return isinstance(value, type) and value in variants(annotation) and get_origin(annotation) is not tuple
 
 
@@ -171,7 +170,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any) -> str:
-    """Reason why a setting's name leads nowhere after `reached`, and a name that does lead somewhere."""
+    """Explain why a setting's name does not resolve beyond `reached`, and suggest a name that does."""
     part, *rest = name.removeprefix(reached).removeprefix(".").split(".")
     kinds = [] if value is config else variants(annotation)
     owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
@@ -195,7 +194,7 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
         elsewhere[setting.rpartition(".")[2]].append(setting)
     last = name.rpartition(".")[2]
     namesakes = difflib.get_close_matches(last, elsewhere, n=1)
-    if here and (rest or part not in elsewhere):  # the whole name of a setting elsewhere is no misspelt one from here
+    if here and (rest or part not in elsewhere):  # the exact name of a setting elsewhere is not a misspelling
         return f"did you mean {'.'.join([reached, *here, *rest]).removeprefix('.')}?"
     if last in PEERS and last not in elsewhere:
         return f"what TRL or verl call {last} is {PEERS[last]}, or near it; docs/coming_from.md has more"

@@ -1,3 +1,3 @@
-"""Tool calls in the forms of their families, and the tools that they are of."""
+"""Parsers of tool calls, one for each model family's form, and signatures of tools."""
 
 from jaxrlhf.conversations.tool_calls.signatures import Signatures

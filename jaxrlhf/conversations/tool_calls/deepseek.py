@@ -1,7 +1,7 @@
-"""Calls of DeepSeek, between tokens of its own.
+"""Tool calls of DeepSeek, between special tokens.
 
-V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON, V3.1 `name<｜tool▁sep｜>{...}`, each in
-`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`. V3.2 writes tags whose names begin with `｜DSML｜`.
+V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON. V3.1 writes `name<｜tool▁sep｜>{...}`. In both forms a
+call is in `<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`. V3.2 writes tags with names that begin with `｜DSML｜`.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ OPENINGS = (*("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<�
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     if "｜DSML｜" in text:
         return invocations(text, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", tag)
     for part in ("calls▁begin", "calls▁end"):
@@ -35,7 +35,7 @@ def _call(body: str, separator: str) -> WrittenCall | str:
     before, separated, after = body.partition(separator)
     if not separated:
         return "a call is a name and arguments with <｜tool▁sep｜> between them"
-    if after.lstrip().startswith("{"):  # as of V3.1; a text in it may hold a block of its own
+    if after.lstrip().startswith("{"):  # the form of V3.1; a string in the JSON may contain a block
         return json_arguments(before, after)
     name, _, rest = after.partition("```")
     arguments, closed, _ = rest.rpartition("```")

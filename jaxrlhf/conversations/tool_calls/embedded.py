@@ -1,7 +1,7 @@
-"""Calls of the embedded tokenizer, in the form of GSM8K's calculator marks: `<<47*86>>`.
+"""Tool calls of the embedded tokenizer, in the form of GSM8K's calculator marks: `<<47*86>>`.
 
-With several tools the name comes first, as in `<<add: 47, 86>>`. Arguments stand in the order of the tool's
-parameters, with commas between them; the last one takes what is left.
+With several tools the name comes first, as in `<<add: 47, 86>>`. Arguments are in the order of the tool's parameters,
+separated by commas. The last argument takes the rest.
 """
 
 from collections.abc import Collection
@@ -13,5 +13,5 @@ OPENINGS = ("<<",)
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     return in_blocks(text, lambda body: [WrittenCall(None, body, typed=False)], ("<<", ">>"))

@@ -1,4 +1,4 @@
-"""Form of tool calls that a chat template asks for."""
+"""Choice of the form of tool calls that a chat template uses."""
 
 from collections.abc import Collection
 from types import ModuleType
@@ -19,14 +19,14 @@ from jaxrlhf.conversations.tool_calls import (
 )
 
 FAMILIES = (*(deepseek, kimi, minimax, glm, qwen_xml, mistral, pythonic, hermes, gpt_oss, gemma, llama, embedded),)
-"""Forms, the more special ones first: the first whose sign a template shows is taken."""
+"""Modules of the forms, the most specific first; the first module with a sign in the template is used."""
 
 
 def family(template: str, tags: Collection[str]) -> ModuleType:
-    """Module that reads the calls of a chat template; JSON in `<tool_call>` where the template shows none.
+    """Return the module that parses the calls of a chat template; by default, JSON in `<tool_call>`.
 
     Args:
-      tags: Tokens of the vocabulary's own.
+      tags: Added tokens of the vocabulary.
     """
     for found in FAMILIES:
         if any(sign in template or sign in tags for sign in found.SIGNS):

@@ -1,7 +1,7 @@
-"""Calls of Gemma: `<|tool_call>call:name{key:value}<tool_call|>` of Gemma 4, its texts between `<|"|>`.
+"""Tool calls of Gemma: `<|tool_call>call:name{key:value}<tool_call|>` in Gemma 4, with strings between `<|"|>`.
 
-FunctionGemma has `<start_function_call>`, `<end_function_call>` and `<escape>` in their places. Gemma 3 has no tags of
-its own; its guide asks for a block of Python marked `tool_code`.
+FunctionGemma uses `<start_function_call>`, `<end_function_call>` and `<escape>` instead of these tags. Gemma 3 has no
+tags; its guide prescribes a block of Python marked `tool_code`.
 """
 
 import ast
@@ -31,7 +31,7 @@ _CODE = re.compile(r"```tool_code\n(.*?)(```|\Z)", re.DOTALL)
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     tags = ((tag(opening), tag(closing)) for opening, closing in _TAGS)
     written = in_blocks(text, lambda body: [_call(body)], *tags, end=_end)
     written.parts = [one for part in written.parts for one in (_code(part) if isinstance(part, str) else [part])]
@@ -39,20 +39,20 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
 
 
 def write(calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls as a block of Python, as of Gemma 3, whose template shows none."""
+    """Write calls as a block of Python, for Gemma 3, whose template shows no calls."""
     lines = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
     return "```tool_code\n" + "\n".join(lines) + "\n```"
 
 
 def _code(text: str) -> list[str | CallBlock]:
-    """Parts of a text; a block of Python is lines of calls."""
+    """Split a text into parts; a block of Python becomes calls, one a line."""
     parts, at = list[str | CallBlock](), 0
     for code in _CODE.finditer(text):
         tree = parsed(code[1].strip(), "exec")
         calls: list[WrittenCall | str] = []
         if not code[2]:
             calls = [unclosed("```")]
-        elif isinstance(tree, str):  # some lines may be right
+        elif isinstance(tree, str):  # single lines may be valid
             calls = [call for line in code[1].strip().splitlines() for call in python_calls(line)]
         for statement in [] if calls else tree.body:
             calls += calls_in(statement.value) if isinstance(statement, ast.Expr) else python_calls(code[1])[:1]
@@ -62,7 +62,7 @@ def _code(text: str) -> list[str | CallBlock]:
 
 
 def _end(text: str, begin: int, closing: str) -> int:
-    """Place of the closing tag behind the arguments."""
+    """Return the index of the closing tag after the arguments; -1 if there is none."""
     found = _NAME.match(text, begin)
     if found is None:
         return -1
@@ -86,7 +86,7 @@ def _call(body: str) -> WrittenCall | str:
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """Value that begins at a place of the text, and the place after it."""
+    """Parse the value at an index of the text; return the value and the index after it."""
     if depth > 50:
         raise ValueError("values lie too deep in each other")
     at = past_space(text, at)
@@ -109,7 +109,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _several(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """Object or list that begins at a place."""
+    """Parse the object or list at an index of the text; return it and the index after it."""
     named = text[at] == "{"
     close = "}" if named else "]"
     pairs: list[tuple[Any, Any]] = []
@@ -133,7 +133,7 @@ def _several(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _word(word: str) -> Any:
-    """Number, true, false, null, or the word itself."""
+    """Return the number, true, false or null that a word spells; any other word is a string."""
     words = {"true": True, "false": False, "null": None, "None": None}
     if word in words:
         return words[word]

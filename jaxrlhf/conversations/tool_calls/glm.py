@@ -1,4 +1,4 @@
-"""Names, keys and values in tags, as of GLM-4.5 and later.
+"""Tool calls with keys and values in tags, as in GLM-4.5 and later.
 
 `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, with line breaks between them.
 """
@@ -13,14 +13,14 @@ _PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_valu
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     tags = [tag(name) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
     end = after_last(tags[3], needed=tags[0])
     return in_blocks(text, lambda body: [_call(body, *tags)], (tag("<tool_call>"), tag("</tool_call>")), end=end)
 
 
 def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:
-    """Call of a name and pairs; one pass, since a policy may go round in circles in the tags."""
+    """Parse a call of a name and pairs, in one pass, since a policy may repeat tags endlessly."""
     name, *_ = body.split(key_begin, 1)
     left, pairs = elements(body[len(name) :], key_begin, value_end)
     arguments = {}

@@ -1,6 +1,6 @@
-"""Messages in channels, as of gpt-oss (harmony): reasoning in `analysis`, calls in `commentary` to a function.
+"""Messages in channels, as in gpt-oss (harmony): reasoning in `analysis`, tool calls in `commentary` to a function.
 
-`<|channel|>commentary to=functions.add <|constrain|>json<|message|>{...}`; the receiver may stand before the channel.
+`<|channel|>commentary to=functions.add <|constrain|>json<|message|>{...}`; the receiver may precede the channel.
 """
 
 import re
@@ -17,13 +17,13 @@ Kind = Literal["between", "header", "reasoning", "content", "call"]
 
 
 class Channels:
-    """Messages of a reply, as its text comes.
+    """Incremental parser of the messages of a reply.
 
-    A message is a header up to `<|message|>` and a body up to `<|end|>` or the next header. A header is no words of the
-    model's, even where the reply is cut in it; words without a header are content.
+    A message is a header up to `<|message|>` and a body up to `<|end|>` or the next header. A header is no text of the
+    reply, even if the reply is truncated in the header. Text without a header is content.
 
     Args:
-      names: Tools; without any a message to one is content.
+      names: Names of the tools; without tools, a message to a tool is content.
     """
 
     def __init__(self, tag: Tag, names: Collection[str]) -> None:
@@ -37,9 +37,9 @@ class Channels:
         self._written, self._reasoning = Written([]), list[str]()
 
     def add(self, text: str) -> list[tuple[Kind, str]]:
-        """Words of reasoning, of content and of calls that are known with this text."""
+        """Return the pieces of reasoning, content and calls that are certain with this text."""
         if self._state == "between" and not self._held and not text.strip():
-            self._space.append(text)  # none is looked at twice
+            self._space.append(text)  # set aside, so that no text is scanned twice
             return []
         text = "".join((*self._space, self._held, text))
         self._space = []
@@ -54,10 +54,10 @@ class Channels:
             cut = at
         made.append(self._words(text[at:cut]))
         self._held = text[cut:]
-        return [(kind, words) for kind, words in made if words or kind == "call"]  # a call may have no words
+        return [(kind, words) for kind, words in made if words or kind == "call"]  # a call may have no text
 
     def end(self) -> tuple[list[tuple[Kind, str]], Written]:
-        """Words that are left, and all of the reply."""
+        """Return the remaining piece, and the whole parsed reply."""
         made = self._words(self._held)
         self._close()
         self._written.reasoning = "".join(self._reasoning)
@@ -82,7 +82,7 @@ class Channels:
 
     def _tagged(self, tag: str) -> tuple[Kind, str]:
         if tag == self._message:
-            if self._state == "call":  # in a value
+            if self._state == "call":  # part of a value
                 return self._words(tag)
             if self._state in ("between", "header"):
                 self._open()
@@ -97,7 +97,7 @@ class Channels:
         return self._state, ""
 
     def _open(self) -> None:
-        """Begin the body of a message, which its header says the kind of."""
+        """Begin the body of a message; its kind follows from the header."""
         receiver = _RECEIVER.search(self._header)
         if receiver is not None and self._has_tools:
             self._state, self._receiver = "call", receiver[1]
@@ -107,7 +107,7 @@ class Channels:
             self._state = "content"
 
     def _close(self) -> None:
-        """End a message; a call that cannot be made is shown with the tool that it is to."""
+        """End a message; the text of a call, shown if the call is malformed, begins with the name of the tool."""
         if self._state == "call":
             body = "".join(self._call)
             block = CallBlock(f"to=functions.{self._receiver} {body}", [json_arguments(self._receiver, body)])
@@ -116,7 +116,7 @@ class Channels:
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply, its reasoning and its content."""
+    """Find the calls, the reasoning and the content of a reply."""
     channels = Channels(tag, names)
     channels.add(text)
     return channels.end()[1]

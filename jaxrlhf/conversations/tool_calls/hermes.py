@@ -1,7 +1,7 @@
-"""JSON in tags, as of Hermes, Qwen2.5, Qwen3 and SmolLM3.
+"""Tool calls as JSON in tags, as in Hermes, Qwen2.5, Qwen3 and SmolLM3.
 
-`<tool_call>{"name": ..., "arguments": ...}</tool_call>` is a call. Phi-4-mini has
-a list of such objects in `<|tool_call|>`.
+`<tool_call>{"name": ..., "arguments": ...}</tool_call>` is a call. Phi-4-mini writes a list of such objects in
+`<|tool_call|>`.
 """
 
 import json
@@ -15,11 +15,11 @@ _TAGS = (("<tool_call>", "</tool_call>"), ("<|tool_call|>", "<|/tool_call|>"))
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     return in_blocks(text, json_call, *((tag(opening), tag(closing)) for opening, closing in _TAGS), end=after_json)
 
 
 def write(calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls as text."""
+    """Write calls as text."""
     given = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
     return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in given)

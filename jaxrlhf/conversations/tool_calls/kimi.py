@@ -1,7 +1,7 @@
-"""Calls of Kimi K2, between tokens of its own: an id such as `functions.add:0`, then JSON.
+"""Tool calls of Kimi K2, between special tokens: an id such as `functions.add:0`, then JSON.
 
-`<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section
-with a tag at each end.
+`<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section with a tag at each
+end.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ OPENINGS = (*SIGNS, "<|tool_calls_section_end|>", "<|tool_call_begin|>")
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     for part in ("begin", "end"):
         text = text.replace(tag(f"<|tool_calls_section_{part}|>"), "")
     separator = tag("<|tool_call_argument_begin|>")
@@ -32,7 +32,7 @@ def _call(body: str, separator: str) -> WrittenCall | str:
     name, separated, arguments = body.partition(separator)
     if not separated:
         return "a call is an id and arguments with <|tool_call_argument_begin|> between them"
-    call_id = name.strip()  # the template writes it where other templates write a name
+    call_id = name.strip()  # the template writes the id where other templates write a name
     name = call_id.removeprefix("functions.")
     before, colon, number = name.rpartition(":")
     call = json_arguments(before if colon and number.isdecimal() else name, arguments)

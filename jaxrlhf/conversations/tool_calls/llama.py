@@ -1,7 +1,7 @@
-"""Replies that are JSON calls as a whole, as of Llama 3: `{"name": ..., "parameters": {...}}`.
+"""Tool calls as JSON that is the whole reply, as in Llama 3: `{"name": ..., "parameters": {...}}`.
 
-Several stand behind each other with `;` between them; `<|python_tag|>` may stand before them. Without that tag an
-object is a call if it has a name and parameters, or the name of a tool: an answer may be JSON too.
+Several calls are separated by `;`, and `<|python_tag|>` may precede them. Without that tag an object is a call only if
+it has a name and parameters, or the name of a tool, because an answer may be JSON too.
 """
 
 import json
@@ -19,7 +19,7 @@ _BEGUN = re.compile(r'\{\s*+"name"\s*+:\s*+"([^"]*+)"\s*+,\s*+"(?:parameters|arg
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     before, python, body = text.rpartition(tag("<|python_tag|>"))
     if python:
         calls, _ = _objects(body, 0)
@@ -27,16 +27,16 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     begin = past_space(text, 0)
     calls, end = _objects(text, begin, names)
     begun = _BEGUN.match(text, end)
-    if begun is not None and begun[1] in names:  # a call that is not JSON
+    if begun is not None and begun[1] in names:  # a call in invalid JSON
         calls, end = [*calls, *_objects(text, end)[0]], len(text)
     return Written([CallBlock(text[:end], calls), text[end:].lstrip()] if calls else [text])
 
 
 def _objects(text: str, at: int, names: Collection[str] | None = None) -> tuple[list[WrittenCall | str], int]:
-    """Calls of JSON objects one after another, and the place behind the last.
+    """Return the calls of consecutive JSON objects, and the index after the last object.
 
     Args:
-      names: Names of tools; an object without parameters is a call only if it names one. None: every object is a call.
+      names: Names of tools; an object without parameters is a call only if it has one. None: every object is a call.
     """
     found: list[WrittenCall | str] = []
     end = at
@@ -57,10 +57,10 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> tuple[
 
 
 def _is_call(value: Any, names: Collection[str], *, alone: bool) -> bool:
-    """True if an object is a call and no answer in JSON, nor the beginning of prose.
+    """Return True if an object is a call, and not an answer in JSON or the beginning of prose.
 
     Args:
-      alone: Nothing stands behind it.
+      alone: True if no text follows the object.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return False

@@ -1,4 +1,4 @@
-"""Tags with names as attributes, as of MiniMax M2; DeepSeek V3.2 has them in tags of its own.
+"""Tool calls in tags with names as attributes, as in MiniMax M2; DeepSeek V3.2 has other names of tags.
 
 `<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`.
 """
@@ -11,15 +11,15 @@ SIGNS = OPENINGS = ("<minimax:tool_call>",)
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     return invocations(text, "<minimax:tool_call>", "</minimax:tool_call>", "", tag)
 
 
 def invocations(text: str, opening: str, closing: str, prefix: str, tag: Tag) -> Written:
-    """Calls between an opening and a closing tag.
+    """Find the calls between an opening and a closing tag.
 
     Args:
-      prefix: Beginning of the names of the tags within.
+      prefix: Prefix of the names of the inner tags.
     """
 
     def read(body: str) -> list[WrittenCall | str]:
@@ -42,7 +42,7 @@ def _call(invoke: str, prefix: str) -> WrittenCall | str:
 
 
 def _named(element: str) -> tuple[str | None, str]:
-    """Name and body of what follows `name="`; None if the name or the tag has no end."""
+    """Split the text after `name="` into name and body; the name is None if the name or the tag has no end."""
     name, quoted, rest = element.partition('"')
     _, ended, body = rest.partition(">")
     return (name if quoted and ended else None), body

@@ -1,4 +1,4 @@
-"""JSON behind `[TOOL_CALLS]`, as of Mistral: a list of objects with a name, arguments and an id.
+"""Tool calls as JSON after `[TOOL_CALLS]`, as in Mistral: a list of objects with a name, arguments and an id.
 
 Later models write each call as `[TOOL_CALLS]name[ARGS]{...}`, some with `[CALL_ID]` and an id before the arguments.
 """
@@ -13,7 +13,7 @@ SIGNS = OPENINGS = ("[TOOL_CALLS]",)
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply; what stands behind the JSON of a call is content."""
+    """Find the calls of a reply; text after the JSON of a call is content."""
     opening, args = tag("[TOOL_CALLS]"), tag("[ARGS]")
     written, at = Written([]), 0
     while (opened := text.find(opening, at)) >= 0:

@@ -1,6 +1,6 @@
-"""Calls as Python writes them in a list, as of Llama 4 and LFM2: `[add(a=1, b=2), now()]`.
+"""Tool calls as a list in Python, as in Llama 4 and LFM2: `[add(a=1, b=2), now()]`.
 
-LFM2 has `<|tool_call_start|>` and `<|tool_call_end|>` around them; without such tags the list is the whole reply.
+LFM2 writes `<|tool_call_start|>` and `<|tool_call_end|>` around the list; without tags the list is the whole reply.
 """
 
 import ast
@@ -15,7 +15,7 @@ from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, Wr
 SIGNS = ("<|tool_call_start|>", "<|header_start|>")
 OPENINGS, BEGINNINGS = ("<|tool_call_start|>",), ("[",)
 _LIST = re.compile(r"\s*+\[\s*+[\w.]++\(")
-_KEPT_NAME = "\u00b7"  # a letter that a name in Python may end with, and no parameter's does
+_KEPT_NAME = "\u00b7"  # suffix of names that are Python keywords: valid in Python, and no parameter's name has it
 _BREAKS = {"\n": "\\n", "\r": "\\r"}
 _LINE = re.compile(r"\\.|[\n\r]", re.DOTALL)
 _WORDS = "|".join(keyword.kwlist)
@@ -27,11 +27,11 @@ _SPELLED = re.compile(
     rf"(?<=[(,\s])(?P<name>{_WORDS})(?P<equals>\s*+=)(?!=)",
     re.DOTALL,
 )
-"""Texts, and names of parameters that are words of Python."""
+"""Pattern of strings, and of parameter names that are keywords of Python."""
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     tags = tag("<|tool_call_start|>"), tag("<|tool_call_end|>")
     written = in_blocks(text, python_calls, tags, end=after_last(")]"))
     if not written.calls and _LIST.match(text) and text.rstrip().endswith(")]"):
@@ -40,28 +40,28 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
 
 
 def python_calls(text: str) -> list[WrittenCall | str]:
-    """Calls of an expression: one, or a list of them."""
+    """Parse the calls of an expression: one call, or a list of calls."""
     tree = parsed(text.strip(), "eval")
     return [tree] if isinstance(tree, str) else calls_in(tree.body)
 
 
 def calls_in(tree: ast.expr) -> list[WrittenCall | str]:
-    """Calls of an expression that Python has read."""
+    """Return the calls of a parsed Python expression."""
     items = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
     return [_call(item) for item in items] or ["a list of calls is empty"]
 
 
 def parsed(text: str, mode: str) -> Any:
-    """Tree of a text in Python, or what is wrong with it.
+    """Parse a text as Python; return its tree, or an error text.
 
-    Line breaks may stand in texts of one quote, and parameters have names that Python keeps for itself: models write
-    both, and templates show them.
+    Line breaks are allowed in strings without triple quotes, and keywords of Python as names of parameters: models
+    write both, and templates show them.
     """
     problem = ""
     for given in (text, _SPELLED.sub(_as_python, text)):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in texts that Python does not know
+                warnings.simplefilter("ignore")  # about unknown escapes in strings
                 return ast.parse(given, mode=mode)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = problem or f"a call is not Python: {error}"
@@ -90,7 +90,7 @@ def _call(node: ast.expr) -> WrittenCall | str:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Change of `true`, `false` and `null` to Python's words."""
+    """Conversion of `true`, `false` and `null` to Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}

@@ -1,4 +1,4 @@
-"""Functions and parameters in tags, as of Qwen3-Coder, Qwen3.5 and Nemotron 3.
+"""Tool calls with functions and parameters in tags, as in Qwen3-Coder, Qwen3.5 and Nemotron 3.
 
 `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, with line breaks around values.
 """
@@ -14,7 +14,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
-    """Calls of a reply."""
+    """Find the calls of a reply."""
     tags = tag("<tool_call>"), tag("</tool_call>")
     return in_blocks(text, lambda body: [_call(body)], tags, end=after_last("</function>"))
 

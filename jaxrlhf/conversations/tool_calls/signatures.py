@@ -1,4 +1,4 @@
-"""Tools of an episode: calls that a policy wrote are held against their JSON schemas."""
+"""Signatures of an episode's tools; a policy's calls are checked against their JSON schemas."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -20,10 +20,10 @@ class Signatures:
     """Names and parameters of tools.
 
     Attributes:
-      names: Names of all of them.
+      names: Names of all tools.
 
     Raises:
-      Refusal: A tool has no name, two have the same, or parameters are no JSON schema of an object.
+      Refusal: A tool has no name, two tools have the same name, or parameters are no JSON schema of an object.
     """
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
@@ -40,7 +40,7 @@ class Signatures:
         return self._parameters.keys()
 
     def check(self, written: WrittenCall) -> ToolCall | MalformedCall:
-        """The call that was written, with arguments of the types that the schema asks for, if it can be made."""
+        """Return the call with arguments of the types that the schema requires, or the error of a malformed call."""
         name, arguments = (
             self._positional(written.arguments) if written.name is None else (written.name, written.arguments)
         )
@@ -62,7 +62,7 @@ class Signatures:
         return ToolCall(name, given, written.call_id)
 
     def _positional(self, text: str) -> tuple[str, dict[str, str]]:
-        """Name and arguments of `name: a, b`, or of `a, b` where there is one tool alone."""
+        """Return name and arguments of `name: a, b`, or of `a, b` if there is only one tool."""
         name, colon, rest = text.partition(":")
         if not colon or name.strip() not in self._parameters:
             if len(self._parameters) != 1:
@@ -104,12 +104,12 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Draft202012Validator:
 
 
 def _without_nullable(schema: Any) -> Any:
-    """The schema in JSON schema's words alone: OpenAPI's `nullable` is a further type."""
+    """Return the schema with OpenAPI's `nullable` replaced by the type `null` of JSON schema."""
     if isinstance(schema, list):
         return [_without_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    # A property may have that name.
+    # A property may be named `nullable`, so only a boolean is removed.
     own = {key: value for key, value in schema.items() if key != "nullable" or not isinstance(value, bool)}
     plain = {key: _without_nullable(value) for key, value in own.items()}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain
@@ -125,7 +125,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _fitting(value: Any, schema: Any, *, typed: bool) -> Any:
-    """The value as a type that the schema allows, where one reading of it fits; else as it is."""
+    """Convert a value to a type that the schema allows; return the value unchanged if no conversion fits."""
     types = _types(schema)
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return int(value)
@@ -144,7 +144,7 @@ def _fitting(value: Any, schema: Any, *, typed: bool) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Types that a schema allows; none if it does not say."""
+    """Return the types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
@@ -158,7 +158,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _is_json(value: Any) -> bool:
-    """True for what JSON can hold; a policy may write complex numbers, sets and infinities as Python does."""
+    """Return True if JSON can hold the value; a policy may write complex numbers, sets and infinities in Python."""
     match value:
         case dict():
             return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
@@ -170,7 +170,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _decoded(value: Any, kind: Any = object) -> Any:
-    """JSON value that a text says, if it is of a kind; else the text."""
+    """Parse a text as JSON; return the text if that fails or gives a value of another kind."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Tool calls as a policy wrote them, before anything says that they can be made."""
+"""Tool calls as a policy wrote them, before they are checked against the tools."""
 
 import json
 import re
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MARK = "\ue000"
-"""Character before each added token in a reply's text, so that letters which spell one are told apart."""
+"""Character before each added token in a reply's text; letters that only spell the token have no mark."""
 
 Tag = Callable[[str], str]
-"""Function from a tag, such as `<tool_call>`, to how a reply's text shows it: marked if it is one token."""
+"""Function from a tag, such as `<tool_call>`, to its form in a reply's text: marked if the tag is one token."""
 
 
 class WrittenCall(NamedTuple):
-    """Call whose name and arguments could be read.
+    """Call with a name and arguments that could be parsed, but are not checked yet.
 
     Attributes:
-      name: Name of a tool, hopefully.
-      arguments: By name, hopefully.
-      typed: Values have types; otherwise they are text, for the schema to say what it means.
-      call_id: Id of the call that was sampled with the call; empty where the form has none.
+      name: Name of a tool; None if the arguments are positional text.
+      arguments: Values by name, or positional text.
+      typed: True if the values have types; otherwise they are text that the schema interprets.
+      call_id: Id that was sampled with the call; empty if the form has none.
     """
 
     name: Any
@@ -33,8 +33,8 @@ class CallBlock(NamedTuple):
     """Part of a reply that is written as calls.
 
     Attributes:
-      text: The part as it was written, tags included.
-      calls: Calls in their order; a text says what is wrong with one that could not be read.
+      text: Text of the part, tags included.
+      calls: Calls in order; a text is the error of a call that could not be parsed.
     """
 
     text: str
@@ -43,7 +43,7 @@ class CallBlock(NamedTuple):
 
 @dataclass
 class Written:
-    """Parts of a reply, in order: texts beside reasoning and calls, and blocks of calls."""
+    """Parts of a reply, in order: texts outside of reasoning and calls, and blocks of calls."""
 
     parts: list[str | CallBlock]
     reasoning: str = ""
@@ -57,21 +57,22 @@ class Written:
 _SPACE = re.compile(r"\s*+")
 
 End = Callable[[str, int, str], int]
-"""Function from a text, the place behind an opening tag, and the closing tag, to the place of the closing tag that the
-form itself says to be the end, whatever its values spell; -1 if it does not say."""
+"""Function from a text, the index after an opening tag, and the closing tag, to the index of the closing tag that ends
+the call, even if values spell closing tags; -1 if the function cannot find the end."""
 
 _MOST_IN_VAIN = 8
-"""Ends that are looked for in vain, at most: a policy may go round in circles."""
+"""Maximum number of failed searches for the end of a call, since a policy may repeat itself endlessly."""
 
 
 def in_blocks(
     text: str, read: Callable[[str], list[WrittenCall | str]], *tags: tuple[str, str], end: End | None = None
 ) -> Written:
-    """Text outside of pairs of tags, and the calls that are read of what is inside of each pair.
+    """Split a text into the text outside of pairs of tags and the calls inside of each pair.
 
     Args:
+      read: Parser of the text between the tags of a pair.
       tags: Opening and closing tag of each kind of pair.
-      end: Where a pair ends that is written well; one that is not ends with its first closing tag.
+      end: Function that finds the end of a well-formed pair; any other pair ends at its first closing tag.
     """
     written = Written([])
     closings = dict(tags)
@@ -100,7 +101,7 @@ def in_blocks(
 
 
 def after_json(text: str, begin: int, closing: str) -> int:
-    """End of a pair of tags whose content is JSON: the closing tag behind the value."""
+    """Find the end of a pair of tags with JSON content: the closing tag after the value."""
     at = past_space(text, begin)
     try:
         _, at = json.JSONDecoder(strict=False).raw_decode(text, at)
@@ -111,7 +112,7 @@ def after_json(text: str, begin: int, closing: str) -> int:
 
 
 def after_arguments(separator: str) -> End:
-    """End of a pair of tags whose content is a name, a separator, and JSON, perhaps in a block of Markdown."""
+    """Return an `End` for pairs of tags with a name, a separator, and JSON, perhaps in a block of Markdown."""
 
     def end(text: str, begin: int, closing: str) -> int:
         named = text.find(separator, begin)
@@ -130,10 +131,10 @@ def after_arguments(separator: str) -> End:
 
 
 def after_last(tag: str, needed: str = "") -> End:
-    """End of a pair of tags whose content ends with a tag: the first closing tag behind one.
+    """Return an `End` for pairs of tags whose content ends with a tag: the first closing tag right after that tag.
 
     Args:
-      needed: Text that stands before the first closing tag wherever the content has that tag.
+      needed: Text that precedes the first closing tag in all contents with that tag; saves a search in others.
     """
 
     def end(text: str, begin: int, closing: str) -> int:
@@ -147,7 +148,7 @@ def after_last(tag: str, needed: str = "") -> End:
 
 
 def may_begin(text: str, tags: Sequence[str], at: int = 0) -> int:
-    """The place from which on, behind another, a text may turn out to be one of the tags; its end if there is none."""
+    """Return the index, at least `at`, from which the text may be the start of one of the tags; else its length."""
     longest = max(map(len, tags), default=0)
     for place in range(max(at, len(text) - longest + 1), len(text)):
         if any(tag.startswith(text[place:]) for tag in tags):
@@ -156,16 +157,17 @@ def may_begin(text: str, tags: Sequence[str], at: int = 0) -> int:
 
 
 def past_space(text: str, at: int) -> int:
-    """The place of the first character from a place on that is no space."""
+    """Return the index of the first character from `at` on that is no whitespace."""
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
 
 
 def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
-    """Text outside of elements, and what each has between its opening and its closing.
+    """Return the text outside of elements, and the text between the opening and closing tag of each element.
 
-    An element ends with the closing that another opening or the end of the text follows: a value may spell closings.
-    One pass, whatever is missing: a policy may go round in circles in an opening.
+    An element ends at a closing tag that is followed by another opening tag or the end of the text, because a value may
+    spell closing tags. The text is scanned once even if tags are missing, because a policy may repeat an opening tag
+    endlessly.
     """
     ends = re.compile(re.escape(closing) + r"(?=\s*+(?:" + re.escape(opening) + r"|\Z))")
     outside, inside, at = "", list[str](), 0
@@ -180,7 +182,7 @@ def elements(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
 
 
 def json_call(text: str) -> list[WrittenCall | str]:
-    """Calls of a JSON object with a name and arguments, or of a list of such objects."""
+    """Parse the calls of a JSON object with a name and arguments, or of a list of such objects."""
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
@@ -189,7 +191,7 @@ def json_call(text: str) -> list[WrittenCall | str]:
 
 
 def calls_of(value: Any, arguments: Sequence[str]) -> list[WrittenCall | str]:
-    """Calls of an object, or of a list of objects, with a name and arguments under one of several keys."""
+    """Return the calls of an object, or of a list of objects, with a name and arguments under one of several keys."""
     found: list[WrittenCall | str] = []
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict) or "name" not in item:
@@ -200,7 +202,7 @@ def calls_of(value: Any, arguments: Sequence[str]) -> list[WrittenCall | str]:
 
 
 def json_arguments(name: str, text: str) -> WrittenCall | str:
-    """Call by a name, with arguments that are JSON."""
+    """Return the call of a name with arguments in JSON, or an error text."""
     try:
         return WrittenCall(name.strip(), json.loads(text, strict=False))
     except (ValueError, RecursionError) as error:
@@ -208,5 +210,5 @@ def json_arguments(name: str, text: str) -> WrittenCall | str:
 
 
 def unclosed(closing: str) -> str:
-    """Problem of a call that does not end."""
+    """Return the error text of a call without an end."""
     return f"a call has no {closing.replace(MARK, '')} at its end"

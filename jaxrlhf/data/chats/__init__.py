@@ -1,1 +1,1 @@
-"""Chats of records: their messages as templates take them, and what a template writes of an answer."""
+"""Chats of records: messages in the form of chat templates, and prompts and answers rendered by a template."""

@@ -1,4 +1,4 @@
-"""Answers of one text as a chat template writes them, from where it opens the assistant's turn to the turn's end."""
+"""Text answers as a chat template renders them, from the opening of the assistant's turn to its end."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class AnswerTexts:
-    """Texts that a policy is taught to answer with, in the chat template of a tokenizer.
+    """Text answers to train on, rendered by a tokenizer's chat template.
 
     Args:
       control: The tokenizer's special tokens.
@@ -30,29 +30,29 @@ class AnswerTexts:
 
     @cached_property
     def end(self) -> int:
-        """Id that ends an answer: the first special token that the template writes behind one, else the tokenizer's."""
+        """Token id that ends an answer: the first special token that the template writes after it, else EOS."""
         if self._tokenizer.chat_template is None:
             return cast(int, self._tokenizer.eos_token_id)
         found = next(self._control.found_in(self._after), None)
         return cast(int, self._tokenizer.eos_token_id) if found is None else self._control.ids[found[0]]
 
     def written(self, answers: Sequence[tuple[str, str]]) -> list[str]:
-        """Each answer as it stands behind the opening of the assistant's turn, without the end of the turn.
+        """Return each answer as rendered after the opening of the assistant's turn, without the end of the turn.
 
-        An answer that brings its thinking, `...</think>`, keeps it where the template would leave it out.
+        An answer that contains its thinking, `...</think>`, keeps the thinking even if the template would drop it.
 
         Args:
-          answers: Texts and the places that they come from.
+          answers: Texts, each with its place for error messages.
 
         Raises:
-          Refusal: The template refuses an answer, leaves some of it out, or opens thinking that it does not end.
+          Refusal: The template rejects an answer, drops a part of it, or opens a thinking block that it does not close.
         """
         if self._tokenizer.chat_template is None or not answers:
             return [text for text, _ in answers]
         try:
             rendered = self._render([text for text, _ in answers])
         except _ERRORS as error:
-            if len(answers) > 1:  # once more, to say which
+            if len(answers) > 1:  # render them one by one, to name the failing answer
                 return [self.written([one])[0] for one in answers]
             place = answers[0][1]
             raise Refusal(f"{place}: the tokenizer's chat template refuses this answer: {reason_of(error)}") from error
@@ -88,7 +88,7 @@ class AnswerTexts:
 
     @cached_property
     def _after(self) -> str:
-        """Text that the template writes behind an answer."""
+        """Text that the template writes after an answer."""
         [whole] = self._render([_WORD])
         return whole.rpartition(_WORD)[2]
 
@@ -98,5 +98,5 @@ class AnswerTexts:
 
 
 def _letters(text: str) -> str:
-    """The text without the space in it, which templates change at the ends of thinking and answer."""
+    """Return the text without whitespace, which templates change at the ends of thinking and answer."""
     return "".join(text.split())

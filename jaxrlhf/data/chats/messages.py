@@ -1,4 +1,4 @@
-"""Messages of records as chat templates take them, in whichever of the published forms they are written."""
+"""Messages of records, converted from the published formats to the form that chat templates take."""
 
 import json
 from collections.abc import Mapping
@@ -9,25 +9,25 @@ from jaxrlhf.data.chats.parts import contents, is_picture
 from jaxrlhf.data.images import MARK
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the field with what an assistant thinks before it speaks."""
+"""Names of the message field that holds an assistant's reasoning."""
 
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "tool": "tool"}
-"""Speakers of ShareGPT's form that have another role."""
+"""Roles of the speakers in ShareGPT's format; any other speaker's name is the role."""
 
 
 def is_chat(value: Any) -> bool:
-    """True for a list of messages, rather than of texts."""
+    """Return True for a list of messages, as opposed to a list of texts."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
 def read_message(given: Any, where: str) -> dict[str, Any]:
-    """A message with the texts `role` and `content`: pictures are a `MARK`, calls have objects as arguments.
+    """Return a message with the texts `role` and `content`; images become `MARK`, arguments of calls become objects.
 
     Args:
-      where: Words for where it comes from, for messages.
+      where: Place of the message, for error messages.
 
     Raises:
-      Refusal: It is no message.
+      Refusal: The value is no message.
     """
     message = _of_sharegpt(given, where)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -47,7 +47,7 @@ def read_message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _of_sharegpt(given: Any, where: str) -> Any:
-    """A message of ShareGPT's form, `from` and `value`, with `role` and `content`; any other as it is."""
+    """Convert a message of ShareGPT's format, `from` and `value`, to `role` and `content`; return others unchanged."""
     if not isinstance(given, Mapping) or "role" in given or not isinstance(given.get("from"), str):
         return given
     speaker = given["from"]
@@ -58,14 +58,14 @@ def _of_sharegpt(given: Any, where: str) -> Any:
 
 
 def _text(parts: list[Any]) -> str | None:
-    """Parts of a content as one text; None if one is neither text nor picture."""
+    """Join the parts of a content into one text; return None if a part is neither text nor image."""
     texts = [MARK if is_picture(part) else part.get("text") if isinstance(part, Mapping) else None for part in parts]
     whole = [text for text in texts if isinstance(text, str)]
     return "".join(whole) if len(whole) == len(texts) else None
 
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of tools, without fields that are None, with arguments as objects."""
+    """Return tool calls without fields that are None, with arguments as objects."""
     calls = []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -87,17 +87,17 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
-    """Answer of an assistant: the text of one message that says nothing else, or messages as of `answering`."""
+    """Return an assistant's answer: the text of a single message without calls and reasoning, else all messages."""
     read = answering(messages, place, key)
     plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
     return str(read[0]["content"]) if plain else read
 
 
 def answering(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]:
-    """Messages of an answer, each read.
+    """Read the messages of an answer.
 
     Raises:
-      Refusal: They do not begin and end with the assistant's, or show a picture.
+      Refusal: The messages do not begin and end with the assistant's, or contain an image.
     """
     read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
     if not read or read[0]["role"] != "assistant" or read[-1]["role"] != "assistant":
@@ -110,17 +110,17 @@ def answering(messages: list[Any], place: str, key: str) -> list[dict[str, Any]]
 
 
 def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
-    """Raise `Refusal` if a part of a message stands for a picture, where texts alone are read."""
+    """Raise `Refusal` if a message of a text-only field contains an image."""
     parts = (part for message in messages if isinstance(message, Mapping) for part in contents(message))
     if any(map(is_picture, parts)):
         raise Refusal(f"{place}: {key!r} shows a picture, and only texts are read there; leave the record out")
 
 
 def behind(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:
-    """Messages of an answer that may begin with those of the prompt, without these.
+    """Return the messages of an answer without the prompt's messages at their beginning, if they repeat the prompt.
 
     Raises:
-      Refusal: They begin with others, so that they answer something else.
+      Refusal: The messages begin with another prompt.
     """
     read = [read_message(message, f"{place}: a message in {key!r}") for message in messages]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,4 +1,4 @@
-"""Parts of a message's content: texts, and pictures that a part names."""
+"""Parts of a message's content: texts and images."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,24 +8,24 @@ _NAMES = ("bytes", "path", "url", "image", "image_url")
 
 
 def contents(message: Mapping[str, Any]) -> list[Any]:
-    """The parts of a message's content; none where that is a text."""
+    """Return the parts of a message's content; empty if the content is a text."""
     content = message.get("content")
     return content if isinstance(content, list) else []
 
 
 def is_picture(part: Any) -> bool:
-    """True for a part that stands for a picture."""
+    """Return True for a part that is an image."""
     return isinstance(part, Mapping) and part.get("type") in _PICTURES
 
 
 def held(value: Any) -> Any:
-    """Bytes, path or URL of a picture that is told as a mapping, such as by `datasets` or in OpenAI's API."""
+    """Return the bytes, path or URL of an image; mappings, such as of `datasets` or OpenAI's API, are unpacked."""
     if not isinstance(value, Mapping):
         return value
     return next((held(value[name]) for name in _NAMES if value.get(name)), None)
 
 
 def pictures_named(messages: Any) -> list[Any]:
-    """The pictures that parts of messages name, in their order."""
+    """Return the images that parts of messages refer to, in order."""
     found = [held(part) for message in messages for part in contents(message) if is_picture(part)]
     return [picture for picture in found if picture is not None]

@@ -1,4 +1,4 @@
-"""Chats of records in a tokenizer's chat template: prompts, and answers of more than one text."""
+"""Chats of records rendered by a tokenizer's chat template: prompts, and answers that are messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.tokenizer import render_chat
 
 REFUSALS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError)
-"""Errors with which chat templates refuse messages."""
+"""Exceptions by which chat templates reject messages."""
 
 _WORD = "wq7vword"
 _OTHER = "wq8vother"
@@ -25,10 +25,10 @@ Schemas = Sequence[Mapping[str, Any]]
 
 
 class Segment(NamedTuple):
-    """A part of an answer as the template writes it.
+    """Part of an answer as the template renders it.
 
     Attributes:
-      imitated: The assistant says it, and nobody else.
+      imitated: True if the assistant says it; only such segments are imitated in training.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class RenderedChats:
-    """Chats as the template of a tokenizer writes them.
+    """Chats rendered by a tokenizer's chat template.
 
     Args:
       control: The tokenizer's special tokens.
@@ -47,21 +47,21 @@ class RenderedChats:
         self._source = str(tokenizer.get_chat_template(tools=None)) if tokenizer.chat_template is not None else ""
 
     def prompts(self, chats: Sequence[Chat], tools: Sequence[Schemas | None]) -> list[str]:
-        """Each chat with the assistant's turn opened, or left open where the chat ends with words of the assistant."""
+        """Render each chat with the assistant's turn opened at the end; a final assistant message is left open."""
         if not any(tools) and not any(_continued(chat) for chat in chats):
             return cast(list[str], self._render([self._given(chat) for chat in chats], add_generation_prompt=True))
         return [self.prompt(chat, shown) for chat, shown in zip(chats, tools, strict=True)]
 
     def prompt(self, chat: Chat, tools: Schemas | None = None) -> str:
-        """One chat, as of `prompts`."""
+        """Render one chat, as `prompts` does."""
         how = {"continue_final_message": True} if _continued(chat) else {"add_generation_prompt": True}
         return self._text(chat, tools, **how)
 
     def answer(self, prompt: Chat, answer: Chat, *, place: str) -> list[Segment]:
-        """Messages of an answer as they stand behind the prompt.
+        """Render the messages of an answer after the prompt, split into segments.
 
         Raises:
-          Refusal: The template refuses the messages, leaves some of an answer out, or does not begin with the prompt.
+          Refusal: The template rejects the messages, drops a part of an answer, or renders the prompt differently.
         """
         try:
             return self._segments(prompt, answer, place)
@@ -98,7 +98,7 @@ class RenderedChats:
         return segments
 
     def _check_shown(self, prompt: Chat, answer: Chat, n: int, whole: str, place: str) -> None:
-        """Refuse an answer whose reasoning or calls the template leaves out: without them the text is the same."""
+        """Refuse an answer whose reasoning or calls the template drops: without them the rendered text is the same."""
         parts = {"the reasoning": REASONING, "the calls of tools": ("tool_calls",)}
         for words, names in parts.items():
             if not answer[n].keys() & set(names):
@@ -112,7 +112,7 @@ class RenderedChats:
                 )
 
     def _end(self, prompt: Chat, answer: Chat, n: int, whole: str, start: int, place: str) -> int:
-        """End of an earlier turn of the assistant: behind the last token that ends turns before the next message."""
+        """Return the end of an earlier assistant turn: after the last turn-ending token before the next message."""
         changed = [*answer]
         changed[n + 1] = {**changed[n + 1], "content": _OTHER}
         other = self._text([*prompt, *changed])
@@ -127,7 +127,7 @@ class RenderedChats:
         return at + len(self._closing)
 
     def _ended(self, text: str) -> int:
-        """Length of the last turn, without what a template writes behind its end."""
+        """Return the length of the last turn, without text that a template writes after the end of the turn."""
         if self._closing and (at := text.rfind(self._closing)) >= 0:
             return at + len(self._closing)
         ends = [found.end() for found in self._control.found_in(text)]
@@ -135,7 +135,7 @@ class RenderedChats:
 
     @cached_property
     def _closing(self) -> str:
-        """Token that ends a turn of the assistant; empty if none does."""
+        """Special token that ends a turn of the assistant; empty if there is none."""
         after = self._text([_USER, {"role": "assistant", "content": _WORD}]).rpartition(_WORD)[2]
         return next((found[0] for found in self._control.found_in(after)), "")
 
@@ -146,7 +146,7 @@ class RenderedChats:
         return render_chat(self._tokenizer, chats, **how)
 
     def _given(self, chat: Chat) -> list[dict[str, Any]]:
-        """Messages as the template takes them: reasoning under its name for it, arguments as an object or as text."""
+        """Convert messages to the template's form: its name of the reasoning field, arguments as an object or text."""
         given = [dict(message) for message in (chat if self._knows_tools else _told_by_users(chat))]
         for message in given:
             thought = next((message[name] for name in REASONING if message.get(name)), None)
@@ -159,20 +159,20 @@ class RenderedChats:
 
     @cached_property
     def _arguments_as_text(self) -> bool:
-        """True if the template shows arguments of calls only where they are JSON text."""
+        """True if the template shows arguments of calls only when they are JSON text."""
         forms = (_called(_WORD), _with_text(_called(_WORD)))
         shown = (form is forms[1] for tools in _TOOLS for form in forms if self._shows([_USER, _calling(form)], tools))
         return next(shown, False)
 
     @cached_property
     def _knows_tools(self) -> bool:
-        """True if the template shows a tool's answer; else a user says it, as in the server."""
+        """True if the template shows tool messages; if not, they are rendered as user messages, as in the server."""
         call = _with_text(_called("?")) if self._arguments_as_text else _called("?")
         answer = {"role": "tool", "content": _WORD, "name": "f", "tool_call_id": call["id"]}
         return any(self._shows([_USER, _calling(call), answer], tools) for tools in _TOOLS)
 
     def _shows(self, chat: list[Any], tools: list[Any] | None) -> bool:
-        """True if the template writes the word that a chat holds."""
+        """Return True if the template renders the chat and its text contains `_WORD`."""
         try:
             return _WORD in str(self._render(chat, tools=tools))
         except REFUSALS:
@@ -180,7 +180,7 @@ class RenderedChats:
 
 
 def _told_by_users(chat: Chat) -> list[Mapping[str, Any]]:
-    """The chat in which users say what tools answered, behind their own words where these stand before."""
+    """Turn tool messages into user messages; one that follows a user message is appended to that message."""
     told: list[Mapping[str, Any]] = []
     for message in chat:
         if message.get("role") != "tool":
@@ -193,7 +193,7 @@ def _told_by_users(chat: Chat) -> list[Mapping[str, Any]]:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one, with an empty line between: texts, or lists of parts."""
+    """Join two contents with an empty line between them: texts, or lists of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     return [*first, {"type": "text", "text": "\n\n"}, *second]
@@ -210,11 +210,11 @@ def _calling(call: dict[str, Any]) -> dict[str, Any]:
 _USER = {"role": "user", "content": "?"}
 _SCHEMA = {"type": "object", "properties": {"q": {"type": "string", "description": "A word."}}, "required": ["q"]}
 _TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": _SCHEMA}}])
-"""Tools beside a chat: none, as beside a record's prompt, or one, as beside an episode's."""
+"""Tool lists to probe a template with: none, as for the prompt of a record, or one tool, as in an episode."""
 
 
 def _continued(chat: Chat) -> bool:
-    """True if a prompt ends with words of the assistant, which the policy continues."""
+    """Return True if a prompt ends with an assistant message, which the policy continues."""
     return bool(chat) and chat[-1].get("role") == "assistant"
 
 

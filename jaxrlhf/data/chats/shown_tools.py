@@ -1,4 +1,4 @@
-"""Calls of tools, and their answers, that a chat template shows, or would leave out of a prompt without a word."""
+"""Check for chat templates that would silently drop tool calls or tool messages from a prompt."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ _CALL, _ANSWER = "wq7vcall", "wq7vanswer"
 
 
 class ShownTools:
-    """Calls and answers of tools in a tokenizer's chat template."""
+    """Support of a tokenizer's chat template for tool calls and tool messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def check(self, messages: Sequence[Mapping[str, Any]], place: str) -> None:
-        """Refuse messages whose calls or tool answers the template leaves out."""
+        """Raise `Refusal` if the template drops tool calls or tool messages of a prompt."""
         calls = any(message.get("tool_calls") for message in messages)
         if calls and not any(_CALL in text for text in self._rendered):
             raise Refusal(
@@ -36,7 +36,7 @@ class ShownTools:
 
     @cached_property
     def _rendered(self) -> list[str]:
-        """A chat with a call and its answer in the ways that templates take."""
+        """Renderings of a chat with a call and its answer, in each form that the template accepts."""
         return [*self._texts()]
 
     def _texts(self) -> Iterator[str]:
@@ -51,4 +51,4 @@ class ShownTools:
                 try:
                     yield str(render_chat(self._tokenizer, chat[:end]))
                 except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError):
-                    continue  # this way is not the template's
+                    continue  # the template does not accept this form

@@ -1,1 +1,1 @@
-"""Files with records: their lines, packed or not."""
+"""Files with records: their lines, compressed or not."""

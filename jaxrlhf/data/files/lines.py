@@ -1,4 +1,4 @@
-"""Lines of files, packed by gzip, bzip2, xz or Zstandard or not at all."""
+"""Lines of plain files, and of files compressed by gzip, bzip2, xz or Zstandard."""
 
 import gzip
 import io
@@ -10,14 +10,14 @@ from typing import Any
 from jaxrlhf.config import Refusal
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-"""Ends of the names of packed files."""
+"""Suffixes of compressed files."""
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, one after another.
+    """Yield the lines of a file, in order.
 
     Raises:
-      Refusal: A packed file is not whole.
+      Refusal: A compressed file is incomplete or damaged.
     """
     if path.suffix not in PACKED:
         with path.open("rb") as file:
@@ -28,7 +28,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
             yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise _not_whole(path, error) from error
-    except Exception as error:  # lzma's class is not there in a Python that was built without it
+    except Exception as error:  # LZMAError cannot be imported if Python was built without lzma
         if type(error).__name__ != "LZMAError":
             raise
         raise _not_whole(path, error) from error
@@ -39,7 +39,7 @@ def _not_whole(path: Path, error: Exception) -> Refusal:
 
 
 def _unpacked(path: Path) -> Any:
-    """A packed file, opened; it is closed as a context manager."""
+    """Open a compressed file, as a context manager."""
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".zst":

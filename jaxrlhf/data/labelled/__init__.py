@@ -1,1 +1,1 @@
-"""Labelled answers: preference pairs, and solutions whose steps are labelled."""
+"""Labeled answers: preference pairs, and solutions whose steps are labeled."""

@@ -1,4 +1,4 @@
-"""Preference pairs: a prompt, an answer that was chosen and one that was rejected."""
+"""Preference pairs: a prompt, a chosen answer and a rejected answer."""
 
 import json
 import math
@@ -16,15 +16,15 @@ from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ANSWERS = ("chosen", "rejected")
 _PICTURES = ("images", "image")
-"""Fields in which published pairs have pictures."""
+"""Fields of published pairs that hold images."""
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def wrong_solution(question: str, solution: str) -> str:
-    """The worked solution with one mistake, the same on every machine.
+    """Return the worked solution with one mistake, the same on every machine.
 
-    Every other one that has several steps stops one step early. In the rest the result of one
-    step is off by 1 to 3, and what follows goes on with that.
+    About half of the solutions with several steps stop one step early. In all others the result of one step is off by
+    1 to 3, and the following steps continue from the wrong result.
     """
     *steps, last = solution.split("\n")
     choice = stable_hash(f"{question}\n{solution}")
@@ -38,7 +38,7 @@ def wrong_solution(question: str, solution: str) -> str:
 
 
 def _with_slip(steps: Sequence[str], slip: int, off: int) -> list[str]:
-    """The lines, the result of step `slip` being `off` from the right one, or that much above where it would be < 0."""
+    """Return the lines with `off` added to the result of step `slip`, or `-off` if the sum would be negative."""
     lines, right, wrong = [], "", ""
     for number, step in enumerate(steps):
         task, _, result = step.partition("=")
@@ -58,13 +58,13 @@ def _worked_out(task: str) -> int:
 
 
 def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
-    """The pairs of a split, one after another.
+    """Yield the pairs of a split, in order.
 
     Args:
-      malformed: What is wrong with pairs that cannot be read, and are left out, is added to it.
+      malformed: List to which the error of each skipped, unreadable pair is appended.
 
     Raises:
-      Refusal: An unreadable file, more malformed pairs than `data` allows, or none that is not.
+      Refusal: A file is unreadable, more pairs are malformed than `data` allows, or all pairs are malformed.
     """
     first, total, place = len(malformed), 0, ""
     for row in rows:
@@ -107,7 +107,7 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
     if isinstance(first, list) and isinstance(second, list):
         prompt, *ends = _behind_prompt(row, first, second, data)
         chosen, rejected = (said(end, row.place, key) for key, end in zip(_ANSWERS, ends, strict=True))
-        if isinstance(chosen, str) != isinstance(rejected, str):  # both as the template writes them
+        if isinstance(chosen, str) != isinstance(rejected, str):  # messages in both, so that the template renders both
             chosen, rejected = map(_as_messages, (chosen, rejected))
     else:
         chosen, rejected = said_text, other_text = [_text(row, key) for key in (data.chosen_key, data.rejected_key)]
@@ -137,10 +137,11 @@ def _says_something(answer: str | Messages) -> bool:
 def _behind_prompt(
     row: Row, chosen: list[Any], rejected: list[Any], data: PairFields
 ) -> tuple[str | Messages, list[Any], list[Any]]:
-    """The prompt, and the messages of both answers behind it.
+    """Return the prompt, and the messages of the chosen and of the rejected answer after the prompt.
 
-    Messages of a prompt of its own go before all of the answers, unless these repeat them. A text goes before answers
-    that begin with the assistant's words. Else the prompt is the messages that both answers begin with, as in TRL.
+    If both answers begin with an assistant message, the prompt is the record's prompt field. If that field holds
+    messages, the answers may begin with these messages, which are then removed. Otherwise the prompt is the messages
+    that both answers begin with, as in TRL.
     """
     prompt = _prompt(row, data)
     answers = [*zip(_ANSWERS, (chosen, rejected), strict=True)]
@@ -171,7 +172,7 @@ def _text(row: Row, key: str) -> str:
 
 
 def _prompt(row: Row, data: PairFields) -> str | Messages | None:
-    """The prompt; None where the answers repeat it, and no field of the default name has it."""
+    """Return the prompt; None if no field is set for it, or the field of the default name is missing."""
     key = data.prompt_key
     if key is None or (key == "prompt" and not row.has(key)):
         return None
@@ -179,7 +180,7 @@ def _prompt(row: Row, data: PairFields) -> str | Messages | None:
 
 
 def prompt_of(row: Row, key: str) -> str | Messages:
-    """The prompt in a field: a text, or chat messages."""
+    """Return the prompt in a field: a text, or chat messages."""
     value = row.value(key, "prompt_key")
     return value if value and isinstance(value, str) else _messages(row, value, key)
 
@@ -200,7 +201,7 @@ def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
 
 
 def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str | Messages, str, str]:
-    """The prompt that two texts repeat, and what each of them says after it."""
+    """Return the prompt that both texts begin with, and the rest of each text."""
     if data.prompt_key is None and not (_TURN.match(chosen) and _TURN.match(rejected)):
         return _split_texts(row, chosen, rejected)
     try:
@@ -215,7 +216,7 @@ def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str 
 
 
 def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The words that two texts begin with, and the rest of each, from the space before it on."""
+    """Return the words that both texts begin with, and the rest of each text, from the space before it on."""
     same = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
     found = re.match(r"(?s)(.*\S)\s", "".join(letter for letter, _ in same))
     if found is None:
@@ -228,10 +229,10 @@ def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def dialogue(text: str, *, place: str) -> Messages:
-    """The turns of a dialogue in the format of hh-rlhf, as chat messages.
+    """Return the turns of a dialogue in the format of hh-rlhf as chat messages.
 
     Raises:
-      Refusal: Turns that do not alternate from the human's first to the assistant's last.
+      Refusal: The turns do not alternate from the human's first to the assistant's last.
     """
     before, *parts = _TURN.split(text)
     roles = parts[::2]

@@ -1,4 +1,4 @@
-"""Solutions in steps, each labelled right or wrong, of which a process reward model learns."""
+"""Solutions in steps, each labeled right or wrong, to train a process reward model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from jaxrlhf.data.records import Row, SourceRecord, StepPart
 
 @dataclass(frozen=True)
 class LabelledSteps(Problem):
-    """A problem whose solution is in steps; `solution_tokens` are those of all, separators included and no EOS.
+    """Problem with a solution in steps; `solution_tokens` holds all steps with their separators, without EOS.
 
     Attributes:
-      step_ends: Number of the solution's tokens up to and with the last one of each step.
-      step_labels: Whether each step is right.
+      step_ends: End of each step in `solution_tokens` (exclusive).
+      step_labels: True for each step that is right.
     """
 
     step_ends: tuple[int, ...] = ()
@@ -26,10 +26,10 @@ class LabelledSteps(Problem):
 
 
 def read_steps(data: StepFile | HubSteps, split: Split) -> Iterator[SourceRecord]:
-    """The labelled solutions of a split; none of one without records.
+    """Yield the labeled solutions of a split; nothing for a split without records.
 
     Raises:
-      Refusal: An unreadable file, or a record that has other than texts with a label each.
+      Refusal: A file is unreadable, or a record has no list of texts with one label for each.
     """
     for row in split_rows(data, split):
         steps, labels = _listed(row, data.steps_key, str, "texts"), _listed(row, data.labels_key, bool, "booleans")

@@ -1,1 +1,1 @@
-"""Tokenised problems of a split in columns: in memory, or on disk and mapped into memory."""
+"""Tokenized problems of a split in columns: in memory, or memory-mapped from disk."""

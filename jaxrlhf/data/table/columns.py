@@ -1,4 +1,4 @@
-"""Columns of lists of bytes or token ids, one after another: in memory, or in a file that is mapped into memory."""
+"""Columns of byte strings or lists of token ids: in memory, or in a memory-mapped file."""
 
 import io
 from array import array
@@ -12,10 +12,10 @@ _ENDS = ".ends"
 
 
 class Bytes:
-    """Values of any length, first added one by one and then read in any order.
+    """Column of byte strings of any length, first appended one by one and then read in any order.
 
     Args:
-      path: File to keep them in, beside one of where each ends; None is memory.
+      path: File of the values, next to a file with the end of each value; None keeps the values in memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -26,7 +26,7 @@ class Bytes:
 
     @classmethod
     def mapped(cls, path: Path) -> "Bytes":
-        """The values that `seal` has kept in a file."""
+        """Map the values that `seal` wrote to a file."""
         found = cls()
         values, ends = _map(path), _map(path.with_suffix(_ENDS)).view(np.int64)
         found._read, found._count = (values, ends), len(ends) - 1
@@ -39,7 +39,7 @@ class Bytes:
         self._files[1].add(self._end.to_bytes(8, "little"))
 
     def seal(self) -> None:
-        """End the adding; files are then mapped, so that memory holds what is read of them."""
+        """End the writing; files are then memory-mapped, so that memory holds only the parts that are read."""
         if self._read is None:
             values, ends = (file.sealed() for file in self._files)
             self._read = values, ends.view(np.int64)
@@ -55,13 +55,13 @@ class Bytes:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Bytes of each value."""
+        """Size of each value in bytes."""
         self.seal()
         assert self._read is not None
         return np.diff(self._read[1])
 
     def feed(self, take: Callable[[memoryview], object], *, unit: int) -> None:
-        """Hand over the bytes of all values, and where they end in units of some bytes."""
+        """Pass the bytes of all values to `take`, then the ends of the values in units of `unit` bytes."""
         self.seal()
         assert self._read is not None
         values, ends = self._read
@@ -70,7 +70,7 @@ class Bytes:
 
 
 class _Appended:
-    """Bytes that are written one after another and then read at once: in memory, or in a file that is mapped."""
+    """Bytes that are first appended and then read: in memory, or in a memory-mapped file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -78,12 +78,12 @@ class _Appended:
         self.add = self._file.write
 
     def __del__(self) -> None:
-        """Close a file that was never sealed, as when a later record cannot be read."""
-        if hasattr(self, "_file"):  # a folder that is gone has it opened nowhere
+        """Close a file that was never sealed, for example because a later record could not be read."""
+        if hasattr(self, "_file"):  # the file is missing if its folder was gone and opening it failed
             self._file.close()
 
     def sealed(self) -> np.ndarray:
-        """End the writing, and read."""
+        """End the writing and return all bytes, as uint8."""
         if self._path is None:
             assert isinstance(self._file, io.BytesIO)
             kept = self._file.getvalue()
@@ -93,7 +93,7 @@ class _Appended:
 
 
 class TokenLists:
-    """Lists of token ids, as int32."""
+    """Column of lists of token ids, as int32."""
 
     def __init__(self, column: Bytes) -> None:
         self._column = column
@@ -106,15 +106,15 @@ class TokenLists:
         return tuple(array("i", self._column[index]))
 
     def feed(self, take: Callable[[memoryview], object]) -> None:
-        """Hand over the bytes of all lists."""
+        """Pass the bytes of all lists to `take`, then the ends of the lists in tokens."""
         self._column.feed(take, unit=4)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each list."""
+        """Number of tokens of each list."""
         return self._column.sizes // 4
 
 
 def _map(path: Path) -> np.ndarray:
-    """The bytes of a file; an empty one cannot be mapped."""
+    """Map the bytes of a file; an empty file, which cannot be mapped, gives an empty array."""
     return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)

@@ -1,8 +1,9 @@
-"""Tokenised splits kept on disk, so that a large data set is read and tokenised once.
+"""Cache of tokenized splits on disk, so that a large data set is read and tokenized once.
 
-A split is kept if its text is large (`LEAST_BYTES`), in a folder named after all that its tokens depend on: the
-settings of the data, its files with their sizes and times, the tokenizer and the limits. JAXRLHF_DATA_CACHE is where,
-instead of `jaxrlhf/data` under XDG_CACHE_HOME or `~/.cache`; `false` keeps nothing. Folders may be deleted at any time.
+A split is cached if its text is large (`LEAST_BYTES`). Its folder is named by a hash of all that its tokens depend on:
+the settings of the data, its files with their sizes and times, the tokenizer and the limits. JAXRLHF_DATA_CACHE is the
+cache's folder, instead of `jaxrlhf/data` under XDG_CACHE_HOME or `~/.cache`; `false` disables the cache. Folders may be
+deleted at any time.
 """
 
 import hashlib
@@ -23,10 +24,10 @@ from jaxrlhf.data.hub import identity
 from jaxrlhf.runtime.cache_folder import cache_folder
 
 LEAST_BYTES = 16 * 2**20
-"""Size of a split's text, together, from which it is kept."""
+"""Minimum total size of the text of a split that is cached."""
 
 _PACKED = 8
-"""Bytes of text in a byte of a compressed file, roughly."""
+"""Approximate bytes of text in one byte of a compressed file."""
 
 _VERSION = 7
 
@@ -34,17 +35,17 @@ _VERSION = 7
 def folder_of(
     sources: list[tuple[DataSet, Any]], split: str, tokenizer: PreTrainedTokenizerBase, further: Any
 ) -> Path | None:
-    """The folder that a split is kept in; None if it is not.
+    """Return the cache folder of a split; None if the split is not cached.
 
     Args:
-      sources: Data sets, each with what else its prompts depend on.
-      further: What all depends on besides, as JSON takes it.
+      sources: Data sets, each with the other values that its prompts depend on.
+      further: Further JSON-compatible values that all tokens depend on.
     """
     place, backend = _place(), getattr(tokenizer, "backend_tokenizer", None)
     if place is None or backend is None:
         return None
     files = [identity(data, split) for data, _ in sources if isinstance(data, HubFiles | RecordFiles)]
-    if len(files) < len(sources):  # some are read from no files
+    if len(files) < len(sources):  # some data sets are not read from files
         return None
     if sum(_text_bytes(name, size) for of_source in files for name, size, _ in of_source) < LEAST_BYTES:
         return None
@@ -59,7 +60,7 @@ def _text_bytes(name: str, size: int) -> int:
 
 
 def _place() -> Path | None:
-    """The folder of all that is kept."""
+    """Return the folder of the whole cache; None if there is none."""
     given = os.environ.get("JAXRLHF_DATA_CACHE")
     if given is not None:
         return None if given.lower() in ("", "false", "0") else Path(given).expanduser()
@@ -69,16 +70,16 @@ def _place() -> Path | None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path | None]:
-    """A folder to write to, that takes its place once the block is over; None if nothing can be written there."""
+    """Yield a new folder to write to, renamed to `folder` after the block; None if nothing can be written there."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    except OSError:  # the data is then tokenised in memory, as small files are
+    except OSError:  # the tokens are then kept in memory, as for small files
         yield None
         return
     try:
         yield made
-        if not folder.exists():  # another run may have been as quick
+        if not folder.exists():  # another run may have been faster
             os.replace(made, folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)

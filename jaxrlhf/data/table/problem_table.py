@@ -1,4 +1,4 @@
-"""The problems of a split in columns: a hundred bytes each beside their text, where objects take thousands."""
+"""Problems of a split in columns: a hundred bytes per problem in addition to its text; objects take thousands."""
 
 import hashlib
 import json
@@ -33,10 +33,10 @@ _JSON, _PICKLED = b"J", b"P"
 
 
 class ProblemTable(Sequence[Problem]):
-    """Problems that are made when they are asked for, and not kept.
+    """Sequence of problems; a `Problem` object is built at each access and not kept.
 
     Args:
-      folder: New folder that its columns are kept in; None is memory.
+      folder: New folder in which the columns are kept; None keeps them in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -53,7 +53,7 @@ class ProblemTable(Sequence[Problem]):
 
     @classmethod
     def mapped(cls, folder: Path) -> "ProblemTable":
-        """The table that `keep` has written to a folder."""
+        """Map the table that `keep` wrote to a folder."""
         table, facts = cls(), json.loads((folder / _FACTS).read_text())
         table._take({name: Bytes.mapped(folder / name) for name in _COLUMNS})
         table._sources = [(start, name) for start, name in facts["sources"]]
@@ -61,7 +61,7 @@ class ProblemTable(Sequence[Problem]):
         return table
 
     def keep(self) -> None:
-        """End the adding of problems to a folder, so that it can be mapped."""
+        """End the writing of problems to the folder, so that it can be mapped."""
         assert self._folder is not None and not self._images, "pixels are not kept"
         for column in self._columns.values():
             column.seal()
@@ -69,7 +69,7 @@ class ProblemTable(Sequence[Problem]):
         (self._folder / _FACTS).write_text(json.dumps(facts))
 
     def begin(self, source: str) -> None:
-        """Problems added from here on are of this source."""
+        """Start a source; the following problems belong to it."""
         self._sources.append((len(self), source))
 
     def append(
@@ -85,7 +85,7 @@ class ProblemTable(Sequence[Problem]):
         messages: Sequence[Mapping[str, Any]] = (),
         further: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Add a problem; the arguments are the fields of `Problem`, the record as it is kept."""
+        """Add a problem; the arguments are the fields of `Problem`, with the record in its stored form."""
         columns = self._columns
         columns["ids"].append(prompt_id.to_bytes(8, "little"))
         columns["prompts"].append(prompt.encode())
@@ -100,31 +100,31 @@ class ProblemTable(Sequence[Problem]):
             self._images[len(self) - 1] = images
 
     def make_pair(self, rejected_tokens: Iterable[int], margin: float, safe: tuple[bool, bool] | None) -> None:
-        """Make a pair of the problem that was added last; of a table all problems are pairs, or none."""
+        """Make the problem that was added last a pair; either all problems of a table are pairs, or none."""
         self._rejected.append(rejected_tokens)
         self._columns["pairs"].append(json.dumps([margin, safe]).encode())
 
     def make_steps(self, ends: Iterable[int], labels: Iterable[bool]) -> None:
-        """Label the solution's steps of the problem that was added last; of a table all problems have some, or none."""
+        """Label the solution steps of the problem that was added last; all problems of a table have labels, or none."""
         self._columns["steps"].append(json.dumps([[*ends], [*labels]]).encode())
 
     def prompt(self, n: int) -> str:
-        """The prompt of problem n, chat template applied."""
+        """Return the prompt of problem n, rendered by the chat template."""
         return self._columns["prompts"][n].decode()
 
     def question(self, n: int) -> str:
-        """The texts of the prompt of problem n, without chat template and roles."""
+        """Return the texts of the prompt of problem n, without chat template and roles."""
         return "\n".join(message["content"] for message in json.loads(self._columns["messages"][n] or "[]"))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each problem's worked solution or, where no problem has one, of its prompt."""
+        """Number of tokens of each problem's worked solution, or of its prompt if no problem has a solution."""
         solutions = self._solutions.lengths
         return solutions if solutions.any() else self.prompt_tokens.lengths
 
     @property
     def sources(self) -> list[tuple[str, np.ndarray]]:
-        """Each source in its order, and the indices of its problems."""
+        """Name of each source, in order, with the indices of the source's problems."""
         starts = [start for start, _ in self._sources] or [0]
         names = [name for _, name in self._sources] or [""]
         ends = [*starts[1:], len(self)]
@@ -132,7 +132,7 @@ class ProblemTable(Sequence[Problem]):
 
     @property
     def fingerprint(self) -> str:
-        """A text that is another one for other problems: of their tokens, answers, records and pairs."""
+        """Text that identifies the problems: a digest of their tokens, answers, records, pairs and labels."""
         if self._fingerprint is not None:
             return self._fingerprint
         digest = hashlib.blake2b(digest_size=16)

@@ -1,1 +1,1 @@
-"""Batches of a step: estimates, minibatches and metrics of what was collected."""
+"""Batches of a step: estimates, minibatches and metrics of collected responses, episodes and pairs."""

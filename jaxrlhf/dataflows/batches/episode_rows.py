@@ -1,7 +1,8 @@
-"""Sequences of an episode side by side, so that the maths of advantages sees an episode as one row.
+"""Concatenation of an episode's sequences into one row, so that advantages are computed over whole episodes.
 
-Most episodes are one sequence, and then nothing is done. Where a chat template or an agent rewrites what was said, an
-episode has several; each is a row for the models, and together they are one for returns, baselines and denominators.
+Most episodes are one sequence, and then nothing is done. If a chat template or an agent rewrites earlier messages, an
+episode has several sequences. Each sequence is a row for the models; concatenated they are one row for returns,
+baselines and denominators.
 """
 
 from dataclasses import replace
@@ -14,11 +15,11 @@ from jaxrlhf.batch import Array, RolloutBatch, Scores, Sequences
 
 
 def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A rollout and `[B, T]` arrays of its rows, with the rows of each episode side by side.
+    """Concatenate the rows of each episode in a rollout and in `[B, T]` arrays of its rows.
 
     Returns:
-      The same objects where each episode is one row. Else `[E, k T]` arrays, and of what is one for each row the entry
-      of an episode's first; scores are of episodes and stay.
+      The unchanged objects if each episode is one row. Otherwise `[E, k T]` arrays, where k is the largest number of
+      rows of an episode. A `[B]` array keeps the entry of each episode's first row. Scores are per episode already.
     """
     if not isinstance(rollout, RolloutBatch) or rollout.episodes is None:
         return (rollout, *values)
@@ -28,7 +29,7 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     rows = len(rollout.episodes.episode_B)
 
     def joined(value: Any) -> Any:
-        if isinstance(value, Scores):  # of episodes already
+        if isinstance(value, Scores):  # one score per episode already
             return value
         return jax.tree.map(lambda leaf: _joined(np.asarray(leaf), place_EK, rows), value)
 
@@ -41,7 +42,7 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Apart:
-    """The rows that lie side by side in some sequences, as rows again; all stays as it is where none do."""
+    """Inverse of `side_by_side`: splits episodes into one row per sequence; does nothing if each episode is one row."""
 
     def __init__(self, sequences: Sequences) -> None:
         length_EK = np.asarray(sequences.length_B)
@@ -49,10 +50,10 @@ class Apart:
         self._needless = length_EK.ndim == 1
 
     def array(self, value: Any, episodes: np.ndarray | None = None) -> Any:
-        """Rows of `[E, k T]` arrays.
+        """Split `[E, k T]` arrays into `[B, T]` rows.
 
         Args:
-          episodes: Indices of the episodes that the arrays are of; None is all.
+          episodes: Indices of the episodes in the arrays; None is all.
         """
         if self._needless:
             return value
@@ -65,7 +66,7 @@ class Apart:
         return jax.tree.map(parted, value)
 
     def rows(self, episodes: np.ndarray) -> np.ndarray:
-        """Indices of the rows of these episodes, in their order."""
+        """Return the indices of the rows of these episodes, in the order of `episodes`."""
         if self._needless:
             return episodes
         count_E = self._there_EK.sum(axis=1)
@@ -74,7 +75,7 @@ class Apart:
 
     @property
     def sequences(self) -> Sequences:
-        """The sequences, one a row."""
+        """The sequences, one per row."""
         whole, there_EK = self._sequences, self._there_EK
         if self._needless:
             return whole
@@ -87,7 +88,7 @@ class Apart:
 
 
 def drawn_by(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that the policy chose in each response or episode, and whether a limit ended it."""
+    """Return the number of sampled tokens of each response or episode, and whether a limit ended it."""
     length_B, truncated_B = np.asarray(rollout.sequences.mask_BT).sum(axis=1), np.asarray(rollout.truncated_B)
     if rollout.episodes is None:
         return length_B, truncated_B
@@ -96,12 +97,12 @@ def drawn_by(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def starts_of(episode_B: Array) -> np.ndarray:
-    """`start_E`, the first row of each episode; an episode's rows are one after another."""
+    """Return `start_E`, the index of each episode's first row; the rows of an episode are consecutive."""
     return np.flatnonzero(np.diff(np.asarray(episode_B), prepend=-1))
 
 
 def _places(episode_B: np.ndarray) -> np.ndarray:
-    """`place_EK`, the rows of each episode; -1 fills up."""
+    """Return `place_EK`, the row indices of each episode, padded with -1."""
     starts = starts_of(episode_B)
     counts_E = np.diff([*starts, len(episode_B)])
     number_EK = np.arange(counts_E.max())[None]
@@ -109,7 +110,7 @@ def _places(episode_B: np.ndarray) -> np.ndarray:
 
 
 def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
-    """Images of each sequence of each episode."""
+    """Return the images of each sequence of each episode; padding has none."""
     images_EK = np.empty(place_EK.shape, object)
     for place in np.ndindex(place_EK.shape):
         images_EK[place] = images_B[place_EK[place]] if place_EK[place] >= 0 else ()
@@ -117,7 +118,7 @@ def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
 
 
 def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:
-    """Rows of an array side by side; an array of one entry for each row keeps each episode's first."""
+    """Concatenate an array's rows by episode; a `[B]` array keeps the entry of each episode's first row."""
     assert len(leaf) == rows, f"an array of {len(leaf)} rows beside {rows} sequences"
     if leaf.ndim == 1:
         return leaf[place_EK[:, 0]]

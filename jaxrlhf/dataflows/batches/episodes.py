@@ -1,4 +1,4 @@
-"""Episodes of a step: their scores as the environment's settings have them, and their metrics."""
+"""Scores and metrics of a step's episodes; the environment's settings say how truncated episodes are scored."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxrlhf.episode import STOP_CAUSES, TRUNCATIONS, EpisodeRecord
 def scored_episodes(
     environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch, scores: Scores
 ) -> ScoredRollout:
-    """Episodes and scores; those that a limit ended keep theirs, have 0, or are left out, as their environment says."""
+    """Combine episodes and scores; a truncated episode is scored, gets 0 or is not trained on, by its environment."""
     records: list[EpisodeRecord] = list(episodes.record_E)
     zero_E, left_out_E = (treated(environment, records, how) for how in ("zero", "leave_out"))
     rollout, scorable_E = episodes.rollout, np.asarray(scores.scorable_B)
@@ -34,20 +34,20 @@ def scored_episodes(
 
 
 def treated(environment: AnyEnvironment, records: Sequence[EpisodeRecord], how: str) -> np.ndarray:
-    """bool `[E]`, episodes that a limit ended and that their environment's `truncated` has treated in this way."""
+    """Return bool `[E]`: truncated episodes whose environment's setting `truncated` is `how`."""
     settings = [choices(environment)[record.environment] for record in records]
     ended = zip(records, settings, strict=True)
     return np.array([record.stop in TRUNCATIONS and one.truncated == how for record, one in ended], bool)
 
 
 def episode_metrics(records: Sequence[EpisodeRecord], scorable_E: np.ndarray) -> Metrics:
-    """Numbers of a step's episodes: turns, ends by cause, tool calls by name, seconds, the environment's own."""
+    """Return metrics of a step's episodes: turns, stop causes, tool calls, seconds, and the environments' own."""
     turns = np.array([len(record.turns) for record in records])
     stops = Counter(record.stop for record in records)
     every = [turn for record in records for turn in record.turns]
     malformed = sum(bool(turn.reply.malformed) for turn in every)
     environment_s = sum(turn.environment_s for turn in every)
-    known_s = environment_s + sum(turn.policy_s for turn in every)  # of agent programs none are
+    known_s = environment_s + sum(turn.policy_s for turn in every)  # agent programs report neither
     metrics = {
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),
@@ -76,7 +76,7 @@ def _call_metrics(records: Sequence[EpisodeRecord]) -> Metrics:
     metrics = {"tool/calls_mean": float(np.mean(asked))}
     if any(asked):
         metrics["tool/episodes_share"] = float(np.mean([count > 0 for count in asked]))
-    if calls:  # an agent program makes its own
+    if calls:  # an agent program makes its own calls, which are not recorded
         metrics["tool/failed_share"] = float(np.mean([call.failure is not None for call in calls]))
     for name, some in by_name.items():
         metrics[f"tool/{name}/calls"] = float(len(some))

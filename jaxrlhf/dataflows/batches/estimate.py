@@ -12,17 +12,17 @@ from jaxrlhf.dataflows.step import Metrics, Roles, State, StepInput
 
 
 def old_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
-    """The actor's log-probabilities of a rollout; None where the sampler's serve."""
+    """Compute the actor's log-probabilities of a rollout; None if the sampler's log-probabilities are used."""
     return None if work.settings.trusts_sampler(work.config) else roles.actor.compute_log_prob(rollout)
 
 
 def ref_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
-    """The reference's log-probabilities of a rollout; None where there is no KL to it, and so no reference."""
+    """Compute the reference's log-probabilities of a rollout; None if the algorithm has no reference."""
     return roles.reference.compute_ref_log_prob(rollout) if "reference" in work.config.roles else None
 
 
 def scorable(sequences: Sequences, scores: Scores) -> Sequences:
-    """The sequences with unscorable rows taken out of the training mask."""
+    """Remove unscorable rows from the training mask of sequences."""
     mask_BT = np.asarray(sequences.mask_BT) & np.asarray(scores.scorable_B)[:, None]
     return replace(sequences, mask_BT=mask_BT)
 
@@ -37,12 +37,12 @@ def rewards_per_token(
     *,
     kl_share: float = 1.0,
 ) -> Array:
-    """`reward_BT`: the score at each response's end, less the KL where that is in the reward.
+    """Compute `reward_BT`: the score at each response's last token, minus the KL penalty if the KL is in the reward.
 
-    What an environment paid for a turn is at that turn's last token, and the rest of the score at the end.
+    An environment's reward for a turn is at the turn's last token; the rest of the score is at the end.
 
     Args:
-      mask_BT: Tokens of scorable responses.
+      mask_BT: bool, tokens of scorable responses.
       kl_share: Factor of the KL coefficient.
     """
     kl, kl_BT, coefficient, score_B = work.settings.kl, None, 0.0, scores.score_B
@@ -59,10 +59,10 @@ def rewards_per_token(
 
 
 def next_state(work: StepInput[PolicyGradient], metrics: Metrics, *, sequences: int) -> State:
-    """The state with the KL coefficient of the next step, if that adapts.
+    """Return the algorithm's state for the next step, with the KL coefficient updated if it is adaptive.
 
     Args:
-      sequences: Responses of the step.
+      sequences: Number of responses of the step.
     """
     kl, state = work.settings.kl, dict(work.state)
     if kl is not None and kl.adaptive is not None:

@@ -1,4 +1,4 @@
-"""Groups under way between steps: more are begun than a step takes, and those that are not complete go on later.
+"""Groups in flight across steps: more groups are started than a step takes; incomplete groups continue in later steps.
 
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
@@ -30,14 +30,14 @@ DrawMore = Callable[[], Sequence[Problem]]
 
 
 class InFlight(ABC):
-    """Groups under way, in N places, and the problems that wait for one.
+    """Groups in flight, in N places, and the problems that wait for a free place.
 
-    A round goes on until as many groups as a step takes are complete, and all that may be put off no more. What a step
-    takes leaves its place to the next problem.
+    A round ends when `prompts_per_step` groups are complete, and all groups that may not be put off again. A group that
+    a step takes leaves its place to the next waiting problem.
 
     Attributes:
-      problems: Problem in each place.
-      metrics: Numbers of the rounds since `begin_step`.
+      problems: Problem of the group in each place.
+      metrics: Metrics of the rounds since `begin_step`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -52,23 +52,23 @@ class InFlight(ABC):
         self.metrics: dict[str, float] = {}
 
     def begin_step(self) -> None:
-        """Count rounds from here on."""
+        """Reset the metrics of rounds."""
         self.metrics = {}
 
     @property
     def groups(self) -> int:
-        """Groups that were begun and that no step has taken."""
+        """Number of started groups that no step has taken."""
         return len(self.problems) - len(self._free)
 
     def take(
         self, actor: Any, problems: Sequence[Problem], *, step: int, seed: int, draw_more: DrawMore
     ) -> tuple[list[Problem], Any]:
-        """Go through one round, and take the groups of a step: those put off before first.
+        """Run one round and take the groups of a step, oldest complete groups first.
 
         Args:
-          problems: Problems that begin as soon as there is a place, behind those that wait.
-          seed: What groups that begin now are drawn with, to their end.
-          draw_more: Draws further problems where these are too few.
+          problems: Problems to start as soon as there is a place, after the problems that wait already.
+          seed: Sampling seed of the groups that start now, kept until they end.
+          draw_more: Returns further problems if there are too few to fill all places.
 
         Returns:
           Problems of the groups, and their responses or episodes.
@@ -89,24 +89,24 @@ class InFlight(ABC):
 
     @abstractmethod
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
-        """Have new groups begin behind those that are there, and all groups in this order."""
+        """Append a new group for each chosen problem, then put all groups in this order."""
 
     @abstractmethod
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Go on with all groups; returns the step that each was begun in, and whether it is complete."""
+        """Continue all groups for one round; return the step that each started in, and whether it is complete."""
 
     @abstractmethod
     def _taken(self) -> Any:
-        """Responses or episodes of the groups in the places that are free now."""
+        """Return the responses or episodes of the groups that the step takes, in `_free`."""
 
     def _add(self, numbers: dict[str, float]) -> None:
         self.metrics |= {name: self.metrics.get(name, 0.0) + value for name, value in numbers.items()}
 
     def _refill(self, draw_more: DrawMore) -> tuple[list[Problem], list[int]]:
-        """A problem that waits in each free place, and as many places as the configuration has now.
+        """Put a waiting problem in each free place, and adapt the number of places to the configuration.
 
         Returns:
-          Problems that begin, and the order of the groups there are with those behind them.
+          Problems that start, and the new order, as indices into the present groups followed by the new groups.
         """
         places = [*range(len(self.problems))]
         while len(places) > self._places and self._free:
@@ -121,7 +121,7 @@ class InFlight(ABC):
         return chosen, order
 
     def _next(self, count: int, here: set[int], draw_more: DrawMore) -> list[Problem]:
-        """The first `count` problems that wait and are not under way: responses to one prompt are one group."""
+        """Return the first `count` waiting problems that have no group in flight: each prompt has one group."""
         chosen: list[Problem] = []
         draws = 0
         while len(chosen) < count:
@@ -144,14 +144,14 @@ class InFlight(ABC):
         return chosen
 
     def saved(self) -> dict[str, Any]:
-        """All that a run goes on from."""
+        """Return everything that a resumed run needs."""
         return {"problems": [*self.problems], "waiting": [*self._waiting], "free": [*self._free]}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved.
+        """Continue from a saved state.
 
         Raises:
-          Refusal: Groups under way have other sizes than the configuration's.
+          Refusal: The saved groups have other sizes than the configuration.
         """
         self.problems = [*saved["problems"]]
         self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]
@@ -166,10 +166,10 @@ class InFlight(ABC):
 
 
 class ResponsesInFlight(InFlight):
-    """Groups of responses: which are complete first hangs on counts of tokens, never on a clock.
+    """Groups of responses in flight. The order of completion depends on token counts, never on a clock.
 
     Attributes:
-      under_way: What was drawn for them; None before the first round.
+      under_way: Partial responses of the groups; None before the first round.
     """
 
     def __init__(self, config: Config) -> None:
@@ -219,21 +219,26 @@ class ResponsesInFlight(InFlight):
 
 @dataclass(frozen=True)
 class ArrivedRound:
-    """Groups of episodes that arrived in a round, with the versions of their replies, and prompts of those taken."""
+    """Arrivals of one round: complete groups of episodes.
+
+    Attributes:
+      arrived: Policy version of each reply, by group.
+      taken: Prompt ids of the groups that the step took.
+    """
 
     arrived: Mapping[GroupKey, Versions]
     taken: Sequence[int]
 
 
 class EpisodesInFlight(InFlight):
-    """Groups of episodes: a step takes those that arrived first, by the clock of their tools.
+    """Groups of episodes in flight; a step takes the groups that arrive first, by wall-clock time.
 
-    The state of an environment cannot be saved: after a resume, or where a host was launched anew, episodes that were
-    not over begin again from their prompts, with the draws that they began with.
+    The state of an environment cannot be saved. After a resume, or after a host was relaunched, unfinished episodes
+    restart from their prompts with their first seed.
 
     Attributes:
-      rounds: Rounds since `begin_step`.
-      repeated: Rounds of each step of an earlier run, whose arrivals are repeated; None goes by the clock.
+      rounds: Arrivals of each round since `begin_step`.
+      repeated: Rounds of each step of an earlier run, to replay; None takes arrivals by the clock.
     """
 
     def __init__(self, config: Config) -> None:
@@ -268,15 +273,15 @@ class EpisodesInFlight(InFlight):
         return self._groups.begun_P, ended_P
 
     def _keys(self) -> list[GroupKey]:
-        """Key of the group in each place."""
+        """Return the key of the group in each place."""
         begun = self._groups.begun_P.tolist()
         return [(problem.prompt_id, step) for problem, step in zip(self.problems, begun, strict=True)]
 
     def _to_repeat(self, step: int) -> Arrivals | None:
-        """Arrivals of the next round of a step; None goes by the clock.
+        """Return the arrivals that the next round of a step replays; None goes by the clock.
 
         Raises:
-          Refusal: The earlier run had other groups under way, or fewer rounds in the step.
+          Refusal: The earlier run had other groups in flight, or fewer rounds in the step.
         """
         if self.repeated is None:
             return None
@@ -297,7 +302,7 @@ class EpisodesInFlight(InFlight):
         taken = [self._over[place] for place in self._free]
         prompts = [self.problems[place].prompt_id for place in self._free]
         self.rounds[-1] = replace(self.rounds[-1], taken=prompts)
-        for place in self._free:  # a checkpoint holds what waits, and not what this step has
+        for place in self._free:  # a checkpoint holds waiting groups, not this step's
             self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
         return join(taken)
@@ -315,14 +320,14 @@ class EpisodesInFlight(InFlight):
 
 
 def in_flight_of(config: Config) -> InFlight | None:
-    """Groups that go on from step to step as the configuration says; None where every step's begin and end in it."""
+    """Make the in-flight groups of a configuration; None if every step completes its own groups."""
     if config.rollout.over_provision == 1:
         return None
     return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
 
 
 def versions_of(group: EpisodeBatch) -> Versions:
-    """Version of the policy that drew each reply, episode by episode."""
+    """Return the version of the policy that sampled each reply, episode by episode."""
     rollout, rows = group.rollout, group.rollout.episodes
     assert rows is not None, "episodes have turns"
     found = []
@@ -336,7 +341,7 @@ def versions_of(group: EpisodeBatch) -> Versions:
 
 
 def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:
-    """Groups of `copies` episodes by their prompt's id."""
+    """Split episodes into groups of `copies` episodes, by prompt id."""
     prompt_id_B = np.asarray(episodes.rollout.sequences.prompt_id_B)
     found = {}
     for index, prompt_id in enumerate(dict.fromkeys(prompt_id_B.tolist())):

@@ -1,4 +1,4 @@
-"""Minibatches: a step's responses, shuffled and cut, with the weight of every token."""
+"""Minibatches: a step's responses, shuffled and split, with a loss weight for every token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
 @dataclass(frozen=True)
 class Minibatches:
-    """A rollout turned into updates.
+    """Minibatches of one rollout, with its metrics and the algorithm's next state.
 
     Attributes:
       policy: Minibatches for the actor, over all epochs.
-      value: Minibatches for the critic; empty without one.
+      value: Minibatches for the critic; empty without a critic.
       further: Minibatches for another role that the algorithm trains, as many as for the actor or the critic.
     """
 
@@ -31,7 +31,7 @@ class Minibatches:
 
 
 def trained_alone(sequences: Sequences, trained_B: Array | None) -> Sequences:
-    """The sequences with rows that are not to be trained on taken out of the mask; None is all are."""
+    """Remove rows that are not trained on from the mask of sequences; None trains on all rows."""
     if trained_B is None:
         return sequences
     return replace(sequences, mask_BT=np.asarray(sequences.mask_BT) & np.asarray(trained_B)[:, None])
@@ -47,13 +47,13 @@ def minibatches(
     kl_coefficient: float = 0.0,
     entropy_coefficient: float = 0.0,
 ) -> MinibatchRows:
-    """Cut sequences into the shuffled minibatches of every epoch, each with weights over its own denominators.
+    """Split sequences into the shuffled minibatches of every epoch, with token weights normalized per minibatch.
 
-    Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
-    same rows in the same order. A minibatch without a token to train on is left out, as long as there is another:
-    an optimizer goes on by its momentum where the gradient is 0. Sequences of one episode are in one minibatch.
+    The shuffle depends on the step's seed alone, so all roles trained on one rollout see the same rows in the same
+    order. A minibatch without a token to train on is left out if the epoch has another minibatch: with a gradient of 0
+    an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
 
-    Fewer sequences than an update has, such as a part of a step, are one minibatch.
+    If there are fewer sequences than `responses_per_update`, as in a part of a step, they make one minibatch.
 
     Args:
       fields: `[B, T]` arrays that the loss reads, by name.
@@ -93,10 +93,10 @@ def policy_minibatches(
     ref_logp_BT: Array | None,
     extra_fields: Mapping[str, Array] | None = None,
 ) -> tuple[MinibatchRows, Metrics]:
-    """The actor's minibatches, KL and importance weights folded into token weights, and metrics of the latter.
+    """Build the actor's minibatches, with KL and importance weights as token weights, and importance-weight metrics.
 
     Args:
-      extra_fields: Fields that the algorithm's own objective reads.
+      extra_fields: `[B, T]` arrays by name, for the algorithm's own objective.
     """
     settings = work.settings
     fields = {"advantage": advantage_BT, **(extra_fields or {})}

@@ -1,7 +1,7 @@
-"""Preference pairs as sequences, as updates and as metrics.
+"""Sequences, updates and metrics of preference pairs.
 
-A step reads the log-probabilities or the scores of its pairs, takes the derivative of the loss by
-them, and makes one update with those derivatives as weights; see `jaxrlhf.algos.preference`.
+A step computes the log-probabilities or the scores of its pairs and the derivative of the loss by each of these
+numbers. One update then uses the derivatives as token weights; see `jaxrlhf.algos.preference`.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class PairRewards(NamedTuple):
     """Loss and rewards of preference pairs.
 
     Attributes:
-      loss: Loss of each pair.
-      chosen_P: Reward of the chosen answer: implicit in the policy, or a score, or minus a cost.
+      loss: Loss of each pair and its derivatives.
+      chosen_P: Reward of the chosen answer: the policy's implicit reward, a score, or minus a cost.
       rejected_P: Reward of the rejected answer.
     """
 
@@ -31,10 +31,10 @@ class PairRewards(NamedTuple):
 
 
 def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
-    """Prompts followed by their chosen, then by their rejected answers; the mask marks what is read.
+    """Build two rows per pair: the prompt with the chosen answer, then with the rejected answer.
 
-    That is each token of the answers for a policy. A critic values the prefix before a token, so
-    the score of a whole sequence is read at the place after it, which any token fills.
+    The mask marks the positions to read: for a policy, every token of the answers. A critic values the prefix before a
+    position, so the score of a whole sequence is read at the position after it, whatever token is there.
     """
     count, after, rollout = 2 * len(problems), config.algorithm.places_after, config.rollout
     assert after is not None, "the algorithm learns from pairs"
@@ -53,7 +53,10 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
 
 
 def mismatched(problems: Sequence[Problem], config: Config) -> Sequences:
-    """Prompts followed by the two answers to another prompt of the batch: to the one before, which fits as its own."""
+    """Build prompts followed by the two answers to the previous prompt of the batch.
+
+    Prompts and answers have separate length limits, so the answers fit.
+    """
     pairs = [problem for problem in problems if isinstance(problem, Pair)]
     moved = [
         replace(pair, solution_tokens=other.solution_tokens, rejected_tokens=other.rejected_tokens)
@@ -63,12 +66,12 @@ def mismatched(problems: Sequence[Problem], config: Config) -> Sequences:
 
 
 def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:
-    """`[P, 2]` sums over the tokens that are read, of the chosen and of the rejected answer."""
+    """Return `[P, 2]` sums over the masked tokens of the chosen and of the rejected answer."""
     return np.asarray(masked_sum(value_BT, sequences.mask_BT, axis=1)).reshape(-1, 2)
 
 
 def pair_experience(sequences: Sequences, loss: PairLoss) -> Experience:
-    """The update on the mean of a loss over pairs, and what balances experts on the mean over their tokens."""
+    """Build the update on the mean loss over pairs; `router_weight` averages the router's balance loss over tokens."""
     slope_PA = np.stack([np.asarray(loss.chosen_P), np.asarray(loss.rejected_P)], axis=1)
     weight_B = (slope_PA / len(slope_PA)).reshape(-1).astype(np.float32)
     weight_BT = np.where(sequences.mask_BT, weight_B[:, None], np.float32(0))
@@ -77,7 +80,7 @@ def pair_experience(sequences: Sequences, loss: PairLoss) -> Experience:
 
 
 def pair_metrics(rewards: PairRewards) -> Metrics:
-    """Loss, accuracy and margin of pairs; a pair of equal rewards counts as half right."""
+    """Return loss, accuracy, margin and rewards of pairs; a pair of equal rewards counts as half right."""
     margin_P = np.asarray(rewards.chosen_P - rewards.rejected_P)
     return {
         "preference/loss": float(np.mean(rewards.loss.loss_P)),
@@ -89,7 +92,7 @@ def pair_metrics(rewards: PairRewards) -> Metrics:
 
 
 def held_out_metrics(rewards: PairRewards) -> Metrics:
-    """Metrics of held-out pairs; `eval/accuracy` is the share that is ranked as labelled."""
+    """Return metrics of held-out pairs; `eval/accuracy` is the share of pairs ranked as labeled."""
     metrics = pair_metrics(rewards)
     ranked = {f"eval/{name}": metrics[f"preference/{name}"] for name in ("accuracy", "loss", "margin")}
     return {**ranked, "eval/problems": float(len(np.asarray(rewards.chosen_P)))}

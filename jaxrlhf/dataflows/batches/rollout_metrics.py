@@ -11,11 +11,11 @@ from jaxrlhf.dataflows.step import Metrics
 def rollout_metrics(
     rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array | None
 ) -> Metrics:
-    """Metrics of a rollout and its scores.
+    """Compute metrics of a rollout and its scores.
 
     Args:
-      old_logp_BT: The trainer's log-probabilities; None leaves the gap to the sampler out.
-      ref_logp_BT: The reference's log-probabilities; None leaves the divergence from it out.
+      old_logp_BT: The trainer's log-probabilities; None omits the gap between sampler and trainer.
+      ref_logp_BT: The reference's log-probabilities; None omits the KL to the reference.
     """
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     gap_to_BT = None if old_logp_BT is None else rollout.sampler_logp_BT
@@ -39,7 +39,7 @@ def rollout_metrics(
 
 
 def flat_groups(advantage_BT: Array, prompt_id_B: np.ndarray) -> Metrics:
-    """Share of groups that teach nothing, as a metric."""
+    """Return the share of groups whose advantages are all 0, as a metric."""
     moved_B = np.asarray(np.any(advantage_BT, axis=1))
     flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
     return {"group/flat_fraction": float(np.mean(flat))}
@@ -49,7 +49,7 @@ def flat_groups(advantage_BT: Array, prompt_id_B: np.ndarray) -> Metrics:
 def _of_tokens(
     logp_BT: Array, ref_logp_BT: Array | None, sampler_logp_BT: Array | None, mask_BT: Array
 ) -> dict[str, Array]:
-    """Means over all tokens; one program, so that of a large batch no further array of its size is made."""
+    """Compute means over all tokens in one compiled program, which allocates no further array of the batch's size."""
     metrics = {"policy/entropy": masked_mean(-logp_BT, mask_BT)}
     if ref_logp_BT is not None:
         metrics["kl/ref"] = masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)

@@ -1,4 +1,4 @@
-"""Responses and their scores, which most algorithms learn from."""
+"""Scored rollouts, the data that most algorithms learn from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from jaxrlhf.dataflows.step import Metrics, value_of
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """Responses and their scores, which may still be on their way.
+    """Responses and their scores; either may still be a future.
 
     Attributes:
       problems: Problem of each group of responses.
       rollout: `RolloutBatch` of the responses, prompt-major, or its future.
       scores: `Scores` of the responses, or their future.
-      trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
-      metrics: Numbers of what was generated and is not learnt from; they take the place of the rollout's own.
-      record_E: `EpisodeRecord` of each episode, prompt-major; None where there is no environment.
-      drawn_scores: Mean score of every group that was drawn, by prompt id, before shaping and NaN where none is known;
-        empty where these groups are all and their scores as they were.
-      beside: Further responses to the same problems, and their scores, if the algorithm compares with some or learns
-        from them.
+      trained_B: bool, rows to train on; all scorable rows take part in baselines. None trains on all rows.
+      metrics: Metrics of everything generated, left-out groups included; they override the rollout's own metrics.
+      record_E: `EpisodeRecord` of each episode, prompt-major; None without an environment.
+      drawn_scores: Mean score of every generated group before shaping, by prompt id; NaN if unknown. Empty if
+        `problems` has all generated groups and `scores` are unshaped.
+      beside: Further responses to the same problems, with scores, if the algorithm compares with them or learns from
+        them.
     """
 
     problems: Sequence[Problem]
@@ -38,12 +38,12 @@ class ScoredRollout:
 
 
 def mean_scores(collected: ScoredRollout) -> np.ndarray:
-    """`[P]` mean score over each problem's scorable responses; NaN where there are none."""
+    """Return the `[P]` mean score over each problem's scorable responses; NaN if there are none."""
     return means_of_groups(value_of(collected.scores), len(collected.problems))
 
 
 def means_of_groups(scores: Scores, groups: int) -> np.ndarray:
-    """`[P]` mean score over the scorable responses of each of so many groups; NaN where there are none."""
+    """Return the `[P]` mean score over the scorable responses of each of `groups` groups; NaN if there are none."""
     score_PG = np.asarray(scores.score_B, np.float64).reshape(groups, -1)
     scorable_PG = np.asarray(scores.scorable_B, bool).reshape(score_PG.shape)
     count_P = scorable_PG.sum(axis=1)

@@ -1,8 +1,8 @@
-"""Groups that are learnt from as they are complete, while others of the same step are still drawn.
+"""Streamed rollouts: a step learns from complete groups while its other groups are still generated.
 
-Parts are of as many groups each, and which groups a part has hangs on counts of decoded tokens, so a run that is
-repeated has the same numbers. Each part's gradient is taken with weights that nothing is divided by yet; their sum over
-the count of the whole step is the gradient of the step.
+All parts have the same number of groups. The groups of a part depend on counts of decoded tokens, so a repeated run has
+the same numbers. The gradient of each part is taken with undivided token weights; the sum of these gradients, divided
+by the denominator of the whole step, is the gradient of the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ Prepare = Callable[..., Minibatches]
 
 
 class Later(Future[Any]):
-    """A value that is computed when it is first asked for, from other futures.
+    """Lazy future, computed from other futures at the first call of `result`.
 
     Args:
-      compute: Computes it; called once.
+      compute: Returns the value; called once.
     """
 
     def __init__(self, compute: Callable[[], Any]) -> None:
@@ -40,7 +40,7 @@ class Later(Future[Any]):
         self._compute, self._computing = compute, Lock()
 
     def result(self, timeout: float | None = None) -> Any:
-        """The value, waiting for whatever it is computed from."""
+        """Return the value, waiting for the futures that it is computed from."""
         with self._computing:
             if not self.done():
                 self.set_result(self._compute())
@@ -48,11 +48,11 @@ class Later(Future[Any]):
 
 
 class RolloutPart(NamedTuple):
-    """Some groups of a step, on their way.
+    """Part of a step's groups, still being generated.
 
     Attributes:
-      rollout: Future `RolloutBatch` of their responses.
-      scores: Future `Scores` of those.
+      rollout: Future `RolloutBatch` of the part's responses.
+      scores: Future `Scores` of the responses.
     """
 
     rollout: Any
@@ -61,17 +61,17 @@ class RolloutPart(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedRollout(ScoredRollout):
-    """Responses that come in parts, and all of them in the order of their problems.
+    """Scored rollout that arrives in parts; `rollout` and `scores` hold the whole in the order of the problems.
 
     Attributes:
-      parts: Parts in the order in which they are complete.
+      parts: Parts in the order of completion.
     """
 
     parts: Sequence[RolloutPart] = ()
 
     @classmethod
     def of(cls, problems: Sequence[Problem], parts: Sequence[RolloutPart]) -> "StreamedRollout":
-        """The whole, which is there once all parts are."""
+        """Make the streamed rollout of these parts; its `rollout` and `scores` wait for all parts."""
 
         def joined(name: str) -> Any:
             return in_order(problems, [part.rollout for part in parts], [getattr(part, name) for part in parts])
@@ -87,7 +87,7 @@ class StreamedRollout(ScoredRollout):
 def begun(
     roles: Roles, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
 ) -> StreamedRollout:
-    """Responses to problems, in so many parts that are scored as they are complete; see `Actor.generate_part`."""
+    """Start generating responses in `parts` parts, each scored once complete; see `Actor.generate_part`."""
     how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
     made = []
     for part in range(parts):
@@ -99,11 +99,11 @@ def begun(
 
 
 def in_order(problems: Sequence[Problem], rollouts: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Rows of several parts as those of one batch, in the order of its problems.
+    """Join the rows of several parts into one batch, in the order of the problems.
 
     Args:
       rollouts: `RolloutBatch` of each part, or its future.
-      values: What has a row for each response of a part, or its future; None stays.
+      values: Arrays of each part with one row per response, or their future; None stays None.
     """
     prompt_id_B = np.concatenate([value_of(rollout).sequences.prompt_id_B for rollout in rollouts])
     place = {problem.prompt_id: number for number, problem in enumerate(problems)}
@@ -115,7 +115,7 @@ def in_order(problems: Sequence[Problem], rollouts: Sequence[Any], values: Seque
 def learn_in_parts(
     roles: Roles, work: StepInput[PolicyGradient], batch: StreamedRollout, prepare: Prepare
 ) -> StepResult:
-    """One update of the actor, each part's gradient taken as soon as that is complete."""
+    """Make one update of the actor, taking the gradient of each part as soon as the part is complete."""
     estimates, trained, updates = [], [], []
     aggregation = work.settings.policy.aggregation
     for part in batch.parts:
@@ -133,12 +133,12 @@ def learn_in_parts(
     updates.append(roles.actor.update_by_gradients(denominator(mask_BT, prompt_id_B, aggregation)))
     rollouts = [part.rollout for part in batch.parts]
     whole = [in_order(batch.problems, rollouts, values) for values in zip(*estimates, strict=True)]
-    prepared = call(prepare, batch.rollout, batch.scores, *whole)  # what is told of the step is told of all of it
+    prepared = call(prepare, batch.rollout, batch.scores, *whole)  # metrics of the whole step
     return StepResult(prepared.metrics | batch.metrics, prepared.state, whole[0], updates=updates)
 
 
 def _asked(problems: Sequence[Problem], rollout: Any) -> list[Problem]:
-    """Problems that the responses of a part answer, in their order."""
+    """Return the problems that a part's responses answer, in the order of the responses."""
     answered: list[int] = value_of(rollout).sequences.prompt_id_B.tolist()
     by_id = {problem.prompt_id: problem for problem in problems}
     return [by_id[prompt] for prompt in dict.fromkeys(answered)]

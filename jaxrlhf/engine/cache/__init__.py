@@ -1,1 +1,1 @@
-"""Keys and values of slots: where they lie, what of them prompts can go on from, and what waits on the host."""
+"""KV cache of the slots: its storage (slots or pages), prefix reuse, and caches held in host memory."""

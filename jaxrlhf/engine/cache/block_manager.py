@@ -1,21 +1,21 @@
-"""Block manager: which pages hold which slot's tokens; it knows no array."""
+"""Block manager: assignment of pages to slots, without any array."""
 
 from collections.abc import Sequence
 
 from jaxrlhf.models.attention.pages import NO_PAGE
 
 _Beginning = tuple[int | None, tuple[int, ...]]
-"""Content of a full page of a prompt: its tokens, after those of the page before it, which is there as long."""
+"""Key of a full prompt page: the previous page and the tokens of this page. The previous page is not freed earlier."""
 
 
 class BlockManager:
-    """The pages of some slots, which share what their prompts have in common.
+    """Page table of some slots; slots share the full pages of a common prompt prefix.
 
-    A page that a prompt fills is never written again, so that every slot whose prompt begins alike can read it:
-    the responses of a group, and prompts that begin with the same examples. It is free when the last of them is done.
+    A page that a prompt fills is never written again, so every slot whose prompt has the same prefix can read it: the
+    responses of a group, and prompts with the same few-shot examples. The page is free when its last reader is done.
 
     Attributes:
-      numbered: Pages that were ever in use at once; their numbers are below.
+      numbered: Maximum number of pages in use at once so far; page numbers are below this number.
     """
 
     def __init__(self, *, slots: int, page_tokens: int) -> None:
@@ -28,11 +28,11 @@ class BlockManager:
         self.numbered = 0
 
     def held(self, slot: int) -> Sequence[int]:
-        """Pages of a slot, in the order of its tokens."""
+        """Return the pages of a slot, in the order of its tokens."""
         return self._held[slot]
 
     def hold(self, slot: int, tokens: int) -> None:
-        """Give a slot as many pages as these tokens need; take back those beyond, all of them where there are none."""
+        """Give a slot the number of pages that its tokens need, and take back the rest; 0 tokens free all pages."""
         pages = self._held[slot]
         needed = -(-tokens // self._page_tokens)
         while len(pages) > needed:
@@ -44,7 +44,7 @@ class BlockManager:
         """Give a slot the pages of a prompt.
 
         Returns:
-          Where each part of the prompt is to be written; `NO_PAGE` where it is there already.
+          Page to write each part of the prompt to; `NO_PAGE` if a shared page holds that part already.
         """
         self.hold(slot, 0)
         pages, written = self._held[slot], []

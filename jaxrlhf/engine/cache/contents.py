@@ -1,4 +1,4 @@
-"""Contents of slots: which tokens have their keys and values in the cache, for prompts that begin alike."""
+"""Prefix cache: the tokens whose keys and values each slot holds, so that prompts with the same prefix reuse them."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,19 +13,20 @@ from jaxrlhf.models.config import ModelConfig
 
 
 class Known(NamedTuple):
-    """The longest beginning of a prompt whose keys and values are in a slot; 0 tokens if there is none."""
+    """Longest prefix of a prompt whose keys and values are in a slot; 0 tokens if there is none."""
 
     tokens: int
     slot: int
 
 
 class Ring(NamedTuple):
-    """Rings of a cache.
+    """Ring sizes of the cache of sliding-window layers.
 
     Attributes:
-      entries: Positions that a slot keeps.
-      window: Positions that a token sees, itself included.
-      ahead: Tokens that may have been drawn after the last one of a response that has ended.
+      entries: Number of positions that a slot keeps.
+      window: Number of positions that a token attends to, itself included.
+      ahead: Maximum number of tokens that in-flight dispatches may have written after the last token of an ended
+        response.
     """
 
     entries: int
@@ -34,10 +35,13 @@ class Ring(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """Tokens of a slot.
+    """Tokens whose keys and values a slot holds.
 
     Attributes:
-      first: Position from which on a ring may have them; in the place of earlier ones it has others.
+      used: Number of the last use, from 1; 0 if the slot may be taken first.
+      parked: True once the response has ended.
+      digest: Hash of all tokens of an ended response.
+      first: First position that a ring may hold; entries of earlier positions are overwritten.
     """
 
     request_id: int
@@ -48,55 +52,56 @@ class _Content(NamedTuple):
     first: int = 0
 
     def begins(self, prompt_S: np.ndarray) -> bool:
-        """A response that has ended, all of which a prompt goes on from."""
+        """Return True if the response has ended and the prompt starts with all of its tokens."""
         return self.parked and bool(np.array_equal(self.token_S, prompt_S[: len(self.token_S)]))
 
 
 def reusable(config: AnyModel) -> bool:
-    """False if every prompt is run whole.
+    """Return True if prompts can reuse the cached prefix of a slot; False if every prompt is run whole.
 
-    A state is one of the slot's last token, and none before it; and images that are seen both ways are not cut.
+    A linear-attention state exists only for the slot's last token. Images with bidirectional attention cannot be split.
     """
     return config.linear is None and not (config.vision is not None and config.vision.both_ways)
 
 
 class Contents:
-    """Tokens in the cache, slot by slot, of requests with `keep`.
+    """Prefix cache over slots: the cached tokens of requests with `keep`.
 
-    They outlive the response, until another takes the slot: slots that hold nothing are taken first, then those that
-    were used least recently, by a request of their own or one that began alike.
+    The tokens outlive the response until another response takes the slot. Slots without content are taken first, then
+    the least recently used slots. A request with the same prefix counts as a use.
 
-    Rings keep the newest positions of a slot. A prompt goes on from a response that has ended, if it leaves out little
-    of its end; from farther back the window of its first token is not there any more, and it is run whole.
+    Rings keep only the newest positions of a slot. A prompt can continue an ended response only if it leaves out little
+    of the response's end. Further back, the window of the prompt's first new token is overwritten, and the prompt is
+    run whole.
 
     Args:
-      reusable: Prompts can go on from what a slot holds.
-      ring: Rings of the layers with a window; None if all layers keep all.
+      reusable: True if prompts can reuse the prefix that a slot holds.
+      ring: Ring sizes of sliding-window layers; None if all layers keep all positions.
     """
 
     def __init__(self, *, slots: int, reusable: bool = True, ring: Ring | None = None) -> None:
         self._slots, self._reusable, self.ring = slots, reusable, ring
         self._content: dict[int, _Content] = {}
-        self._whole: dict[int, int] = {}  # slots of responses that have ended, by the digest of all their tokens
+        self._whole: dict[int, int] = {}  # slots of ended responses, by the digest of all their tokens
         self._uses = 0
 
     def used(self, slot: int) -> int:
-        """Number of the last use of a slot, from 1; 0 if it holds nothing that another will not."""
+        """Return the number of a slot's last use, from 1; 0 if its content is empty or will be in another slot too."""
         return self._content[slot].used if slot in self._content else 0
 
     @property
     def length_B(self) -> np.ndarray:
-        """Tokens kept in each slot, in use or not."""
+        """Number of cached tokens of each slot, in use or not."""
         length_B = np.zeros(self._slots, np.int64)
         for slot, content in self._content.items():
             length_B[slot] = len(content.token_S)
         return length_B
 
     def start(self, slot: int, sequence: SequenceState, *, first: int = 0) -> None:
-        """A sequence takes the slot; its prompt is there, and need be nowhere else.
+        """Record that a sequence takes the slot; ended responses that are prefixes of its prompt are forgotten.
 
         Args:
-          first: Position from which on rings have it; 0 if it was run whole.
+          first: First prompt position that rings hold; 0 if the prompt was run whole.
         """
         self._forget(slot)
         if sequence.request.keep and self._reusable:
@@ -107,7 +112,7 @@ class Contents:
             self._content[slot] = _Content(request_id, prompt_S, self._next_use(), parked=False, first=first)
 
     def end(self, slot: int, sequence: SequenceState) -> None:
-        """The sequence of the slot ended; all its tokens but the last were run."""
+        """Record that the sequence of the slot ended; all its tokens but the last were run through the model."""
         if slot in self._content:
             tokens = (*sequence.request.prompt, *sequence.tokens[:-1])
             digest = _digests(tokens)[-1]
@@ -117,17 +122,18 @@ class Contents:
             self._whole[digest] = slot
 
     def release(self, request_id: int) -> None:
-        """Forget what is kept of a request."""
+        """Forget the cached tokens of a request."""
         for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
             self._forget(slot)
 
     def go_on(self, known: Known) -> int:
-        """A prompt goes on from what is known of it, which counts as a use of the slot.
+        """Record that a prompt reuses its known prefix, as a use of the slot.
 
-        Where that is all there is, the prompt's own slot will have it too, so that this one is the first to be taken.
+        If the prefix is everything that the slot holds, the prompt's own slot will hold it too. The old slot is then
+        the first to be taken.
 
         Returns:
-          The first position that rings have of what is known.
+          First position of the known prefix that rings hold.
         """
         if not known.tokens:
             return 0
@@ -138,9 +144,9 @@ class Contents:
         return 0 if self.ring is None else self._first(content, self.ring)
 
     def longest(self, prompt: Sequence[int]) -> Known:
-        """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
+        """Return the longest known prefix of a prompt, without the last token, which is run to predict the next one."""
         prompt_S = np.asarray(prompt[:-1], np.int64)
-        # The conversation so far, of a next turn, is found without a look at all others.
+        # A next turn finds its conversation by hash, without a search through all slots.
         for digest in reversed(_digests(prompt[:-1])):
             content = self._content.get(slot := self._whole.get(digest, -1))
             if content is not None and content.begins(prompt_S):
@@ -155,16 +161,16 @@ class Contents:
         return best
 
     def _there(self, content: _Content, tokens: int) -> int:
-        """Tokens that a prompt can go on from, of those that it has in common with a slot."""
+        """Return how many of the tokens that a prompt has in common with a slot it can reuse."""
         if self.ring is None:
             return tokens
-        tokens -= tokens % RING_STEP  # prompts that have as many run together
+        tokens -= tokens % RING_STEP  # prompts with equal reused lengths run together
         there = max(tokens - self.ring.window + 1, 0) >= self._first(content, self.ring)
         return tokens if content.parked and there else 0
 
     @staticmethod
     def _first(content: _Content, ring: Ring) -> int:
-        """The first position that a ring has of a response that has ended; those up to its last token follow."""
+        """Return the first position of an ended response that a ring still holds; all later positions are held."""
         return max(content.first, len(content.token_S) + ring.ahead - ring.entries + 1)
 
     def _forget(self, slot: int) -> None:
@@ -178,7 +184,7 @@ class Contents:
 
 
 def contents_of(shape: Shape, *, slots: int) -> Contents:
-    """Contents of an engine's slots."""
+    """Return the prefix cache of an engine's slots."""
     config, entries = shape.config, shape.execution.ring_entries
     ring = None
     if isinstance(config, ModelConfig) and config.sliding_window is not None and entries is not None:
@@ -187,5 +193,5 @@ def contents_of(shape: Shape, *, slots: int) -> Contents:
 
 
 def _digests(tokens: Sequence[int]) -> list[int]:
-    """A number for each beginning of a sequence, the whole included."""
+    """Return a hash of each prefix of a sequence, the whole sequence included."""
     return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]

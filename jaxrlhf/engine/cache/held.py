@@ -1,7 +1,7 @@
-"""Keys and values that wait on the host for a response to go on, under whatever weights come then.
+"""KV caches of interrupted responses in host memory, until the responses continue under possibly newer weights.
 
-A response under way has those of all its tokens but the newest, which is run when it goes on: nothing is computed
-again, and what earlier weights left is attended to as it is.
+The cache of a response in progress covers all tokens but the newest, which is run when the response continues. Nothing
+is recomputed: later tokens attend to the keys and values of earlier weights as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from jaxrlhf.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class HeldCache:
-    """Keys and values of one response under way, in host memory.
+    """Keys and values of one response in progress, in host memory.
 
     Attributes:
-      prefix: Arrays `[L, 1, S, K, H]` of S tokens: the prompt's, and all that were drawn but the newest.
-      offset: Difference of positions and indices behind its images.
+      prefix: Arrays `[L, 1, S, K, H]` of S tokens: the prompt's, and all sampled tokens but the newest.
+      offset: Difference between positions and token indices after the images (M-RoPE).
     """
 
     prefix: Prefix
@@ -35,16 +35,17 @@ class HeldCache:
 
     @property
     def length(self) -> int:
-        """S, tokens that it holds."""
+        """S, number of cached tokens."""
         return self.prefix.key_LPSKH.shape[2]
 
 
 class HeldRows(NamedTuple):
-    """Responses that are moved together, by their places in a list, and the sizes that their programs have.
+    """Group of responses that are moved together, and the sizes of their programs.
 
     Attributes:
-      width: Tokens that each is padded to.
-      rows: Rows of the arrays; those past the responses are padding.
+      places: Indices of the responses in a list.
+      width: Number of tokens that each response is padded to.
+      rows: Number of rows of the arrays; rows past the responses are padding.
     """
 
     places: list[int]
@@ -53,12 +54,12 @@ class HeldRows(NamedTuple):
 
 
 def can_hold(config: Any) -> bool:
-    """True if a response's cache is keys and values alone, which a slot gives away and takes back as they are."""
+    """Return True if a response's cache is keys and values alone, so it can leave a slot and come back unchanged."""
     return isinstance(config, ModelConfig) and config.linear is None
 
 
 def together(lengths: Sequence[int], prefill: Prefill) -> Iterator[HeldRows]:
-    """Rows that are moved together, about as long as each other, so that memory has a bound."""
+    """Yield groups of responses of similar length that are moved together, so that memory is bounded."""
     left = sorted(range(len(lengths)), key=lambda place: lengths[place])
     while left:
         width = fit(lengths[left[-1]], prefill.past_widths)
@@ -70,11 +71,12 @@ def together(lengths: Sequence[int], prefill: Prefill) -> Iterator[HeldRows]:
 def taken(
     cache: SlotCache | PageCache, slots: Slots, slot_B: Sequence[int], lengths: Sequence[int], prefill: Prefill
 ) -> list[HeldCache]:
-    """Keys and values of responses in slots, copied to the host.
+    """Copy the keys and values of responses from their slots to the host.
 
     Args:
-      slots: State of all slots, in their order.
-      lengths: Tokens of each response in the cache.
+      slots: Device state of all slots, in the order of the slots.
+      slot_B: Slot of each response.
+      lengths: Number of cached tokens of each response.
     """
     offset_B = None if slots.offset_B is None else np.asarray(jax.device_get(slots.offset_B))
     found: dict[int, HeldCache] = {}
@@ -90,9 +92,10 @@ def taken(
 def prefilled_of(
     held: Sequence[HeldCache], slots: Sequence[int], group: HeldRows, layout: EngineShardings, *, put: Any, version: int
 ) -> Prefilled:
-    """Responses as a prefill would leave their prompts, to be placed in these slots.
+    """Return held responses in the form of prefilled prompts, to be placed in these slots.
 
-    Their tokens stand for no text: keys and values of equal tokens may be of other weights, so none are shared.
+    Their token ids are unique dummies, so that no pages are shared: the keys and values of equal tokens may come from
+    different weights.
     """
 
     def padded(*leaves: np.ndarray) -> np.ndarray:
@@ -104,17 +107,17 @@ def prefilled_of(
     prefix = put(jax.tree.map(padded, *[one.prefix for one in held]), layout.prompts.prefix)
     length_P = np.ones(group.rows, np.int32)
     length_P[: len(held)] = [one.length for one in held]
-    prompts = Prompts(None, prefix, put(length_P, layout.prompts.length_P))  # type: ignore[arg-type]  # nothing to draw
+    prompts = Prompts(None, prefix, put(length_P, layout.prompts.length_P))  # type: ignore[arg-type]  # nothing sampled
     unshared = tuple((-1 - slot,) * one.length for one, slot in zip(held, slots, strict=True))
     return Prefilled(prompts, unshared, version)
 
 
 class Newest(NamedTuple):
-    """Newest tokens of I responses that go on, which are run next.
+    """Newest tokens of I continued responses, which are run next.
 
     Attributes:
-      cached_I: Tokens before each, which are in the cache.
-      offset_I: Difference of positions and indices behind images.
+      cached_I: Number of cached tokens before each newest token.
+      offset_I: Difference between positions and token indices after images (M-RoPE).
     """
 
     token_I: Array
@@ -123,7 +126,7 @@ class Newest(NamedTuple):
 
 
 def go_on(slots: Slots, newest: Newest, insertion: Insertion, *, shape: Shape) -> Slots:
-    """Have responses go on in slots from their newest tokens; `place` puts what was held into the cache."""
+    """Set the state of slots so that responses continue from their newest tokens; `place` restores their caches."""
     offset, kept = None if slots.offset_B is None else newest.offset_I, None if slots.kept_BK is None else -1
     state = newest.token_I, 0.0, newest.cached_I, insertion.drawn_B, True
     return seated(slots, insertion, *state, offset, kept)

@@ -1,4 +1,4 @@
-"""The key-value cache of all slots: each slot as long as the longest response needs, or pages for its own tokens."""
+"""KV cache of all slots: one capacity for all of them (`SlotCache`), or pages for the tokens of each (`PageCache`)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,16 +20,19 @@ from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
 _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
-"""Sizes of the cache, as shares of the pages for longest sequences in all slots: at most a third is unused."""
+"""Sizes of the paged cache, in sixteenths of the pages that longest sequences in all slots need. At most a third of the
+pages is unused."""
 
 
 class SlotCache:
-    """A cache that grows with what it holds. Layers change one after another, so that little exists twice.
+    """KV cache in which all slots have one capacity, which grows on demand.
+
+    Layers are resized one by one, so that only one layer exists twice at a time.
 
     Attributes:
-      arrays: What `decode` takes, and gives back; empty as long as nothing is cached.
-      size: Tokens of each slot; 0 without a cache.
-      sizes: Tokens of each slot that it may have, ascending.
+      arrays: Cached layers, an argument and a result of `decode`; empty while nothing is cached.
+      size: Current capacity of each slot, in tokens; 0 without a cache.
+      sizes: Possible capacities of each slot, in tokens, ascending.
     """
 
     def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
@@ -47,16 +50,16 @@ class SlotCache:
         return self._shardings.of_slots(self.arrays)
 
     def free(self) -> None:
-        """Drop everything."""
+        """Free the whole cache."""
         self.arrays: list[LayerCache | LayerState] = []
         self._rows, self.size = self._slots, 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
-        """Sizes that hold a sequence of so many tokens."""
+        """Return the sizes that hold a sequence of this number of tokens."""
         return tuple(size for size in self.sizes if size >= tokens)
 
     def grow(self, size: int) -> None:
-        """Be one of `sizes`, at least: step by step, so that every step is compiled once."""
+        """Grow to at least `size`, one of `sizes`; step by step, so that each step is compiled once."""
         if not self.arrays:
             empty = partial(programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
             out = self._shardings.of_slots(jax.eval_shape(partial(empty, shape=self._compiled.shape)))
@@ -66,11 +69,11 @@ class SlotCache:
             self._resize(self._rows, self.sizes[self.sizes.index(self.size) + 1], None)
 
     def hold(self, tokens_B: np.ndarray, slot_B: np.ndarray) -> None:
-        """Have room for so many tokens in each slot.
+        """Ensure room for the tokens of each slot.
 
         Args:
-          tokens_B: By slot.
-          slot_B: The slots that are computed, in the order of their rows.
+          tokens_B: Number of tokens of each slot, indexed by slot.
+          slot_B: Slot of each row of the device's arrays.
         """
         self.grow(fit(int(tokens_B[slot_B].max()), self.sizes))
 
@@ -89,13 +92,16 @@ class SlotCache:
             places[keeps_of(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
-        """The first `width` entries of these slots, all of which are computed, as a prefill leaves them."""
+        """Return the first `width` entries of these slots in the form of a prefill's result.
+
+        The cache must have a row for every slot, so that row and slot numbers agree.
+        """
         rows, sizes = np.asarray(slots, np.int32), ("take", width, self.size, len(slots))
         program = partial(programs.take_prefix, width=width)
         return self._compiled.run(sizes, program, self.arrays, rows, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
-        """Only these rows of each replica go on."""
+        """Keep only these rows of each replica."""
         self._resize(row_GB.size, self.size, row_GB)
 
     def _resize(self, rows: int, capacity: int, row_GB: np.ndarray | None) -> None:
@@ -110,25 +116,27 @@ class SlotCache:
 
 
 def _named(what: str, stored: LayerCache | LayerState) -> str:
-    """Name of a program for a layer of this kind."""
+    """Return the name of a program for a layer of this kind."""
     ring = " ring" if is_ring(stored) else ""
     return what + {"state": " state", "sliding": " sliding"}.get(keeps_of(stored), "") + ring
 
 
 class PageCache:
-    """A cache in pages, in place of `SlotCache`. Each replica has its own; all have as many as the fullest one needs.
+    """KV cache in pages, an alternative to `SlotCache`.
 
-    Memory follows the sum of the lengths, where slots of one capacity take the longest for each. A response that
-    ends gives its pages to others, and responses to one prompt share those that it fills.
+    Each replica has its own pages; all replicas have as many pages as the fullest one needs. Memory is proportional to
+    the sum of the lengths; `SlotCache` gives every slot the longest length. A response that ends frees its pages for
+    others, and responses to one prompt share the pages that the prompt fills.
 
     Args:
-      longest_prompt: Tokens of the longest prompt that the responses of a group share.
-      prompts: Distinct prompts that come at a time.
+      longest_prompt: Number of tokens of the longest prompt that the responses of a group share.
+      prompts: Number of distinct prompts of a batch.
 
     Attributes:
-      arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
-      size: Pages of a replica; 0 without a cache.
-      sizes: Numbers of pages that it may have, ascending; one of them holds the longest responses to the prompts.
+      arrays: Pages of each layer and the page table, an argument and a result of `decode`; no layers while nothing is
+        cached.
+      size: Number of pages of a replica; 0 without a cache.
+      sizes: Possible numbers of pages of a replica, ascending; one of them holds the longest responses to the prompts.
     """
 
     def __init__(
@@ -145,7 +153,7 @@ class PageCache:
         self._columns = -(-longest // PAGE_TOKENS)
         own_slots = slots // replicas
         most = own_slots * self._columns
-        # A response begins anywhere in its first page.
+        # A response may start anywhere in its first page.
         shared, own = longest_prompt // PAGE_TOKENS, -(-(longest - longest_prompt) // PAGE_TOKENS) + 1
         together = min(own_slots, -(-prompts // replicas)) * shared + own_slots * own
         self._expected = min(together, most)
@@ -154,7 +162,7 @@ class PageCache:
         self.free()
 
     def free(self) -> None:
-        """Drop everything."""
+        """Free the whole cache."""
         self.arrays = PagedCache([], np.zeros((0, self._columns), np.int32))
         self.books = [
             BlockManager(slots=self._slots // self._replicas, page_tokens=PAGE_TOKENS) for _ in range(self._replicas)
@@ -162,11 +170,11 @@ class PageCache:
         self.size = 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
-        """Sizes that hold a sequence of so many tokens, up to the expected one."""
+        """Return the sizes that hold a sequence of this number of tokens, up to the expected size."""
         return tuple(size for size in self.sizes if tokens <= size * PAGE_TOKENS and size <= self._expected)
 
     def grow(self, size: int) -> None:
-        """Be one of `sizes`, at least: step by step, so that every step is compiled once."""
+        """Grow to at least `size`, one of `sizes`; step by step, so that each step is compiled once."""
         layers, where = self.arrays.layers, self.layout.layers
         if not layers:
             self.size = self.sizes[0]
@@ -180,7 +188,7 @@ class PageCache:
             self.size = larger
 
     def hold(self, tokens_B: np.ndarray, slot_B: np.ndarray) -> None:
-        """Have room for so many tokens in each slot, as `SlotCache.hold`; a slot of none gives its pages back."""
+        """Ensure room for the tokens of each slot, as `SlotCache.hold`; a slot with 0 tokens frees its pages."""
         for slot, tokens in enumerate(tokens_B.tolist()):
             replica, own = self._place_of(slot)
             self.books[replica].hold(own, tokens)
@@ -208,7 +216,7 @@ class PageCache:
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
-        """The first `width` entries of these slots, as a prefill leaves them."""
+        """Return the first `width` entries of these slots in the form of a prefill's result."""
         page_GPQ = np.full((self._replicas, len(slots), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
         for row, slot in enumerate(slots):
             replica, own = self._place_of(slot)
@@ -219,10 +227,10 @@ class PageCache:
         return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
-        """Only these rows of each replica go on: their pages stay where they are."""
+        """Keep only these rows of each replica; nothing to do, as pages do not move."""
 
     def _place_of(self, slot: int) -> tuple[int, int]:
-        """The replica that has a slot, and which of its slots it is."""
+        """Return the replica of a slot, and the slot's index in the replica."""
         return divmod(slot, self._slots // self._replicas)
 
     def _grow_to_fit(self) -> None:
@@ -232,7 +240,7 @@ class PageCache:
 def cache_of(
     compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, longest_prompt: int, prompts: int
 ) -> SlotCache | PageCache:
-    """The cache of a model and its execution. Arguments are those of `PageCache`."""
+    """Return the paged or slot cache that the execution requires. The arguments are those of `PageCache`."""
     if compiled.shape.execution.pages_kernel is None:
         return SlotCache(compiled, layout, slots=slots, longest=longest)
     return PageCache(compiled, layout, slots=slots, longest=longest, longest_prompt=longest_prompt, prompts=prompts)

@@ -1,1 +1,1 @@
-"""Engines that are servers of their own: what is asked of them, and a rollout engine that asks."""
+"""Inference servers (vLLM, SGLang) as rollout engines: their HTTP protocols, and an engine that calls them."""

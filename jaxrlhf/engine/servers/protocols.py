@@ -1,4 +1,4 @@
-"""Requests to servers of vLLM and SGLang, and their answers: token ids both ways, never text.
+"""HTTP protocols of vLLM and SGLang servers: token ids in requests and in replies, never text.
 
 Source: the request and response models of vLLM 0.27 and later (`/v1/completions`; `/collective_rpc`,
 `/reset_prefix_cache`, `/update_weight_version`, `/weight_info` with `VLLM_SERVER_DEV_MODE=1`) and of SGLang
@@ -14,11 +14,11 @@ from jaxrlhf.config import Sampling
 
 
 class ServerResponse(NamedTuple):
-    """One response of a server.
+    """Response of a server.
 
     Attributes:
-      truncated: Ended by the length limit.
-      weights: Name of the weights that the server says it drew with; None if it does not say.
+      truncated: True if the length limit ended the response.
+      weights: Name of the weights that the server reports to have sampled with; None if it reports none.
     """
 
     tokens: tuple[int, ...]
@@ -29,11 +29,11 @@ class ServerResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class ResponseEnds:
-    """Ends of one response.
+    """End conditions of one response.
 
     Attributes:
-      stop_tokens: Ids that end it and are kept in it.
-      stop_texts: Texts that end it with the token that completes them.
+      stop_tokens: Ids that end the response and are kept in it.
+      stop_texts: Texts that end the response; the token that completes a text is kept.
     """
 
     max_tokens: int
@@ -42,10 +42,10 @@ class ResponseEnds:
 
 
 class ServerProtocol(Protocol):
-    """Requests of one kind of server, each a path and a JSON body.
+    """Protocol of one kind of server; a request is a path and a JSON body.
 
     Attributes:
-      weights_path: Path that says the name of the loaded weights as `weight_version`, in place of the responses.
+      weights_path: Path that reports the name of the loaded weights as `weight_version`; None if responses report it.
     """
 
     weights_path: str | None
@@ -53,27 +53,27 @@ class ServerProtocol(Protocol):
     def generate(
         self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
     ) -> tuple[str, dict[str, Any]]:
-        """Request for one response."""
+        """Return the request for one response."""
 
     def answer(self, reply: Any) -> ServerResponse:
-        """The response in a reply.
+        """Parse the response in a reply.
 
         Raises:
           LookupError, TypeError, ValueError: The reply has another form.
         """
 
     def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-        """Requests after which the server draws with the checkpoint in a folder, and with nothing kept from before.
+        """Return the requests that make the server load a checkpoint folder and drop caches of older weights.
 
-        The folder is the weights' name, too.
+        The folder is also the name of the weights.
         """
 
     def check_reloaded(self, reply: Any) -> None:
-        """Raise `ValueError` if a reply to one of those says that it failed."""
+        """Raise `ValueError` if a reply to a `reload` request reports a failure."""
 
 
 class Vllm:
-    """vLLM, on GPU, CPU or TPU."""
+    """Protocol of vLLM, on GPU, CPU or TPU."""
 
     weights_path: str | None = "/weight_info"
 
@@ -86,7 +86,7 @@ class Vllm:
             "min_tokens": min(sampling.min_tokens, ends.max_tokens),
             "top_k": sampling.top_k or 0,
             "seed": seed,
-            "logprobs": 0,  # of the drawn token alone
+            "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
             "add_special_tokens": False,
         }
@@ -103,12 +103,12 @@ class Vllm:
         return [("/collective_rpc", load), ("/reset_prefix_cache", {}), ("/update_weight_version", named)]
 
     def check_reloaded(self, reply: Any) -> None:
-        if reply and reply.get("success") is False:  # requests of others hold the cache
+        if reply and reply.get("success") is False:  # requests of other clients hold the cache
             raise ValueError("keys and values of older weights are in use; does another run use the server?")
 
 
 class Sglang:
-    """SGLang."""
+    """Protocol of SGLang."""
 
     weights_path: str | None = None
 
@@ -140,7 +140,10 @@ class Sglang:
 
 
 def _settings_of_both(sampling: Sampling, ends: ResponseEnds) -> dict[str, Any]:
-    """Settings of the same names; vLLM would take penalties from `generation_config.json`, as Qwen2.5's 1.05."""
+    """Return the settings with the same names in both servers.
+
+    Penalties are explicit: vLLM would take them from `generation_config.json`, such as Qwen2.5's 1.05.
+    """
     return {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_p": sampling.top_p,
@@ -156,11 +159,11 @@ def _settings_of_both(sampling: Sampling, ends: ResponseEnds) -> dict[str, Any]:
 
 
 def _is_cut(reason: str) -> bool:
-    """Check that a response is whole or ended by the length limit, and say if by that."""
+    """Return True if the length limit ended a response; raise `ValueError` if the server aborted it."""
     if reason not in ("stop", "length"):
-        raise ValueError(f"it gave the response up: {reason}")
+        raise ValueError(f"the server gave up the response: {reason}")
     return reason == "length"
 
 
 PROTOCOLS: dict[str, ServerProtocol] = {"vllm": Vllm(), "sglang": Sglang()}
-"""Kinds of servers, by `RolloutServer.api`."""
+"""Protocols by `RolloutServer.api`."""

@@ -1,7 +1,7 @@
-"""Rollout engine that asks servers: token ids go out, token ids and log-probabilities come back, weights go by files.
+"""Rollout engine that calls inference servers with token ids, and gets token ids and log-probabilities back.
 
-A response's seed is made of the step's seed and its request, so a server that honours seeds whatever else it computes
-draws the same responses again. No server promises that to the last bit.
+Weights are sent as checkpoint files. The seed of a response is made from the step's seed and its request_id, so a
+server whose sampling depends on the seed alone repeats its responses. No server promises that to the last bit.
 """
 
 import math
@@ -26,12 +26,15 @@ _OTHER_WEIGHTS = "was the server started anew, or does another run use it?"
 
 @dataclass(eq=False)
 class ServerEngine:
-    """Engine behind addresses of one kind of server, all with the same weights, which they get before they first draw.
+    """Rollout engine of one or more servers of one kind, all with the same weights.
+
+    The servers load new weights before the next request.
 
     Attributes:
-      folder: Folder of this engine alone, with a checkpoint for the servers to read. The older ones, `version_*`, are
-        deleted once a newer one is read.
-      vocab_size: Ids are below it.
+      folder: Folder for this engine's checkpoints, which the servers read. Older checkpoints (`version_*`) are deleted
+        once all servers have loaded a newer one.
+      save: Function that writes weights to a folder as a checkpoint.
+      vocab_size: Size of the vocabulary; replies with larger ids are refused.
     """
 
     server: RolloutServer
@@ -46,7 +49,7 @@ class ServerEngine:
     _loaded: str = ""
 
     def update_weights(self, weights: PolicyWeights) -> None:
-        """Take weights for the next requests."""
+        """Set the weights for the next requests; they are sent with the next `generate`."""
         self._waiting = weights
 
     def _send(self, weights: PolicyWeights) -> None:
@@ -56,7 +59,7 @@ class ServerEngine:
           EndpointError: A server did not load it.
         """
         folder = (self.folder / f"version_{weights.version}").absolute()
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed run left of it
+        shutil.rmtree(folder, ignore_errors=True)  # left over from a killed run
         self.save(weights, folder)
         with ThreadPoolExecutor(len(self.server.urls)) as pool:
             list(pool.map(partial(self._reload, folder=folder), self.server.urls))
@@ -68,7 +71,7 @@ class ServerEngine:
     def _reload(self, url: str, *, folder: Path) -> None:
         protocol = PROTOCOLS[self.server.api]
         for path, body in protocol.reload(folder):
-            # vLLM answers 500 where it cannot read the folder, and is gone then.
+            # vLLM answers 500 if it cannot read the folder, and exits then.
             reply = self._post(url + path, body, limit_s=self.server.reload_s, final=(500,))
             try:
                 protocol.check_reloaded(reply)
@@ -76,7 +79,7 @@ class ServerEngine:
                 raise Unreadable(f"{url}{path} did not load {folder}: {error}") from error
 
     def _check_weights(self, url: str) -> None:
-        """Raise `Unreadable` if a server has other weights than it was sent: it may have been started anew."""
+        """Raise `Unreadable` if a server has other weights than the sent ones, for example after a restart."""
         if (path := PROTOCOLS[self.server.api].weights_path) is None:
             return
         reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
@@ -84,11 +87,11 @@ class ServerEngine:
             raise Unreadable(f"{url}{path} answers {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
 
     def unload(self) -> None:
-        """Let go of weights that no server has drawn with."""
+        """Drop weights that were not sent to the servers."""
         self._waiting = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Nothing is compiled here."""
+        """Do nothing: servers compile by themselves."""
 
     def generate(
         self,
@@ -99,10 +102,10 @@ class ServerEngine:
         progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """One completion for each request, in their order; requests with one prompt go to one server.
+        """Return one completion per request, in the order of the requests; requests with one prompt go to one server.
 
         Raises:
-          EndpointError: A server gave no answer in time, or one that is none.
+          EndpointError: A server did not answer in time, or its answer is invalid.
         """
         if self._waiting is not None:
             self._send(self._waiting)
@@ -147,7 +150,7 @@ class ServerEngine:
         return Completion(request.request_id, answer.tokens, answer.logps, answer.truncated, self._version)
 
     def _check(self, answer: ServerResponse, ends: ResponseEnds) -> None:
-        """Raise `ValueError` at what cannot have been drawn."""
+        """Raise `ValueError` if a response is impossible for the request, the vocabulary or the weights."""
         tokens, logps = answer.tokens, answer.logps
         if len(tokens) != len(logps) or not 0 < len(tokens) <= ends.max_tokens:
             raise ValueError(
@@ -171,5 +174,5 @@ class ServerEngine:
 
 
 def _seed(seed: int, request_id: int) -> int:
-    """Seed of one response, in [0, 2**31)."""
+    """Return the seed of one response, in [0, 2**31)."""
     return int(np.random.SeedSequence([seed, request_id]).generate_state(1)[0]) >> 1

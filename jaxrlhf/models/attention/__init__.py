@@ -1,1 +1,1 @@
-"""Attention: its forms, masks, caches and the choice of a kernel."""
+"""Attention: variants, masks, caches and kernel choice."""

@@ -1,7 +1,7 @@
-"""Attention of packed rows to themselves, and of one new token to its cache.
+"""Attention of packed rows to themselves, and of one new token per slot to its cache.
 
-`attend`, `attend_cache` and `attend_pages` are the interface behind which kernels live; every kernel
-computes the same function. `kernel_choice` finds the best ones that a backend computes right.
+`attend`, `attend_cache` and `attend_pages` are the interface to the kernels; every kernel computes the same function.
+`kernel_choice` finds the best kernels that compute correctly on a backend.
 """
 
 import importlib
@@ -32,17 +32,17 @@ def attend(
     *,
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
-    """Causal attention inside each segment of a row; softmax in float32.
+    """Compute causal attention inside each segment of a row; softmax in float32.
 
         out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
 
-    or with other scores, and inside a window. Padding is segment 0 and sees only padding, so no row
-    of the softmax is empty. A segment's tokens lie side by side, so windows count in its own positions.
+    or with other scores, and inside a window (`ScoreMod`). Padding is segment 0 and sees only padding, so no row of
+    the softmax is empty. The tokens of a segment are contiguous, so windows count in the segment's own positions.
     """
     kernel = ROWS[execution.rows_kernel]
     value_dim = value_RWKU.shape[-1]
     if execution.rows_kernel != "xla":
-        # Kernels know of one width.
+        # Kernels support only one width for queries, keys and values.
         padding = query_RWNH.shape[-1] - value_dim
         value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
         row = PartitionSpec(execution.row_axes)
@@ -61,14 +61,15 @@ def attend_cache(
     ring: bool = False,
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "B N H"]:
-    """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
+    """Attend with one query per slot to its cache entries at index <= position, inside the window; softmax in float32.
 
-    Keys lie with positions last and values with head width last, so both products stream through contiguous memory.
+    Keys have positions last and values have the head width last, so both products stream through contiguous memory.
 
-    Where devices share the positions of a slot each attends to its own, and one gather brings their parts together.
+    If devices share the positions of a slot, each device attends to its own positions, and one gather combines the
+    results.
 
     Args:
-      ring: Position p is in entry p mod S, and only the newest S are there; every device has all of them.
+      ring: True if position p is in entry p mod S. The cache then holds only the newest S positions, on every device.
     """
     if execution.cache_ways > 1 and not ring:
         return _attend_shared(query_BNH, key_BKHS, value_BKSH, position_B, score_mod, execution)
@@ -89,7 +90,7 @@ def _attend_shared(
     scores: ScoreMod,
     execution: Execution,
 ) -> Array:
-    """`attend_cache` where devices share the positions of a slot."""
+    """Compute `attend_cache` if devices share the positions of a slot."""
     axes, capacity = execution.cache_axes, key_BKHS.shape[3]
     kernel = PARTS[execution.decode_kernel]
 
@@ -108,7 +109,7 @@ def _attend_shared(
 def _on_devices(
     kernel: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec, execution: Execution
 ) -> Callable[..., Any]:
-    """A kernel of causal attention, run by every device on its part of the arrays, with the sinks of its heads."""
+    """Wrap a causal attention kernel so that every device runs it on its part of the arrays and the sinks."""
 
     def on_devices(*given: Any) -> Any:
         *arrays, score_mod = given
@@ -132,11 +133,11 @@ def attend_pages(
     *,
     execution: Execution,
 ) -> Float[Array, "B N H"]:
-    """Paged attention: `attend_cache` over the pages that the table names; each device has pages of its own.
+    """Compute paged attention: `attend_cache` over the pages that the table lists. Each device has its own pages.
 
     Args:
-      pages_ZSJU: Z pages of S positions: for each key-value head its key, then its value, maybe wider than queries.
-      table_BQ: Pages of each slot in order; numbers past the last page are none.
+      pages_ZSJU: Z pages of S positions: for each key-value head its key, then its value, padded to U >= H.
+      table_BQ: Page numbers of each slot in order; numbers past the last page are no page.
     """
     assert execution.pages_kernel is not None, "the cache does not lie in pages"
     head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
@@ -145,7 +146,7 @@ def attend_pages(
 
     def run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod):
         pages, page_tokens, _, _ = pages_ZSJU.shape
-        # A slot that is done may have run past its pages, and have none; it still sees something.
+        # A finished slot may have run past its pages, or have none: clip, so that it still sees a position.
         held_B = (table_BQ < pages).sum(axis=1, dtype=jnp.int32) * page_tokens
         newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
         return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, score_mod)
@@ -173,7 +174,7 @@ def _decode_xla(
     if ring:
         seen_BS = seen_in_ring(position_B, capacity, score_mod)
     else:
-        # A slot that is done may have run past its cache; it still sees something.
+        # A finished slot may have run past its cache: clip, so that it still sees a position.
         newest_B = jnp.minimum(position_B, capacity - 1)
         seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
     score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)) + mask_bias(seen_BS)[:, None, None, :]
@@ -194,7 +195,7 @@ def _decode_xla(
 def _parts_xla(
     query_BNH: Array, key_BKHS: Array, value_BKSH: Array, first_B: Array, end_B: Array, score_mod: ScoreMod
 ) -> Parts:
-    """Softmax of one query per slot over its entries from `first_B` to before `end_B`."""
+    """Compute the softmax of one query per slot over its entries from `first_B` to before `end_B`."""
     slots, kv_heads, head_dim, _ = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
@@ -202,7 +203,7 @@ def _parts_xla(
 
 
 def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, score_mod: ScoreMod) -> Array:
-    """Paged attention, a page of every slot at a time, up to the longest slot's last."""
+    """Compute paged attention, one page of every slot at a time, up to the last page of the longest slot."""
     slots, _, width = query_BNH.shape
     _, page_tokens, both, _ = pages_ZSJH.shape
     query_BKGH = query_BNH.reshape(slots, both // 2, -1, width)
@@ -225,14 +226,14 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
     zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)
     start_state = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
     sink_KG = score_mod.sinks(both // 2)
-    if sink_KG is not None:  # as if it had been read first
+    if sink_KG is not None:  # the sink starts the sums, as if it had been read first
         start_state = start_state[0], zero_BKG + 1, zero_BKG + sink_KG[None]
     out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, start_state)
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
-    """A kernel of `kernels/`, imported when it is called: a JAX that has no such kernel still has the others."""
+    """Return a kernel of `kernels/` that is imported when called: a JAX without this kernel still has the others."""
 
     def kernel(*arrays: Any, **how: Any) -> Any:
         return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{module}"), name)(*arrays, **how)
@@ -247,7 +248,7 @@ ROWS: dict[str, Callable[..., Array]] = {
 }
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}
 PARTS: dict[str, Callable[..., Parts]] = {"xla": _parts_xla, "pallas": _lazy("gpu", "pallas_parts")}
-"""Kernels of `DECODE`, of a part of the entries."""
+"""Kernels of `DECODE`, over a part of the entries."""
 PAGES: dict[str, Callable[..., Array]] = {
     "xla": _pages_xla,
     "pallas": _lazy("gpu_pages", "pallas_pages"),
@@ -255,10 +256,10 @@ PAGES: dict[str, Callable[..., Array]] = {
 }
 
 WITHOUT_SINKS = ("splash", "ragged")
-"""Kernels of JAX that know of no attention sinks."""
+"""JAX kernels that do not support attention sinks."""
 
 LANES: dict[str, int] = {"ragged": 128}
-"""Multiples of which the width of heads in pages has to be, by kernel."""
+"""Number that must divide the width of heads in pages, by kernel."""
 
 WIDEST: dict[str, int] = {"ragged": 128}
-"""Widest heads in pages that a kernel is compiled for; JAX's loads keys of wider ones in a way that Mosaic refuses."""
+"""Largest head width in pages, by kernel. JAX's kernel loads keys of wider heads in a way that Mosaic refuses."""

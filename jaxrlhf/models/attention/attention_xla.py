@@ -1,17 +1,17 @@
-"""Attention of packed rows in plain XLA, a block of queries at a time.
+"""Attention of packed rows in plain XLA, one block of queries at a time.
 
-A block reads the keys up to its own end, so half of the products of a causal row are never
-computed, and no array is as long as a row in both directions. Where every layer has a window, a block
-reads none of the keys that are too far back for all of its queries. Where tokens of an image see those
-behind them, a block reads all keys.
+A block reads the keys up to its own end. Half of the products of a causal row are therefore never computed, and no
+array has the length of a row in two dimensions. If every layer has a window, a block skips the keys that are too far
+back for all of its queries. If image tokens see later tokens of their image, a block reads all keys.
 
-Scores of long rows exist a tile of queries and keys at a time, forward and backward, so that they stay in a
-processor's cache and memory is linear in the row.
+Scores of long rows exist for one tile of queries and keys at a time, forward and backward. They stay in a processor's
+cache, and memory is linear in the row length.
 
 Source of tiles: Dao 2023, FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,17 +27,17 @@ from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, SharedTo
 
 _SHORTEST_BLOCK = 64
 MOST_BLOCKS = 8
-"""More would save less than a further eighth, and every block is compiled by itself."""
+"""Most blocks of a row. More blocks would save less than a further eighth, and every block is compiled separately."""
 LONG_ROW = 1024
-"""Width from which on rows are computed by tiles."""
+"""Row width from which on attention is computed in tiles."""
 TILE = 256
-"""Queries of a tile, and keys."""
+"""Number of queries of a tile, and number of its keys."""
 
 
 def attend_blocks(
     query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
 ) -> Array:
-    """Attention of packed rows, with the arguments of `attention.attend`; values may have a width of their own."""
+    """Compute attention of packed rows, with the arguments of `attention.attend`; values may have a different width."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
@@ -69,9 +69,10 @@ def attend_blocks(
 def attend_shared_tokens(
     query_RWNH: Array, key_RWKH: Array, value_RWKU: Array, shared: SharedTokens, score_mod: ScoreMod = PLAIN
 ) -> Array:
-    """Attention of packed rows whose sequences share prompts, in the rows themselves: a prompt attends once for all.
+    """Compute attention of packed rows whose sequences share prompts, in place: a shared prompt attends only once.
 
-    Every pair of tokens of a row is computed, so it is for rows that are not much longer than their sequences.
+    Scores of every token with all tokens before it in the row are computed, including tokens of other sequences. The
+    function is therefore for rows that are not much longer than their sequences.
     """
     rows, width, heads, head_dim = query_RWNH.shape
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
@@ -80,13 +81,13 @@ def attend_shared_tokens(
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
-    """First query of each block, and the one after its last."""
+    """Return the first query of each block, and the index after its last query."""
     size = -(-width // min(MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 class _Places(NamedTuple):
-    """Positions of queries or keys, with their segments and images, and the sequence that alone has them."""
+    """Positions of queries or keys, with segments and images; `own_RS` is the sequence of an unshared token, or 0."""
 
     place_RS: Array
     segment_RS: Array
@@ -95,14 +96,14 @@ class _Places(NamedTuple):
 
 
 def _places(segments: Array | SharedTokens, score_mod: ScoreMod) -> _Places:
-    """All positions of rows."""
+    """Return the places of all tokens of rows."""
     if isinstance(segments, SharedTokens):
         return _Places(segments.position_RW, segments.group_RW, own_RS=segments.own_RW)
     return _Places(jnp.arange(segments.shape[1])[None], segments, score_mod.block_RW)
 
 
 def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: float) -> Float[Array, "R Q S"]:
-    """Bias that hides from queries the keys that they do not see."""
+    """Return the bias that hides from queries the keys that they do not see."""
     seen_RQS = queries.segment_RS[:, :, None] == keys.segment_RS[:, None, :]
     together_RQS = None
     if queries.image_RS is not None and keys.image_RS is not None:
@@ -118,7 +119,7 @@ def _hidden(queries: _Places, keys: _Places, score_mod: ScoreMod, *, lowest: flo
 def _block(
     query_RKGQH: Array, key_RKHS: Array, value_RKSU: Array, queries: _Places, keys: _Places, score_mod: ScoreMod
 ) -> Array:
-    """Queries over the keys that they are given; softmax in float32."""
+    """Compute attention of a block of queries to the keys that it may see; softmax in float32."""
     rows, kv_heads, groups, count, head_dim = query_RKGQH.shape
     query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * count, head_dim)
     logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
@@ -145,7 +146,7 @@ def _block(
 def _attend_tiles(
     query_RWKGH: Array, key_RWKH: Array, value_RWKU: Array, segments: Array | SharedTokens, score_mod: ScoreMod
 ) -> Float[Array, "R W K G U"]:
-    """Attention of divided queries, a tile of scores at a time."""
+    """Compute attention of queries that are already divided, one tile of scores at a time."""
     width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
     rows, segments, block_RW = pad_positions(
         ((query_RWKGH, key_RWKH, value_RWKU), segments, score_mod.block_RW), multiple=TILE
@@ -160,46 +161,64 @@ def _attend_tiles(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(scores: ScoreMod, *arrays: Any) -> Array:
-    """Mixed values of rows whose width is a multiple of tiles, of the arrays that `_forward` takes."""
+    """Compute attention in tiles, for rows whose width is a multiple of `TILE`; arguments as in `_forward`."""
     return _forward(scores, *arrays)[0]
 
 
-def _visits(width: int, segments: Array | SharedTokens, scores: ScoreMod) -> tuple[Array, Array]:
-    """First query and first key of each tile in which some query may see a key."""
-    everywhere = scores.slides is not None or scores.block_RW is not None or isinstance(segments, SharedTokens)
-    starts = np.arange(0, width, TILE)
+def _visits(segments: Array | SharedTokens, scores: ScoreMod) -> tuple[Array, Array, Array]:
+    """Return the first query and the first key of each visited tile, visited tiles first, and the number of visits.
+
+    A tile is visited if some query may see a key. Segments are contiguous, so a tile before the diagonal is seen only
+    if its last segment is the first segment of the queries.
+    """
+    shared = isinstance(segments, SharedTokens)
+    segment_RW = segments.group_RW if isinstance(segments, SharedTokens) else segments
+    starts = np.arange(0, segment_RW.shape[1], TILE)
     query, key = (each.ravel() for each in np.meshgrid(starts, starts, indexing="ij"))
-    seen = np.full(query.shape, True) if scores.block_RW is not None else key <= query
-    if scores.window is not None and not everywhere:
-        seen &= query - (key + TILE - 1) < scores.window
-    return jnp.asarray(query[seen], jnp.int32), jnp.asarray(key[seen], jnp.int32)
+    if scores.block_RW is not None:
+        return jnp.asarray(query, jnp.int32), jnp.asarray(key, jnp.int32), jnp.int32(len(query))
+    before = key <= query
+    if scores.window is not None and scores.slides is None and not shared:
+        before &= query - (key + TILE - 1) < scores.window
+    query, key = query[before], key[before]
+    first_RV, last_RV = segment_RW[:, query], segment_RW[:, key + TILE - 1]
+    seen_V = jnp.asarray(query == key) | ((first_RV == last_RV) & (first_RV > 0)).any(axis=0)
+    (order_V,) = jnp.nonzero(seen_V, size=len(query), fill_value=0)
+    return jnp.asarray(query, jnp.int32)[order_V], jnp.asarray(key, jnp.int32)[order_V], seen_V.sum(dtype=jnp.int32)
+
+
+def _over(visits: tuple[Array, Array, Array], body: Callable[[Any, tuple[Array, Array]], Any], carry: Any) -> Any:
+    """Run the body on every visited tile."""
+    query_V, key_V, count = visits
+    return lax.fori_loop(0, count, lambda index, carry: body(carry, (query_V[index], key_V[index])), carry)
 
 
 def _tile(array: Array, start: Array, axis: int = -2) -> Array:
-    """Positions of a tile."""
+    """Slice the positions of a tile."""
     return lax.dynamic_slice_in_dim(array, start, TILE, axis % array.ndim)
 
 
 def _queries(array_RKGWX: Array, start: Array) -> Float[Array, "R K M X"]:
-    """Positions of a tile in all query heads of a key-value head, which meet the same keys."""
+    """Slice the positions of a tile, and flatten the query heads of a key-value head, which read the same keys."""
     tile_RKGQX = _tile(array_RKGWX, start)
     return tile_RKGQX.reshape(*tile_RKGQX.shape[:2], -1, tile_RKGQX.shape[-1])
 
 
 def _renew(array: Array, tile: Array, start: Array) -> Array:
-    """The array with other numbers in the positions of a tile."""
+    """Replace the positions of a tile in an array."""
     tile = tile.reshape(*array.shape[:-2], TILE, array.shape[-1])
     return lax.dynamic_update_slice_in_dim(array, tile, start, array.ndim - 2)
 
 
 _whole = partial(jax.checkpoint, prevent_cse=False)
-"""A body that is not divided: a loop over layers would compute the masks of all tiles before itself, and keep them."""
+"""Checkpoint of a loop body as a whole. Otherwise a loop over layers would compute and keep the masks of all tiles
+before it runs."""
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _bias(places: _Places, starts: tuple[Array, Array], scores: ScoreMod, groups: int) -> Float[Array, "R 1 M S"]:
-    """Bias of a tile's scores."""
+    """Return the mask bias of a tile's scores."""
     queries, keys = (jax.tree.map(partial(_tile, start=start, axis=-1), places) for start in starts)
     return jnp.tile(_hidden(queries, keys, scores, lowest=LOWEST), (1, groups, 1))[:, None]
 
@@ -214,9 +233,9 @@ def _forward(
     slides: Array | None,
     block_RW: Array | None,
 ) -> tuple[Array, Any]:
-    """Mixed values, and what their gradient takes over, among it the logarithm of each softmax's sum of weights.
+    """Compute attention, and the arrays for the backward pass, such as the logarithm of each softmax's denominator.
 
-    The arrays of scores are arguments of their own.
+    The arrays of `ScoreMod` are separate arguments; `scores` is static.
     """
     rows, kv_heads, groups, width, _ = query_RKGWH.shape
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
@@ -236,15 +255,15 @@ def _forward(
         mixed_RKMU += _queries(sums_RKGWU, query) * kept_RKM1
         total_RKM1 = _queries(total_RKGW1, query) * kept_RKM1 + weight_RKMS.sum(axis=-1, keepdims=True)
         tiles = (mixed_RKMU, total_RKM1, peak_RKM1)
-        return tuple(_renew(array, tile, query) for array, tile in zip(carry, tiles, strict=True)), None
+        return tuple(_renew(array, tile, query) for array, tile in zip(carry, tiles, strict=True))
 
     zero_RKGW1 = jnp.zeros((rows, kv_heads, groups, width, 1), jnp.float32)
     total_RKGW1, peak_RKGW1 = zero_RKGW1, zero_RKGW1 + LOWEST
-    if sink_KG is not None:  # as if it had been read first
+    if sink_KG is not None:  # the sink starts the sums, as if it had been read first
         total_RKGW1, peak_RKGW1 = zero_RKGW1 + 1, zero_RKGW1 + sink_KG[None, :, :, None, None]
     sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
-    found, _ = lax.scan(body, (sums_RKGWU, total_RKGW1, peak_RKGW1), _visits(width, segments, score_mod))
-    sums_RKGWU, total_RKGW1, peak_RKGW1 = found
+    start = sums_RKGWU, total_RKGW1, peak_RKGW1
+    sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(segments, score_mod), body, start)
     mixed_RKGWU = (sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype)
     log_sum_RKGW1 = peak_RKGW1 + jnp.log(total_RKGW1)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
@@ -252,12 +271,12 @@ def _forward(
 
 
 def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
-    """Gradients of `_flash` by queries, keys, values and sinks."""
+    """Compute the gradients of `_flash` with respect to queries, keys, values and sinks."""
     *arrays, sink_KG, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
     query_RKGWH, key_RKWH, value_RKWU = arrays
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
     places, groups = _places(segments, score_mod), query_RKGWH.shape[2]
-    # Softmax takes from each score's gradient their mean under its weights.
+    # The gradient of softmax subtracts from the weights' gradients their mean under the weights.
     mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     @_whole
@@ -279,13 +298,10 @@ def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, 
             _renew(by_query_RKGWH, by_query_RKMH, query),
             _renew(by_key_RKWH, by_key_RKSH, key),
             _renew(by_value_RKWU, by_value_RKSU, key),
-        ), None
+        )
 
-    found, _ = lax.scan(
-        body,
-        tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays),
-        _visits(query_RKGWH.shape[3], segments, score_mod),
-    )
+    zeros = tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
+    found = _over(_visits(segments, score_mod), body, zeros)
     by_arrays = (gradient.astype(array.dtype) for gradient, array in zip(found, arrays, strict=True))
     by_sink_KG = None
     if sink_KG is not None:

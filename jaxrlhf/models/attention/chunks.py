@@ -1,6 +1,6 @@
-"""Chunked prefill: prompts run a chunk of tokens at a time, each against the keys and values before it.
+"""Chunked prefill: prompts run a chunk of tokens at a time. A chunk attends to itself and to the cache before it.
 
-Activations take the memory of a chunk, and chunks that no prompt reaches are not run.
+Activations take the memory of one chunk, and chunks past the end of all prompts are not run.
 """
 
 import math
@@ -24,17 +24,18 @@ from jaxrlhf.models.attention.softmax_parts import Parts, joined, of_devices, si
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 Expansion = tuple[Any, Callable[[Any, Array, Array], tuple[Array, Array]]]
-"""The matrix that makes keys and values of all heads of latents, or None, and a function of it and of what is kept."""
+"""Matrix that makes keys and values of all heads from latents (or None), and a function `(matrix, kept keys, kept
+values) -> (keys, values)`."""
 
 
 class Chunk(NamedTuple):
-    """A chunk of prompts in one layer.
+    """Chunk of prompts in one layer.
 
     Attributes:
-      prefix: Keys and values of all layers of its kind, written before `start`.
-      layer: int32 index of the layer, or of that which it borrows from, among those of its kind.
-      start: int32 index of the chunk's first token in its prompt.
-      length_P: Tokens of each prompt; None of layers without states.
+      prefix: Keys and values of all layers of the layer's kind, filled up to `start`.
+      layer: int32, index of the layer among the layers of its kind; for a borrowing layer, the index of its lender.
+      start: int32, index of the chunk's first token in its prompt.
+      length_P: Number of tokens of each prompt; required only by layers with states.
     """
 
     prefix: Prefix
@@ -43,18 +44,18 @@ class Chunk(NamedTuple):
     length_P: Array | None = None
 
     def real(self, tokens: int) -> Array:
-        """`[P, C]`: true for tokens of the prompts."""
+        """Return the mask `[P, C]` of the chunk: true for tokens of the prompts, false for padding."""
         assert self.length_P is not None, "layers with states want the lengths of prompts"
         return self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
 
     def state(self) -> LayerState:
-        """The layer's states before the chunk."""
+        """Return the layer's states before the chunk."""
         assert self.prefix.state is not None, "layers with states want a prefix that has them"
         state = self.prefix.state
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
-        """Keys and values of `tokens` entries from `start` on."""
+        """Return keys and values of `tokens` entries from `start` on."""
 
         def of_layer(leaf_LPSKH: Array) -> Array:
             _, prompts, _, heads, width = leaf_LPSKH.shape
@@ -72,7 +73,7 @@ def written(
     working: Bool[Array, ""] | bool = True,
     execution: Execution = ONE_DEVICE,
 ) -> Prefix:
-    """The prefix with a chunk of all layers; as it was on a pipeline stage that is not working."""
+    """Write a chunk of all layers into the prefix; a pipeline stage that is not working leaves it unchanged."""
 
     if prefix.sliding is not None and new.sliding is not None:
         parts = (prefix.sliding, new.sliding), (prefix._replace(sliding=None), new._replace(sliding=None))
@@ -94,7 +95,7 @@ def written(
 
 
 def _put_own(old_LPSKH: Array, new_LPCKH: Array, *, start: Array, execution: Execution) -> Array:
-    """The prefix with a chunk, of which each device that shares its positions writes its own."""
+    """Write a chunk into a prefix whose positions devices share; each device writes its own positions."""
     ways, axes = execution.cache_ways, execution.cache_axes
 
     def put(old_LPSKH: Array, new_LPCKH: Array, start: Array) -> Array:
@@ -118,16 +119,17 @@ def attend_chunk(
     start: Int[Array, ""],
     score_mod: ScoreMod = PLAIN,
 ) -> Float[Array, "P C N U"]:
-    """Causal attention of a chunk to itself and to what is before it, a block of keys at a time.
+    """Compute causal attention of a chunk to itself and to the tokens before it, one block of keys at a time.
 
         out = sum_b e^(m_b - m) o_b / sum_b e^(m_b - m) l_b    over blocks b of C keys
 
     with the largest score m_b, the sum l_b of the weights and the weighted values o_b of each block, in float32.
-    XLA on every backend: the kernels of `attend` know of no queries that begin in the middle of their keys.
+    It is plain XLA on every backend: the kernels of `attend` do not support queries that start in the middle of their
+    keys.
 
     Args:
-      before: Function of an index that gives keys and values of the C tokens from it on; those from `start` on are
-        not seen.
+      before: Function from an index to the keys and values of the C tokens from this index on; tokens from `start` on
+        are not seen.
       start: Index of the chunk's first token in its prompt.
 
     Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), section 3.1.
@@ -145,7 +147,7 @@ def attend_chunk(
     mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(first // tokens, -(-start // tokens), add, chunk)
     sink_KG = score_mod.sinks(kv_heads)
     if sink_KG is not None:
-        # Beyond what float32 holds the sink takes all, and what is left is 0 either way.
+        # If the exponential overflows float32, the sink takes all weight, and the result is 0 either way.
         total_PKM1 += jnp.exp(jnp.repeat(sink_KG, tokens, axis=1)[None, :, :, None] - most_PKM1)
     return _by_token(mixed_PKMU / total_PKM1, tokens).astype(value_PCKU.dtype)
 
@@ -160,11 +162,11 @@ def attend_shared_chunk(
     expansion: Expansion,
     execution: Execution,
 ) -> Float[Array, "P C N U"]:
-    """`attend_chunk` where devices share the positions of the prefix: each attends to its own, and a gather joins them.
+    """Compute `attend_chunk` if devices share the prefix's positions: each device attends to its own, a gather joins.
 
     Args:
       key_PCKH, value_PCKU: Keys and values of all heads.
-      expansion: What makes them of what the prefix has.
+      expansion: Matrix and function that make keys and values of all heads from the prefix's.
     """
     tokens, ways, axes = query_PCNH.shape[1], execution.cache_ways, execution.cache_axes
     kept = chunk.prefix.key_LPSKH, chunk.prefix.value_LPSKH
@@ -199,13 +201,13 @@ def attend_shared_chunk(
 
 
 _Sums = tuple[Array, Array, Array]
-"""Weighted values, the sum of the weights and the largest score of each query over blocks of keys."""
+"""Weighted values, sum of the weights, and largest score of each query over blocks of keys."""
 
 
 def _blocks(
     query_PCNH: Array, kv_heads: int, start: Array, score_mod: ScoreMod
 ) -> Callable[[Array, Array, Array, Array], _Sums]:
-    """Softmax of a chunk's queries over a block: a function of its keys, values, their positions, and which count."""
+    """Return the softmax of a chunk's queries over a block, as a function `(keys, values, positions, mask) -> sums`."""
     prompts, tokens, heads, head_dim = query_PCNH.shape
     query_PCKGH = score_mod.divided(query_PCNH).reshape(prompts, tokens, kv_heads, -1, head_dim)
     query_PKGCH = jnp.transpose(query_PCKGH, (0, 2, 3, 1, 4))
@@ -230,10 +232,10 @@ def _blocks(
 
 
 def _added(so_far: _Sums, block: _Sums) -> _Sums:
-    """Sums with those of a block."""
+    """Add the sums of a block to the sums so far."""
     (*sums, most_PKM1), (*new_sums, other_PKM1) = so_far, block
     next_PKM1 = jnp.maximum(most_PKM1, other_PKM1)
-    # Where a block has nothing to see its weights are 1, and so small beside those of the chunk that they are 0.
+    # If a query sees nothing in a block, its weights are 1 at the lowest score; the chunk's scores scale them to 0.
     kept_PKM1, added_PKM1 = jnp.exp(most_PKM1 - next_PKM1), jnp.exp(other_PKM1 - next_PKM1)
     mixed, total = (kept_PKM1 * old + added_PKM1 * new for old, new in zip(sums, new_sums, strict=True))
     return mixed, total, next_PKM1
@@ -245,7 +247,7 @@ def _part(sums: _Sums) -> Parts:
 
 
 def _by_token(mixed_PKMU: Array, tokens: int) -> Array:
-    """`[P, C, N, U]` of what queries have mixed by key-value head."""
+    """Reorder the queries' results from key-value heads to tokens, `[P, C, N, U]`."""
     prompts, kv_heads, _, width = mixed_PKMU.shape
     mixed_PKGCU = mixed_PKMU.reshape(prompts, kv_heads, -1, tokens, width)
     return jnp.transpose(mixed_PKGCU, (0, 3, 1, 2, 4)).reshape(prompts, tokens, -1, width)

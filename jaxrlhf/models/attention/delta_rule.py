@@ -1,13 +1,13 @@
-"""The gated delta rule: linear attention, in which each head keeps one matrix of all tokens before.
+"""Gated delta rule: linear attention in which each head keeps one state matrix for all previous tokens.
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - k_t^T a_t S_{t-1})^T        out_t = S_t^T q_t
 
-with unit keys k, a decay a in (0, 1) and a rate b in (0, 1). A selective state space corrects nothing:
+with unit keys k, a decay a in (0, 1) and a rate b in (0, 1). A selective state space has no correction term:
 
     S_t = a_t S_{t-1} + b_t k_t v_t^T                              out_t = S_t^T q_t
 
-Rows are computed a chunk of tokens at a time, by products of matrices; a decoded token by the formula as it stands.
-All of it is float32.
+Rows are computed a chunk of tokens at a time, by matrix products. A decoded token is computed by the formula above.
+All computation is float32.
 
 Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3; in chunks: Yang et al. 2024
 (DeltaNet, arXiv:2406.06484), section 3.2; state spaces: Dao and Gu 2024 (Mamba-2, arXiv:2405.21060), section 6.
@@ -24,18 +24,18 @@ from jaxtyping import Float, Float32, Int
 from jaxrlhf.batch import Array
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Number of tokens of a chunk."""
 
 _EPS = 1e-6
-"""Number under the root of a key's or query's length."""
+"""Number added under the root of a key's or query's length."""
 
 
 class Steps(NamedTuple):
-    """Steps that tokens take from state to state: G value heads to each of K key heads.
+    """State updates of tokens, with G value heads for each of K key heads.
 
     Attributes:
-      query_RWKX: Unit queries over the root of their width; of a state space as they are, and keys too.
-      key_RWKX: Unit keys.
+      query_RWKX: Unit queries divided by the root of their width; not normalized in a state space.
+      key_RWKX: Unit keys; not normalized in a state space.
       value_RWKGU: Values.
       decay_RWKG: Logarithm of the decay.
       rate_RWKG: Rate of the update.
@@ -49,16 +49,16 @@ class Steps(NamedTuple):
 
 
 def unit(head_X: Float[Array, "*batch X"]) -> Float32[Array, "*batch X"]:
-    """Heads of length one."""
+    """Normalize heads to length one."""
     wide_X = head_X.astype(jnp.float32)
     return wide_X * lax.rsqrt(jnp.square(wide_X).sum(axis=-1, keepdims=True) + _EPS)
 
 
 def one_step(state_RKGXU: Float32[Array, "R K G X U"], steps: Steps, *, corrects: bool = True) -> tuple[Array, Array]:
-    """One token of every row, `W = 1`.
+    """Compute one token of every row, `W = 1`.
 
     Args:
-      corrects: The delta rule, and no state space.
+      corrects: True is the delta rule, False is a state space.
 
     Returns:
       Mixed values, `[R, 1, K, G, U]`, and the states.
@@ -80,11 +80,11 @@ def in_chunks(
     *,
     corrects: bool = True,
 ) -> tuple[Float32[Array, "R W K G U"], Float32[Array, "R K G X U"]]:
-    """All tokens of packed rows; a segment's first token starts from nothing.
+    """Compute all tokens of packed rows; each segment starts from a zero state.
 
     Args:
-      state_RKGXU: States that each row's first segment goes on from; None is zeros.
-      corrects: The delta rule, and no state space.
+      state_RKGXU: States that each row's first segment continues from; None is zeros.
+      corrects: True is the delta rule, False is a state space.
 
     Returns:
       Mixed values, and the states after the last segment.
@@ -94,13 +94,13 @@ def in_chunks(
     padding = -width % CHUNK
 
     def chunked(leaf_RW: Array) -> Array:
-        """`[N, R, C, ...]`; what is added at the end neither decays nor changes a state."""
+        """Split into chunks `[N, R, C, ...]`. Padding at the end neither decays nor changes a state."""
         more = [(0, 0), (0, padding), *[(0, 0)] * (leaf_RW.ndim - 2)]
         padded = jnp.pad(leaf_RW, more, mode="edge") if leaf_RW.ndim == 2 else jnp.pad(leaf_RW, more)
         return jnp.moveaxis(padded.reshape(rows, -1, CHUNK, *leaf_RW.shape[2:]), 1, 0)
 
     if state_RKGXU is None:
-        # Varies over devices of a manual mesh axis as the rows do.
+        # Made from the rows, so that it varies over devices of a manual mesh axis as the rows do.
         zero_RKG = jnp.where(False, steps.decay_RWKG[:, 0], 0.0).astype(jnp.float32)
         state_RKGXU = jnp.broadcast_to(zero_RKG[..., None, None], (rows, heads, group, *sizes))
     start_state = state_RKGXU, segment_RW[:, 0]
@@ -114,13 +114,14 @@ def in_chunks(
 def _chunk(
     carry: tuple[Array, Array], chunk: tuple[Steps, Array], *, corrects: bool
 ) -> tuple[tuple[Array, Array], Array]:
-    """A chunk of every row, from the states before it and the segments that those are of.
+    """Compute a chunk of every row. The carry is the states before the chunk, and the segment of each state.
 
-    With D_ij the decay from token j to token i, and 0 before j or in another segment, changes u of all tokens solve
+    D_ij is the decay from token j to token i; it is 0 if i comes before j or is in another segment. The changes u of
+    all tokens solve
 
         u_i + b_i sum_{j<i} D_ij (k_i . k_j) u_j = b_i (v_i - a_1 ... a_i k_i^T S)
 
-    of the delta rule, and u_i = b_i v_i of a state space.
+    in the delta rule, and are u_i = b_i v_i in a state space.
     """
     (state_RKGXU, of_R), (steps, segment_RC) = carry, chunk
     query_RKCX, key_RKCX = (jnp.moveaxis(leaf.astype(jnp.float32), 2, 1) for leaf in steps[:2])
@@ -129,7 +130,7 @@ def _chunk(
     same_RCC = segment_RC[:, :, None] == segment_RC[:, None, :]
     place_C = jnp.arange(segment_RC.shape[1])
     seen_RCC = (same_RCC & (place_C[:, None] >= place_C[None, :])[None])[:, None, None]
-    # Zeros where nothing is seen, or infinity times zero would be their gradient.
+    # Zeros in masked places; otherwise their gradient would be infinity times zero.
     between_RKGCC = sum_RKGC[..., :, None] - sum_RKGC[..., None, :]
     if not corrects:  # decays are so strong that the difference of two sums has few digits left
         later_CC = place_C[:, None] > place_C[None, :]
@@ -156,11 +157,11 @@ def _chunk(
 
 @jax.custom_vjp
 def _inverse(below_CC: Array) -> Array:
-    """Inverse of one plus a matrix that is zero on and above its diagonal, by halves:
+    """Invert the identity plus a matrix that is zero on and above its diagonal, by halves:
 
     [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]
 
-    Products alone, which the compiler splits over devices, and as exact as substitution is.
+    Only products are used, which the compiler splits over devices. The result is as exact as substitution.
     """
     size = below_CC.shape[-1]
     if size == 1:
@@ -194,11 +195,11 @@ def convolve(
     before_RSKY: Float[Array, "R S K Y"] | None = None,
     bias_KY: Float[Array, "K Y"] | None = None,
 ) -> Float[Array, "R W K Y"]:
-    """silu of the causal convolution of every channel, over the T newest tokens of the segment.
+    """Compute silu of the causal convolution of every channel, over the T newest tokens of the segment.
 
     Args:
-      before_RSKY: Inputs of the T - 1 tokens before the row's first, which are of its segment; None is zeros.
-      bias_KY: Added to each channel.
+      before_RSKY: Inputs of the T - 1 tokens before the row, in the segment of its first token; None is zeros.
+      bias_KY: Bias of each channel.
     """
     width, taps = input_RWKY.shape[1], weight_KYT.shape[-1]
     if before_RSKY is None:
@@ -223,9 +224,9 @@ def convolve_one(
     before_BSKY: Float[Array, "B S K Y"],
     bias_KY: Float[Array, "K Y"] | None = None,
 ) -> Float[Array, "B 1 K Y"]:
-    """The convolution of one token of every slot, after its T - 1 tokens before, in the order in which rows are summed.
+    """Compute the convolution of one token of every slot and the T - 1 tokens before it, summed in the order of rows.
 
-    Nothing is joined: XLA for GPUs does not compile a norm of what is cut out of joined arrays.
+    Arrays are not concatenated: XLA for GPUs does not compile a norm of a slice of concatenated arrays.
     """
     *taps_11KY, newest_11KY = jnp.moveaxis(weight_KYT.astype(jnp.float32)[None, None], -1, 0)
     total = jnp.zeros(input_B1KY.shape, jnp.float32)

@@ -1,9 +1,9 @@
-"""Exchange of tokens for heads: attention of rows whose tokens are split over devices (context parallelism).
+"""Exchange of tokens for heads: attention of rows whose tokens are split over devices (Ulysses context parallelism).
 
-Everywhere else a device has some tokens of a row, all heads of each. Before attention one all-to-all each for
-queries, keys and values gives it all tokens in some heads, and one after attention takes the results back. So a
-kernel, a mask, a window and a shared prompt are those of a whole row, and under every mask each device has as much
-to do. Latents are gathered instead: they are smaller than a device's part of the keys and values made of them.
+Outside attention a device has some tokens of a row, in all heads. Before attention, one all-to-all each for queries,
+keys and values gives the device all tokens, in some heads. One all-to-all after attention reverses the exchange.
+Kernels, masks, windows and shared prompts therefore see whole rows, and devices have equal work under every mask.
+Latents are gathered instead: they are smaller than a device's part of the keys and values made from them.
 
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv:2309.14509), section 3.
 """
@@ -20,12 +20,12 @@ from jaxrlhf.models.execution import Execution
 
 
 class ExchangedHeads(NamedTuple):
-    """Heads of one tensor shard, made as many as split evenly.
+    """Number of heads of one tensor shard, padded so that they split evenly.
 
     Attributes:
-      copies: Times that every key-value head is repeated; its query heads are divided among the copies.
-      kv_heads: Key-value heads with copies; heads of zeros fill them up.
-      group: Query heads of each; heads of zeros fill them up.
+      copies: Number of copies of every key-value head; its query heads are divided among the copies.
+      kv_heads: Number of key-value heads, including copies and heads of zeros.
+      group: Number of query heads of each key-value head, including heads of zeros.
     """
 
     copies: int
@@ -34,16 +34,16 @@ class ExchangedHeads(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv_heads * self.group
 
 
 def exchanged_heads(kv_heads: int, group: int, ways: int) -> ExchangedHeads:
-    """The fewest query heads, and then key-value heads, that devices can split `ways` ways.
+    """Return the fewest query heads, and then the fewest key-value heads, that split `ways` ways.
 
     Args:
-      kv_heads: Key-value heads of a tensor shard.
-      group: Query heads of each.
+      kv_heads: Number of key-value heads of a tensor shard.
+      group: Number of query heads of each key-value head.
     """
     choices = (
         ExchangedHeads(copies, -(-kv_heads * copies // ways) * ways, -(-group // copies))
@@ -54,14 +54,14 @@ def exchanged_heads(kv_heads: int, group: int, ways: int) -> ExchangedHeads:
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Exchange of one layer's heads; where no device splits tokens, everything stays as it is.
+    """Exchange of tokens for one layer's heads; arrays stay unchanged if devices do not split tokens.
 
-    Slices `[S, Y]` are those of `Execution.slices`, rows `[R, W]` are whole.
+    Slices `[S, Y]` are as in `Execution.slices`, and rows `[R, W]` are whole.
 
     Attributes:
       execution: Execution of the slices.
-      kv_heads: Key-value heads of all tensor shards.
-      group: Query heads of each.
+      kv_heads: Number of key-value heads of all tensor shards.
+      group: Number of query heads of each key-value head.
     """
 
     execution: Execution
@@ -70,39 +70,39 @@ class HeadExchange:
 
     @property
     def inside(self) -> Execution:
-        """Execution of attention between the exchanges."""
+        """Execution of attention between the two exchanges."""
         return replace(self.execution, head_axes=self._head_axes, token_axes=())
 
     def queries(self, array_SYNX: Float[Array, "S Y N *X"]) -> Float[Array, "R W M *X"]:
-        """All tokens of queries, in each device's own heads."""
+        """Exchange queries: each device gets all tokens in its own heads."""
         return array_SYNX if self._stays else self._whole(self._filled_queries(array_SYNX))
 
     def keys(self, array_SYKX: Float[Array, "S Y K *X"]) -> Float[Array, "R W J *X"]:
-        """All tokens of keys or values, in each device's own heads."""
+        """Exchange keys or values: each device gets all tokens in its own heads."""
         return array_SYKX if self._stays else self._whole(self._filled_keys(array_SYKX))
 
     def gathered(self, array_SYX: Float[Array, "S Y *X"]) -> Float[Array, "R W *X"]:
-        """All tokens of what serves all heads, on every device."""
+        """Gather all tokens of an array that all heads share, on every device."""
         return self.execution.split(self.execution.joined(array_SYX), self.execution.row_axes)
 
     def made(self, array_RWKX: Float[Array, "R W K *X"]) -> Float[Array, "R W J *X"]:
-        """Keys or values made of what was gathered, in each device's own heads."""
+        """Split keys or values that were made from gathered arrays into each device's own heads."""
         if self._stays:
             return array_RWKX
         return self.execution.split(self._filled_keys(array_RWKX), self.execution.row_axes, None, self._head_axes)
 
     def score_mod(self, score_mod: ScoreMod) -> ScoreMod:
-        """Scores of the heads that there are between the exchanges."""
+        """Return the scores for the heads between the exchanges, with their sinks."""
         if self._stays or score_mod.sink_N is None:
             return score_mod
         return replace(score_mod, sink_N=self._filled_queries(score_mod.sink_N[None, None])[0, 0])
 
     def weights(self, weight_KX: Float[Array, "K *X"]) -> Float[Array, "J *X"]:
-        """Weights of key-value heads, for those that there are between the exchanges."""
+        """Convert weights of key-value heads to the heads between the exchanges."""
         return weight_KX if self._stays else self._filled_keys(weight_KX[None, None])[0, 0]
 
     def back(self, mixed_RWMU: Float[Array, "R W M *U"]) -> Float[Array, "S Y N *U"]:
-        """Each device's own tokens, in all heads; by key-value heads if those are what was exchanged."""
+        """Reverse the exchange: each device gets its own tokens, in all heads of the exchanged array."""
         if self._stays:
             return mixed_RWMU
         mixed, inside = self._slices(mixed_RWMU), self._inside
@@ -133,7 +133,7 @@ class HeadExchange:
         return exchanged_heads(self._shard_heads, self.group, self._ways)
 
     def _whole(self, array_SYNX: Array) -> Array:
-        """The exchange itself: from slices in all heads of a tensor shard to rows in some of them."""
+        """Exchange slices in all heads of a tensor shard for rows in some of the heads."""
         execution, (slices, width, *rest) = self.execution, array_SYNX.shape
         array_CRYNX = array_SYNX.reshape(self._ways, -1, width, *rest)
         by_token = execution.split(array_CRYNX, execution.token_axes, execution.row_axes, None, execution.head_axes)
@@ -141,7 +141,7 @@ class HeadExchange:
         return jnp.moveaxis(by_head, 0, 1).reshape(slices // self._ways, -1, *rest)
 
     def _slices(self, array_RWNX: Array) -> Array:
-        """The exchange back."""
+        """Exchange rows in some heads for slices in all heads of a tensor shard."""
         execution, (rows, width, *rest) = self.execution, array_RWNX.shape
         array_RCYNX = array_RWNX.reshape(rows, self._ways, width // self._ways, *rest)
         by_head = execution.split(jnp.moveaxis(array_RCYNX, 1, 0), None, execution.row_axes, None, self._head_axes)
@@ -149,7 +149,7 @@ class HeadExchange:
         return by_token.reshape(self._ways * rows, -1, *rest)
 
     def _filled_queries(self, array_RWNX: Array) -> Array:
-        """Query heads divided among copies of their key-value head, and filled up by zeros."""
+        """Divide query heads among the copies of their key-value head, and add heads of zeros."""
         inside, heads = self._inside, self._shard_heads
         (rows, width), more = array_RWNX.shape[:2], array_RWNX.shape[3:]
         array = array_RWNX.reshape(rows, width, self.kv_heads, self.group, *more)
@@ -158,7 +158,7 @@ class HeadExchange:
         return _padded(array, inside.kv_heads).reshape(rows, width, -1, *more)
 
     def _filled_keys(self, array_RWKX: Array) -> Array:
-        """Key-value heads with their copies, and filled up by zeros."""
+        """Repeat key-value heads, and add heads of zeros."""
         inside, heads = self._inside, self._shard_heads
         (rows, width), more = array_RWKX.shape[:2], array_RWKX.shape[3:]
         array = array_RWKX if inside.copies == 1 else jnp.repeat(array_RWKX, inside.copies, axis=2)
@@ -167,5 +167,5 @@ class HeadExchange:
 
 
 def _padded(array: Array, size: int) -> Array:
-    """Zeros after the entries of the fourth dimension."""
+    """Pad the fourth dimension with zeros to `size`."""
     return jnp.pad(array, [(0, size - array.shape[3] if dim == 3 else 0) for dim in range(array.ndim)])

@@ -1,8 +1,8 @@
-"""Positions of a cache that several devices share (decode context parallelism): they take them in turn.
+"""Interleaved positions of a cache that several devices share (decode context parallelism).
 
-Of c devices, device i has the positions p with p mod c = i, as its entries p div c: a c-th of any beginning of a
-sequence. So a cache grows, takes prompts and gives them back with nothing sent, and every device has as much to read.
-An array has the entries of one device after those of another in its dimension of positions, which mesh axes split.
+With c devices, device i has the positions p with p mod c = i, as its entries p div c: a c-th of any beginning of a
+sequence. A cache therefore grows, takes prompts and returns prompts without communication, and all devices read
+equally much. Mesh axes split an array's dimension of positions, in which one device's entries follow another's.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxrlhf.batch import Array
 
 
 def dealt(leaf: Array, ways: int, *, axis: int) -> Array:
-    """An array whose positions are in their order, with those of one device after another's."""
+    """Reorder the positions of an array from sequence order to interleaved order, one device's after another's."""
     if ways == 1:
         return leaf
     shape = leaf.shape
@@ -20,7 +20,7 @@ def dealt(leaf: Array, ways: int, *, axis: int) -> Array:
 
 
 def resized(leaf: Array, positions: int, ways: int, *, axis: int) -> Array:
-    """The first positions of an interleaved array, and zeros behind its last: every device keeps its own."""
+    """Truncate or zero-pad an interleaved array to `positions` positions; every device keeps its own positions."""
     parts = by_device(leaf, ways, axis=axis)
     more = positions // ways - parts.shape[axis + 1]
     if more > 0:
@@ -30,15 +30,15 @@ def resized(leaf: Array, positions: int, ways: int, *, axis: int) -> Array:
 
 
 def by_device(leaf: Array, ways: int, *, axis: int) -> Array:
-    """An interleaved array with a dimension of devices before that of their entries."""
+    """Reshape an interleaved array to have a dimension of devices before the dimension of their entries."""
     return leaf.reshape(*leaf.shape[:axis], ways, leaf.shape[axis] // ways, *leaf.shape[axis + 1 :])
 
 
 def place_of(position: Array, positions: int, ways: int) -> Array:
-    """Index of a position in an interleaved array of so many."""
+    """Return the index of a position in an interleaved array of `positions` positions."""
     return position if ways == 1 else position % ways * (positions // ways) + position // ways
 
 
 def entries_before(position: Array, device: Array, ways: int) -> Array:
-    """Entries of a device whose positions come before one."""
+    """Return the number of a device's entries whose positions are below `position`."""
     return (position - device + ways - 1) // ways

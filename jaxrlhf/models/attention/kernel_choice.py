@@ -1,13 +1,13 @@
-"""Choice of attention kernels: the best of a backend that compute what `xla` computes.
+"""Choice of attention kernels: the best kernels of a backend that compute the same as `xla`.
 
-A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
-compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning. Processes that
-share a mesh use what is good in all of them, or they would compile programs that wait for each other.
+A kernel is tested once, on small random arrays with the model's heads and scores, before programs are compiled with
+it. A kernel that fails or returns other numbers is replaced by `xla` with a warning. Processes that share a mesh use
+a kernel only if it passes in all of them. Otherwise they would compile programs that wait for each other.
 
-On devices that are not here, which programs are only compiled for, a kernel is traced and not run.
+If programs are only compiled for devices that are not present, a kernel is traced and not run.
 
-A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` copies every page that it
-reads, so there a cache lies in pages only for those who ask for it.
+A cache is stored in pages if a kernel reads pages, so that memory follows the number of tokens. The `xla` kernel
+copies every page that it reads. With `xla` a cache is therefore stored in pages only on request.
 """
 
 import functools
@@ -39,18 +39,18 @@ BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
     "gpu": ("flash", "pallas", "pallas"),
     "tpu": ("splash", "xla", "ragged"),
 }
-"""Kernels of rows, of decoding and of pages by platform; others have `xla` alone."""
+"""Kernels of rows, of decoding and of pages by platform; other platforms have only `xla`."""
 
 _Use = Literal["rows", "decode", "pages"]
 _Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 
 _WIDTH, _CAPACITY, _SHARED_CAPACITY = 199, 700, 2112
-"""Width of rows and capacities of slots that kernels are tried on: no multiple of any tile.
+"""Width of rows and capacity of slots that kernels are tested on, no multiples of any tile; then the capacity in pages.
 
-In pages the second one, which has room for a prompt that is read once for several slots.
+The capacity in pages has room for a prompt that is read once for several slots.
 """
 _WINDOW = 45
-"""Window that kernels are tried with: it ends inside of segments and of tiles."""
+"""Window that kernels are tested with: it ends inside of segments and of tiles."""
 
 
 def choose_execution(
@@ -70,19 +70,19 @@ def choose_execution(
     wanted: Literal["auto", "xla"] = "auto",
     cache: Literal["auto", "slots", "pages"] = "slots",
 ) -> Execution:
-    """The execution of a model on a mesh, with kernels that compute right there. Call it outside of traced functions.
+    """Return the execution of a model on a mesh, with kernels that compute correctly there. Call it outside of tracing.
 
     Args:
       dtype: Dtype of activations and of the cache.
       row_axes, head_axes, expert_axes, token_axes, cache_axes, remat: See `Execution`; axes may be of one device.
       stage_axes: Mesh axes that divide the layers.
-      weight_axes: The last of `row_axes`, those that split each layer's weights as well.
-      decodes: Whether a decode kernel is needed as well.
-      wanted: `xla` tries nothing.
-      cache: Layout of the cache where a decode kernel is needed; `auto` is pages where a kernel for them is used.
+      weight_axes: Last axes of `row_axes`, which also split each layer's weights.
+      decodes: True if a decode kernel is needed as well.
+      wanted: `xla` tests no other kernel.
+      cache: Layout of the cache if a decode kernel is needed; `auto` is pages if a kernel that reads pages is usable.
 
     Raises:
-      Refusal: Pages are asked for where nothing can compute with them.
+      Refusal: Pages are requested for a model or mesh without support for pages.
     """
     platform = mesh.devices.flat[0].platform  # described devices may all belong to other processes
     all_axes = head_axes, token_axes, weight_axes, cache_axes
@@ -134,7 +134,7 @@ def choose_execution(
 def _scores_of_device(
     layer: ModelConfig, execution: Execution, ways: int, context: int
 ) -> tuple[tuple[int, int, int], ScoreMod]:
-    """Heads that a device attends with in layers of one kind, and their scores."""
+    """Return the numbers and width of heads on a device in layers of one kind, and their scores."""
     kv_heads = layer.num_kv_heads * execution.kv_copies(layer.num_kv_heads)
     heads = *_heads_of_device(layer.num_heads // ways, kv_heads // ways, context), layer.head_dim
     window = None if layer.sliding_window is None else _WINDOW
@@ -142,13 +142,13 @@ def _scores_of_device(
 
 
 def _heads_of_device(heads: int, kv_heads: int, context: int) -> tuple[int, int]:
-    """Query heads and key-value heads that a device attends with, of those of its tensor shard."""
+    """Return how many query heads and key-value heads a device attends with, from the heads of its tensor shard."""
     inside = exchanged_heads(kv_heads, heads // kv_heads, context)
     return inside.heads // context, inside.kv_heads // context
 
 
 def _pageless(config: AnyModel, execution: Execution = ONE_DEVICE) -> str | None:
-    """Reason that a cache cannot lie in pages; None where it can."""
+    """Return the reason that a cache cannot be stored in pages; None if it can."""
     if isinstance(config, CausalLM):
         return "a model with functions of its own has a cache of its own"
     if config.latent is not None:
@@ -172,14 +172,14 @@ def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
 
 
 def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
-    """Return whether a cache is expected to lie in pages where nothing is tried, and layers in no stages."""
+    """Return whether a cache is expected to be in pages, without tests of kernels and without pipeline stages."""
     if cache == "slots" or _pageless(config) is not None:
         return False
     return cache == "pages" or (platform in BEST and _no_pages(config, BEST[platform][2]) is None)
 
 
 class _Trial(NamedTuple):
-    """A kernel, and what it is tried with: query heads, key-value heads and their width on a device, and scores."""
+    """Test of a kernel: query heads, key-value heads and head width on a device, scores, and dtype."""
 
     use: _Use
     kernel: str
@@ -200,7 +200,7 @@ class _Trial(NamedTuple):
 
 @functools.cache
 def _usable(trial: _Trial, obstacle: str | None, devices_here: bool) -> bool:
-    """Return whether a kernel can be used; warn, the first time it is asked, where it cannot."""
+    """Return whether a kernel can be used. The first call warns if it cannot."""
     objection = obstacle or _objection(trial, devices_here)
     if objection is not None:
         trial.warn(objection)
@@ -208,7 +208,7 @@ def _usable(trial: _Trial, obstacle: str | None, devices_here: bool) -> bool:
 
 
 def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
-    """Return whether it holds in every process that runs devices of the mesh; all of them have to ask."""
+    """Return whether `holds` is true in every process that runs devices of the mesh; all of them must call this."""
     if not mesh.is_multi_process or not are_here(list(mesh.devices.flat)):
         return holds
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -217,14 +217,14 @@ def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
 
 
 def _objection(trial: _Trial, devices_here: bool) -> str | None:
-    """Reason not to use a kernel: it raises, or is too far from `xla` in float32; None if it is good."""
+    """Return the reason not to use a kernel: it raises, or is too far from `xla` in float32. None if it is correct."""
     table, problem = _TRIED[trial.use]
     arrays, rest = problem(*trial.heads)
     if trial.use == "pages":
         arrays = [_wide(array, LANES.get(trial.kernel, 1)) for array in arrays]
-    # Rounded before either kernel sees them, so that the difference is the kernel's own.
+    # Inputs are rounded before either kernel gets them, so that any difference comes from the kernel.
     arrays = [np.asarray(array, trial.dtype) for array in arrays]
-    # Half precision rounds weights, products and results in turn; what is wrong is far beyond it.
+    # Half precision rounds weights, products and results in turn; errors of wrong kernels are far larger.
     tolerance = max(1e-4, 2 * float(jnp.finfo(trial.dtype).eps))
     results = partial(_results, gradients=trial.use == "rows")
     device = jax.local_devices(backend=trial.platform)[0] if devices_here else None
@@ -234,22 +234,22 @@ def _objection(trial: _Trial, devices_here: bool) -> str | None:
             return None
         with jax.default_device(device):
             ours = jax.device_get(results(arrays, rest, trial.score_mod, kernel=table[trial.kernel]))
-    except Exception as error:  # whatever a backend, a driver or another JAX raises is a reason
+    except Exception as error:  # any error of a backend, a driver or another JAX version is a reason
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    # A processor compiles in a second what compilers of chips take several for.
+    # Compilation for a CPU takes a second, and several seconds for an accelerator.
     with jax.default_device(_processor() or device), jax.default_matmul_precision("highest"):
         wide = [array.astype(np.float32) for array in arrays]
         exact = jax.device_get(results(wide, rest, trial.score_mod, kernel=table["xla"]))
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     for name, got, true in zip(names, ours, exact, strict=False):
         off = float(np.abs(np.float32(got) - true).max() / np.abs(true).max())
-        if not off <= tolerance:  # NaN is not
+        if not off <= tolerance:  # also true for NaN
             return f"its {name} is off by {off:.1e} of the largest entry, more than {tolerance:.1e}"
     return None
 
 
 def _processor() -> jax.Device | None:
-    """The first CPU device; None where JAX_PLATFORMS leaves CPU out."""
+    """Return the first CPU device; None if JAX_PLATFORMS excludes CPU."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -260,17 +260,17 @@ def _processor() -> jax.Device | None:
 def _results(
     arrays: list[Array], rest: tuple[Array, ...], score_mod: ScoreMod, *, kernel: Callable[..., Array], gradients: bool
 ) -> tuple[Array, ...]:
-    """The kernel's output and, if asked for, the gradients of a weighted sum of it."""
+    """Compute the kernel's output and, if requested, the gradients of a weighted sum of it."""
     if not gradients:
         return (kernel(*arrays, *rest, score_mod),)
     out, pull = jax.vjp(lambda *arrays: kernel(*arrays, *rest, score_mod), *arrays)
-    # Neither constant nor symmetric, or errors could cancel.
+    # Weights are neither constant nor symmetric; otherwise errors could cancel.
     weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
     return out, *pull(weight)
 
 
 def _rows_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
-    """Two rows: three segments and padding; one segment."""
+    """Build a test of two rows: three segments and padding; one segment."""
     draw = np.random.default_rng(0).standard_normal
     shapes = [(2, _WIDTH, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     segment_RW = np.ones((2, _WIDTH), np.int32)
@@ -280,7 +280,7 @@ def _rows_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
 
 
 def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
-    """Five slots: from one filled entry to all, and one whose position has run past its cache."""
+    """Build a test of five slots: from one filled entry to all, and one slot whose position has run past its cache."""
     draw = np.random.default_rng(0).standard_normal
     position_B = np.array([0, 63, 512, _CAPACITY - 1, _CAPACITY + 9], np.int32)
     slots = len(position_B)
@@ -289,7 +289,7 @@ def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
 
 
 def _pages_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
-    """Four slots, from one filled entry to all, whose pages lie about; all but one share a prompt of many pages."""
+    """Build a test of four slots, from one filled entry to all, in random pages; three share a prompt of many pages."""
     rng = np.random.default_rng(0)
     columns, pages = _SHARED_CAPACITY // PAGE_TOKENS, 96
     newest_B = np.array([0, 63, 1600, columns * PAGE_TOKENS - 1], np.int32)
@@ -300,7 +300,7 @@ def _pages_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
 
 
 def _wide(array: np.ndarray, multiple: int) -> np.ndarray:
-    """Heads as wide as they are in pages."""
+    """Pad heads to their width in pages."""
     return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
 
 
@@ -309,4 +309,4 @@ _TRIED: dict[_Use, tuple[dict[str, Callable[..., Array]], Callable[[int, int, in
     "decode": (DECODE, _decode_problem),
     "pages": (PAGES, _pages_problem),
 }
-"""Table of kernels of each use, and the problem that they are tried on: arrays, and the rest of the arguments."""
+"""Kernels of each use, and the function that builds their test: arrays, and the rest of the arguments."""

@@ -1,11 +1,11 @@
-"""Keys and values kept between decoded tokens: one pair of arrays per layer.
+"""KV cache in slots: one pair of arrays per layer.
 
-A list of per-layer arrays, not one stacked array: a stacked cache carried through a loop is
-copied at every token. Keys lie as `[slots, kv_heads, head_dim, positions]` and values as
-`[slots, kv_heads, positions, head_dim]`, the order in which `attend_cache` streams them.
+The cache is a list of per-layer arrays, not one stacked array: a loop copies a stacked cache at every token. Keys are
+stored as `[slots, kv_heads, head_dim, positions]` and values as `[slots, kv_heads, positions, head_dim]`, the order
+in which `attend_cache` streams them.
 
-With layers divided over stages the list has an entry for each layer of a stage. It holds that
-layer of every stage, one stage after another along the slots, split over the stages.
+With pipeline stages the list has an entry for each layer of a stage. An entry has this layer of every stage, one stage
+after another along the dimension of slots, which is split over the stages.
 """
 
 from collections import Counter
@@ -31,11 +31,11 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 class Prefix(NamedTuple):
-    """Keys (rotated) and values of P prompts, as prefill leaves them, and the states of layers that have those instead.
+    """Keys (rotated) and values of P prompts after prefill, and the states of layers with linear attention.
 
     Attributes:
-      state: `[L, P, ...]` of layers with linear attention; None if there are none.
-      sliding: Keys and values of layers with a window, where those lie in a stack of their own; else None.
+      state: States `[L, P, ...]` of layers with linear attention; None if there are no such layers.
+      sliding: Keys and values of layers with a window, if these form a separate stack; else None.
     """
 
     key_LPSKH: Array
@@ -44,19 +44,19 @@ class Prefix(NamedTuple):
     sliding: "Prefix | None" = None
 
     def of_stack(self, stack: str) -> "Prefix":
-        """Keys and values that the layers of a stack keep, or borrow."""
+        """Return the keys and values that the layers of a stack keep, or borrow."""
         if LENDERS.get(stack, stack) != SLIDING_LAYERS:
             return self
         assert self.sliding is not None, "a model with this stack has their keys and values"
         return self.sliding
 
     def dealt(self, ways: int) -> "Prefix":
-        """Positions in their order, for so many devices that share a cache's; states stay as they are."""
+        """Interleave positions for `ways` devices that share a cache's positions; states stay unchanged."""
         keys, values = (dealt(leaf_LPSKH, ways, axis=2) for leaf_LPSKH in self[:2])
         return Prefix(keys, values, self.state, self.sliding and self.sliding.dealt(ways))
 
     def mapped(self, function: Callable[[Array], Array], keeps: str) -> "Prefix":
-        """Arrays that layers keep who keep this, each by a function; nothing of the others."""
+        """Apply a function to the arrays of one kind (see `keeps_of`); the result has no layers of other kinds."""
         if keeps != "keys":
             nothing = Prefix(self.key_LPSKH[:0], self.value_LPSKH[:0])
             return nothing._replace(**{keeps: jax.tree.map(function, getattr(self, keeps))})
@@ -64,14 +64,14 @@ class Prefix(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's cache for B slots of S positions."""
+    """KV cache of one layer, for B slots of S positions."""
 
     key_BKHS: jax.Array
     value_BKSH: jax.Array
 
     @property
     def capacity(self) -> int:
-        """Positions of each slot."""
+        """Number of positions of each slot."""
         return self.key_BKHS.shape[3]
 
     def write(
@@ -82,7 +82,7 @@ class LayerCache(NamedTuple):
         *,
         execution: Execution = ONE_DEVICE,
     ) -> "LayerCache":
-        """One new entry per slot, each at its own position; none where that is the capacity or more."""
+        """Write one new entry per slot, each at its own position; positions at or past the capacity are skipped."""
         ways, axes = execution.cache_ways, execution.cache_axes
         if ways == 1 or is_ring(self):
             return self._replace_entries(key_BKH, value_BKU, position_B)
@@ -98,7 +98,7 @@ class LayerCache(NamedTuple):
         return execution.on_devices(put, (stored, head, head, slot), stored)(self, key_BKH, value_BKU, position_B)
 
     def _replace_entries(self, key_BKH: Array, value_BKU: Array, entry_B: Array) -> "LayerCache":
-        # One update per slot, not one scatter over slots: split over devices, each writes its own.
+        # One update per slot, not one scatter over slots: each device then writes its own slots.
         keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
         return self._replace(
@@ -114,43 +114,43 @@ class LayerCache(NamedTuple):
         *,
         execution: Execution,
     ) -> Float[Array, "B N H"]:
-        """Attention of one query per slot to this layer's cache."""
+        """Attend with one query per slot to this layer's cache."""
         return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
     def first(self, width: int, *, ways: int = 1) -> tuple[Array, Array]:
-        """`[B, W, K, H]` keys and values of the first positions, as prompts have them; zeros past the capacity.
+        """Return keys and values of the first positions, `[B, W, K, H]` as in prompts; zeros past the capacity.
 
         Args:
-          ways: Devices that share the positions of a slot.
+          ways: Number of devices that share the positions of a slot.
         """
         key_BSKH, value_BSKH = (resized(leaf, width, ways, axis=1) for leaf in _as_prompts(self))
         return key_BSKH, value_BSKH
 
 
 class SlidingCache(LayerCache):
-    """The cache of a layer with a window, where those lie in a stack of their own."""
+    """KV cache of a layer with a window, if such layers form a separate stack."""
 
     __slots__ = ()
 
 
 class _Ring:
-    """A cache that keeps the newest positions only, each in the entry of its number modulo theirs."""
+    """Ring cache: only the newest positions are kept, position p in entry p modulo the number of entries."""
 
     __slots__ = ()
 
     def write(self: Any, key_BKH: Array, value_BKU: Array, position_B: Array, *, execution: Execution = ONE_DEVICE):
-        """One new entry per slot, in place of the oldest."""
+        """Write one new entry per slot, in place of the oldest entry."""
         entry_B = jnp.where(position_B == NOWHERE, NOWHERE, position_B % self.capacity)
         return LayerCache.write(self, key_BKH, value_BKU, entry_B, execution=execution)
 
     def attend(self: Any, query_BNH: Array, position_B: Array, score_mod: ScoreMod, *, execution: Execution) -> Array:
-        """Attention of one query per slot to what is in its window."""
+        """Attend with one query per slot to the positions in its window."""
         near = replace(score_mod, slides=None)
         key_BKHS, value_BKSH = self
         return attend_cache(query_BNH, key_BKHS, value_BKSH, position_B, near, ring=True, execution=execution)
 
     def first(self: Any, width: int, *, ways: int = 1) -> tuple[Array, Array]:
-        """`[B, W, K, H]` keys and values of the first positions; in place of those that are gone, of others."""
+        """Return keys and values of the first positions, `[B, W, K, H]`; overwritten positions have other entries."""
         key_BWKH, value_BWKH = (
             dealt(prompts_of_ring(leaf_BRKH, width=width), ways, axis=1) for leaf_BRKH in _as_prompts(self)
         )
@@ -158,13 +158,13 @@ class _Ring:
 
 
 class RingCache(_Ring, LayerCache):
-    """A ring beside caches of layers that see everything."""
+    """Ring cache of a layer in a stack that may also have layers without a window."""
 
     __slots__ = ()
 
 
 class SlidingRing(_Ring, SlidingCache):
-    """A ring of a layer in a stack of those with a window."""
+    """Ring cache of a layer in a separate stack of layers with a window."""
 
     __slots__ = ()
 
@@ -175,16 +175,16 @@ def is_ring(stored: Any) -> bool:
 
 
 Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
-"""Caches of all layers that keep something, in slots or in pages, and states where layers have those instead."""
+"""Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention."""
 
 
 def keeps_of(stored: Any) -> str:
-    """Part of a `Prefix` that a layer keeps: `state`, `sliding`, or `keys` and values with all others."""
+    """Return the part of a `Prefix` that a layer keeps: `state`, `sliding`, or `keys` for all other layers."""
     return "state" if isinstance(stored, LayerState) else "sliding" if isinstance(stored, SlidingCache) else "keys"
 
 
 def capacity_of(cache: Cache) -> int | None:
-    """Positions of each slot; None where all layers have a window, in which case there is no bound."""
+    """Return the number of positions of each slot; None (no bound) if all layers have rings or states."""
     return next((stored.capacity for stored in cache if not isinstance(stored, LayerState | _Ring)), None)
 
 
@@ -196,8 +196,10 @@ def empty_cache(
     capacity: int,
     execution: Execution = ONE_DEVICE,
 ) -> list[Any]:
-    """A cache for `slots` sequences of at most `capacity` tokens, and states of layers that have those instead. Build
-    it under jit with `out_shardings` to have each device allocate its own part."""
+    """Return an empty cache for `slots` sequences of at most `capacity` tokens, with states of linear attention.
+
+    Build it under jit with `out_shardings`, so that each device allocates its own part.
+    """
     stages, dtype = execution.stages, execution.dtype
 
     def layer(stack: str, near: bool) -> LayerCache | LayerState:
@@ -216,7 +218,7 @@ def empty_cache(
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
-    """Zeros for prompts of `width` tokens, to be written part by part."""
+    """Return zeros for prompts of `width` tokens, to be written part by part."""
     counts = Counter(config.pattern.stack_of())
 
     def zeros(stack: str, count: int) -> Prefix:
@@ -245,11 +247,12 @@ def insert_prefix(
 ) -> list[Any]:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
-    A slot index at or past the number of slots is skipped, so a program compiled for I
-    insertions can serve fewer. Pure; donate the cache to write in place.
+    A slot index at or past the number of slots is skipped, so a program compiled for I insertions can do fewer.
+    The function is pure; donate the cache to write in place.
 
     Args:
-      length_P: Tokens of each prompt, which rings go by that are shorter than prompts.
+      length_P: Number of tokens of each prompt; required for rings that are shorter than prompts, or if devices share
+        positions.
 
     Raises:
       ValueError: The prompts are longer than the cache's capacity.
@@ -292,7 +295,7 @@ def insert_prefix(
 
 
 def _place(stored: jax.Array, block: Array, slot_I: Array, ways: int, *, axis: int) -> jax.Array:
-    """Write each block at the start of its slot, of which so many devices share the positions along `axis`."""
+    """Write each block at the start of its slot; `ways` devices share the positions along `axis`."""
     if ways > 1:
         parts: Any = by_device(stored, ways, axis=axis)
         own = by_device(block.astype(stored.dtype), ways, axis=axis)
@@ -303,12 +306,12 @@ def _place(stored: jax.Array, block: Array, slot_I: Array, ways: int, *, axis: i
 
 
 def _as_prompts(stored: LayerCache) -> tuple[Array, Array]:
-    """`[B, S, K, H]` keys and values."""
+    """Transpose keys and values to `[B, S, K, H]`."""
     return jnp.transpose(stored.key_BKHS, (0, 3, 1, 2)), jnp.transpose(stored.value_BKSH, (0, 2, 1, 3))
 
 
 def _widths(config: ModelConfig, execution: Execution) -> tuple[int, int, int]:
-    """Heads, and the widths of a key and of a value."""
+    """Return the number of heads, and the widths of a key and of a value."""
     if config.latent is not None:
         return 1, config.latent.rope_dim, config.latent.rank
     copies = execution.kv_copies(config.num_kv_heads)

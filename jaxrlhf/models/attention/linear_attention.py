@@ -1,6 +1,7 @@
-"""Linear attention of a layer: what it makes of its input, and the state that a sequence has in it.
+"""Linear attention of a layer: its projections, and the state that it keeps of a sequence.
 
-A state is a head's matrix and the last inputs of the convolution; it is as large after one token as after many.
+A state consists of each head's matrix and the last inputs of the convolution. Its size is independent of the number
+of tokens.
 """
 
 from dataclasses import dataclass
@@ -18,25 +19,25 @@ from jaxrlhf.models.norm import rms_norm
 
 
 class LayerState(NamedTuple):
-    """The state of B slots in one layer.
+    """State of B slots in one layer with linear attention.
 
-    A `Prefix` has `[L, P, ...]` of several layers, in which the two dimensions after P are turned: key heads so lie
-    where those of keys do.
+    A `Prefix` has states `[L, P, ...]` of several layers, with the two dimensions after P swapped. Key heads are then
+    in the same dimension as in `key_LPSKH`.
 
     Attributes:
       input_BKSY: Last S = kernel - 1 inputs of the convolution, oldest first, in the activations' dtype.
-      matrix_BKGXU: float32 matrix of each of the G value heads of a key head.
+      matrix_BKGXU: float32, matrix of each of the G value heads of a key head.
     """
 
     input_BKSY: Array
     matrix_BKGXU: Array
 
     def turned(self) -> "LayerState":
-        """From slots to a layer of a prefix, or back."""
+        """Swap the two dimensions that differ between slots and a layer of a prefix, in either direction."""
         return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 1, 2), self)
 
     def put(self, other: "LayerState", row_I: Array, slot_I: Array) -> "LayerState":
-        """Copy state `row_I[i]` of a layer of a prefix into slot `slot_I[i]`; a slot past the last is skipped."""
+        """Copy state `row_I[i]` of a layer of a prefix into slot `slot_I[i]`; slots past the last are skipped."""
 
         def one(mine: jax.Array, new: Array) -> Array:
             return mine.at[slot_I].set(new[row_I].astype(mine.dtype), mode="drop")
@@ -45,10 +46,10 @@ class LayerState(NamedTuple):
 
 
 def empty_state(config: LinearAttention, *lead: int, dtype: Any) -> LayerState:
-    """Zeros: nothing was read yet.
+    """Return zeros, the state before the first token.
 
     Args:
-      lead: First dimensions, of which the last counts slots.
+      lead: Sizes of the leading dimensions; the last of them counts slots.
     """
     group = config.value_heads // config.key_heads
     return LayerState(
@@ -58,12 +59,12 @@ def empty_state(config: LinearAttention, *lead: int, dtype: Any) -> LayerState:
 
 
 class Projected(NamedTuple):
-    """Products of a layer's input, token by token.
+    """Projections of a layer's input, token by token.
 
     Attributes:
       input_RWKY: Inputs of the convolution: query, key and values of each key head, one after another.
-      decay_RWKG: float32 logarithm of the decay.
-      rate_RWKG: float32 rate of the update.
+      decay_RWKG: float32, logarithm of the decay.
+      rate_RWKG: float32, rate of the update.
     """
 
     input_RWKY: Array
@@ -72,12 +73,12 @@ class Projected(NamedTuple):
 
 
 class MixerWeights(NamedTuple):
-    """Weights between a layer's products and what its heads mix, with key heads first.
+    """Weights between a layer's projections and the mixed values of its heads, with key heads first.
 
     Attributes:
-      kernel_KYT: The convolution's, in the order of its inputs.
-      bias_KY: Its biases, of a state space.
-      skip_KG: Share of a state space's values that is added to what is mixed.
+      kernel_KYT: Kernel of the convolution, in the order of its inputs.
+      bias_KY: Biases of the convolution, only in a state space.
+      skip_KG: Factor with which a state space's values are added to its mixed values.
     """
 
     kernel_KYT: Array
@@ -86,12 +87,12 @@ class MixerWeights(NamedTuple):
 
 
 def _to_key_heads(config: LinearAttention, head: Array, axis: int) -> Array:
-    """Queries or keys that differ, one for each key head."""
+    """Repeat the queries or keys of groups, so that there is one for each key head."""
     return head if config.groups is None else jnp.repeat(head, config.key_heads // config.groups, axis=axis)
 
 
 def project(config: LinearAttention, weights: Params, input_RWD: Array) -> Projected:
-    """Queries, keys and values before the convolution, and each value head's decay and rate."""
+    """Compute queries, keys and values before the convolution, and each value head's decay and rate."""
 
     def into(name: str) -> Array:
         return linear.project(input_RWD, weights[f"linear_{name}"])
@@ -108,7 +109,7 @@ def project(config: LinearAttention, weights: Params, input_RWD: Array) -> Proje
 
 
 def mixer_weights(config: LinearAttention, weights: Params) -> MixerWeights:
-    """The weights of a layer's mixer."""
+    """Return the weights of a layer's mixer."""
 
     def joined(end: str) -> Array:
         query, key, value = (weights[f"convolved_{name}{end}"] for name in ("query", "key", "value"))
@@ -129,7 +130,7 @@ def _steps(config: LinearAttention, projected: Projected, convolved_RWKY: Array)
 
 
 def _added(mixed_RWKGU: Array, steps: Steps, skip_KG: Array | None) -> Array:
-    """Mixed values, and of a state space a share of the values themselves."""
+    """Add a state space's values, times the skip factor, to its mixed values."""
     if skip_KG is None:
         return mixed_RWKGU
     return mixed_RWKGU + skip_KG.astype(jnp.float32)[None, None, ..., None] * steps.value_RWKGU.astype(jnp.float32)
@@ -137,7 +138,7 @@ def _added(mixed_RWKGU: Array, steps: Steps, skip_KG: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class StateMixer:
-    """Convolution and states as `shared_prefix.over_sequences` takes them; `weights` are `MixerWeights`."""
+    """Convolution and state updates as a `Mixer` of `shared_prefix.over_sequences`; `weights` are `MixerWeights`."""
 
     config: LinearAttention
     round_tokens: int = 4096
@@ -159,11 +160,11 @@ def mix_rows(
     real_RW: Bool[Array, "R W"],
     state: LayerState | None = None,
 ) -> tuple[Array, LayerState]:
-    """Mix packed rows, or go on with one sequence in each row.
+    """Mix packed rows, or continue one sequence in each row.
 
     Args:
-      real_RW: False for tokens that leave states as they are; after a row's first such token come no others.
-      state: States that rows go on from; None starts anew.
+      real_RW: False for tokens that leave states unchanged; no real token follows such a token in its row.
+      state: States that rows continue from; None starts from zeros.
 
     Returns:
       Mixed values, `[R, W, K, G, U]`, and the states after each row's last real token.
@@ -172,7 +173,7 @@ def mix_rows(
     if state is not None:
         before_RSKY, matrix_RKGXU = jnp.swapaxes(state.input_BKSY, 1, 2), state.matrix_BKGXU
     convolved_RWKY = convolve(projected.input_RWKY, weights.kernel_KYT, segment_RW, before_RSKY, weights.bias_KY)
-    # Padding has the number of the segment before it, so that it does not start anew.
+    # Padding gets the number of the segment before it, so that it does not reset the state.
     segment_RW = jax.lax.cummax(jnp.asarray(segment_RW), axis=1)
     kept_RW11 = real_RW[:, :, None, None]
     projected = projected._replace(
@@ -200,7 +201,7 @@ def mix_slots(
     """Mix one token of every slot, `W = 1`.
 
     Args:
-      working_B: False for slots whose state stays as it is.
+      working_B: False for slots whose state stays unchanged.
     """
     before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
     convolved_B1KY = convolve_one(projected.input_RWKY, weights.kernel_KYT, before_BSKY, weights.bias_KY)
@@ -216,7 +217,7 @@ def mix_slots(
 
 
 def gated_output(weights: Params, config: ModelConfig, input_RWD: Array, mixed_RWKGU: Array) -> Array:
-    """`[R, W, V, U]`: what the value heads mix, normalised, times silu of their gates; a state space gates first."""
+    """Normalize mixed values and multiply them by silu of their gates, `[R, W, V, U]`; a state space gates first."""
     assert config.linear is not None, "only linear attention has gates"
     gate_RWKGU = jax.nn.silu(linear.project(input_RWD, weights["linear_gate"]).astype(jnp.float32))
     scale, groups = weights["mixed_norm"].astype(jnp.float32), config.linear.groups

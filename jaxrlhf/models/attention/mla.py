@@ -1,8 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads are made of one short vector for each token.
+"""Multi-head latent attention (MLA): keys and values of all heads are made from one short vector for each token.
 
-The cache holds that vector and one rotated key for all heads. Rows are computed with the keys and values that
-are made of it; a decoded token instead takes the matrices that make them to its query and its output, so that
-nothing is ever as wide as all heads for every position of the cache:
+The cache holds this vector (the latent) and one rotated key for all heads. For rows, keys and values are computed from
+the latents. For a decoded token, the matrices are applied to its query and its output instead, so that no array is as
+wide as all heads for every position of the cache:
 
     q_n . (U_n c_s) = (q_n U_n) . c_s    and    sum_s w_s (V_n c_s) = V_n sum_s w_s c_s
 
@@ -26,13 +26,13 @@ from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotation, rotate
 
 _EPS = 1e-6
-"""Number under the root of norms inside of attention, whatever the model's is."""
+"""Number added under the root of norms inside attention, independent of the model's `rms_norm_eps`."""
 
 
 def latents(
     attention: Params, config: ModelConfig, latent: LatentAttention, input_RWD: Array, turn: Rotation
 ) -> tuple[Array, Array, Array]:
-    """Queries of a layer's input, the rotated key `[R, W, 1, X]` of all heads, and the latents `[R, W, 1, C]`.
+    """Compute a layer's queries, the rotated key `[R, W, 1, X]` of all heads, and the latents `[R, W, 1, C]`.
 
     The rotated part of a query comes last. The cache keeps the key and the latents.
     """
@@ -54,7 +54,7 @@ def latents(
 def expanded(
     key_value_CNU: Any, config: ModelConfig, latent: LatentAttention, key_RW1X: Array, latent_RW1C: Array
 ) -> tuple[Array, Array]:
-    """Keys and values of the heads that a matrix makes."""
+    """Compute keys and values of the heads of `key_value_CNU` from the rotated key and the latents."""
     plain = config.head_dim - latent.rope_dim
     both_RWNU = linear.project(latent_RW1C[:, :, 0], key_value_CNU)
     turned_RWNX = jnp.broadcast_to(key_RW1X, (*both_RWNU.shape[:3], latent.rope_dim))
@@ -72,7 +72,7 @@ def attend_latents(
     *,
     execution: Execution = ONE_DEVICE,
 ) -> Array:
-    """Attention of one query per slot to a cache of rotated keys and latents."""
+    """Attend with one query per slot to a cache of rotated keys and latents."""
     plain = config.head_dim - latent.rope_dim
     key_value_CNU = attention["key_value"].astype(query_BNH.dtype)
     key_B1XS, latent_B1SC = stored
@@ -97,7 +97,7 @@ def attend_latents(
         kept = (PartitionSpec(execution.row_axes, None, *rest) for rest in ((None, axes), (axes,)))
         mixed_BNC = execution.on_devices(mixed_of_own, (head, head, *kept, slot), head)(*arrays, position_B)
     else:
-        # A slot that is done may have run past its cache; it still sees something.
+        # A finished slot may have run past its cache: clip, so that it still sees a position.
         newest_B = jnp.minimum(position_B, stored.capacity - 1)
         seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
         weight_BNS = jax.nn.softmax(scores(*arrays) + mask_bias(seen_BS)[:, None], axis=-1)

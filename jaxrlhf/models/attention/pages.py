@@ -1,11 +1,10 @@
-"""Keys and values kept in pages: memory follows the tokens that there are, not the longest sequence.
+"""Paged KV cache: memory follows the number of stored tokens, not the longest sequence.
 
-A layer has one array of pages, each of which holds `PAGE_TOKENS` positions of some slot, or of several
-slots whose prompts begin alike. A table that all layers share names the pages of every slot, in order.
-For every position a page holds the key and the value of one key-value head after another, which is how
-the kernels read them.
+A layer has one array of pages. Each page holds `PAGE_TOKENS` positions of one slot, or of several slots whose prompts
+begin alike. A table that all layers share lists the pages of every slot, in order. For every position a page holds
+the key and the value of one key-value head after another, as the kernels read them.
 
-Split over devices, each one's slots have their pages on it, under numbers that count its own pages.
+If slots are split over devices, each device holds the pages of its slots and numbers its own pages.
 """
 
 from typing import NamedTuple
@@ -22,21 +21,21 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import Execution
 
 PAGE_TOKENS = 32
-"""Positions of a page. Half of a slot's last page is unused on average; kernels read several pages at once."""
+"""Positions per page. On average half of a slot's last page is unused; kernels read several pages at once."""
 
 NO_PAGE = 2**31 - 1
-"""Past every page: nothing is written there."""
+"""Page number past every page: writes to it are skipped."""
 
 
 class LayerPages(NamedTuple):
-    """One layer's Z pages, and the table of B slots."""
+    """Z pages of one layer, and the page table of B slots."""
 
     pages_ZSJU: Array
     table_BQ: Array
 
     @property
     def capacity(self) -> int:
-        """Positions that a slot may have."""
+        """Largest number of positions of a slot."""
         return self.table_BQ.shape[1] * self.pages_ZSJU.shape[1]
 
     def write(
@@ -47,7 +46,7 @@ class LayerPages(NamedTuple):
         *,
         execution: Execution,
     ) -> "LayerPages":
-        """One new entry per slot, each at its own position; none where the slot has no page for it."""
+        """Write one new entry per slot, each at its own position; skip slots that have no page for their position."""
 
         def put(pages_ZSJU, table_BQ, key_BKH, value_BKH, position_B):
             page_tokens = pages_ZSJU.shape[1]
@@ -69,29 +68,29 @@ class LayerPages(NamedTuple):
         *,
         execution: Execution,
     ) -> Float[Array, "B N H"]:
-        """Attention of one query per slot to its pages."""
+        """Attend with one query per slot to its pages."""
         return attend_pages(query_BNH, *self, position_B, score_mod, execution=execution)
 
 
 class PagedCache(NamedTuple):
-    """The pages of every layer, and the table of B slots."""
+    """Pages of every layer, and the page table of B slots."""
 
     layers: list[Array]
     table_BQ: Array
 
     def split(self) -> list[LayerPages]:
-        """The cache as a layer sees it."""
+        """Return the cache as each layer sees it."""
         return [LayerPages(pages_ZSJU, self.table_BQ) for pages_ZSJU in self.layers]
 
     def joined(self, layers: list[LayerPages]) -> "PagedCache":
-        """This cache after its layers were written to."""
+        """Return this cache with the pages of the given layers."""
         return self._replace(layers=[stored.pages_ZSJU for stored in layers])
 
 
 def empty_pages(config: ModelConfig, *, pages: int, execution: Execution) -> list[Array]:
-    """Zeros for so many pages of every layer, with heads as wide as the kernel of `execution` wants them.
+    """Return zeros for `pages` pages of every layer, with the head width that the kernel of `execution` requires.
 
-    Build them under jit with `out_shardings` to have each device allocate its own.
+    Build them under jit with `out_shardings`, so that each device allocates its own pages.
     """
     assert execution.pages_kernel is not None, "the cache does not lie in pages"
     lanes = LANES.get(execution.pages_kernel, 1)
@@ -111,7 +110,7 @@ def insert_pages(
 ) -> Float[Array, "Z S J U"]:
     """Copy prompt `row_I[i]` into pages `page_GIQ[g, i]` of each of the G parts that slots are split into.
 
-    A number at or past the number of pages is skipped. Pure; donate the pages to write in place.
+    A page number at or past the number of pages is skipped. The function is pure; donate the pages to write in place.
     """
 
     def put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_1IQ):
@@ -137,9 +136,10 @@ def take_pages(
     head_dim: int,
     execution: Execution,
 ) -> tuple[Float[Array, "P W K H"], Float[Array, "P W K H"]]:
-    """Keys and values of the first `width` positions of prompts whose pages are `page_GPQ[g, p]` in one of G parts.
+    """Return keys and values of the first `width` positions of prompts; `page_GPQ[g, p]` are the pages of prompt p.
 
-    A number at or past the number of pages is zeros, as is all that a prompt has in other parts.
+    A prompt is in one of the G parts that slots are split into. A page number at or past the number of pages gives
+    zeros; in all other parts a prompt must have only such numbers.
     """
 
     def take(pages_ZSJU, page_1PQ):
@@ -156,12 +156,12 @@ def take_pages(
 
 
 def page_spec(execution: Execution) -> PartitionSpec:
-    """Split of an array of pages over the mesh."""
+    """Return the partition of an array of pages over the mesh."""
     return PartitionSpec(execution.row_axes, None, execution.head_axes)
 
 
 def _entries(key: Array, value: Array, *, like: Array) -> Array:
-    """`[..., K, H]` keys and values as a page holds them: `[..., 2 K, U]`."""
+    """Convert keys and values `[..., K, H]` to the entries of a page, `[..., 2 K, U]`."""
     *before, kv_heads, head_dim = key.shape
     both = jnp.stack([key, value], axis=-2).reshape(*before, 2 * kv_heads, head_dim)
     padding = like.shape[-1] - head_dim

@@ -1,4 +1,4 @@
-"""Score modifications and masks: divisor, soft cap and sliding window of attention."""
+"""Score modifications and masks of attention: divisor, soft cap and sliding window."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,19 +12,19 @@ from jaxrlhf.batch import Array
 
 
 class BothWays(NamedTuple):
-    """Segments of packed rows, and the images inside them whose tokens see each other, numbered from 1."""
+    """Segments of packed rows, and the images in them whose tokens see each other in both directions, from 1."""
 
     segment_RW: Array
     block_RW: Array
 
 
 class SharedTokens(NamedTuple):
-    """Packed rows in which sequences share the tokens of their prompt, which come before those of each alone.
+    """Packed rows in which sequences share the tokens of their prompt; shared tokens come before unshared tokens.
 
     Attributes:
-      group_RW: int32 number of the prompt that a token belongs to, from 1; 0 is padding.
-      own_RW: int32 number of the sequence that a token is of alone, from 1; 0 is shared by those of its prompt.
-      position_RW: int32 position of a token in its sequences.
+      group_RW: int32, number of the prompt that a token belongs to, from 1; 0 is padding.
+      own_RW: int32, number of the only sequence with the token, from 1; 0 is shared by all sequences of the prompt.
+      position_RW: int32, position of a token in its sequences.
     """
 
     group_RW: Array
@@ -34,16 +34,16 @@ class SharedTokens(NamedTuple):
 
 @struct.dataclass
 class ScoreMod:
-    """Scores of attention from products of queries and keys, and the window that a token sees.
+    """Attention scores from products of queries and keys, and the window that a token sees.
 
     Attributes:
-      divisor: Number that products are divided by; None is sqrt(H).
-      soft_cap: Cap c, by which scores s become c tanh(s / c); None leaves them.
-      window: Number of tokens that a token sees, itself included; None is all before it.
-      slides: Flag of this layer, true if it has the window, where layers differ and one program computes them
-        all; None has it in all.
-      block_RW: int32 number of the image that a token of packed rows is of, from 1; tokens of one image see each other,
-        whichever comes first. 0 is text; None has no images that do.
+      divisor: Divisor of the products; None is sqrt(H).
+      soft_cap: Cap c of scores s, c tanh(s / c); None is no cap.
+      window: Number of tokens that a token sees, itself included; None is all tokens before it.
+      slides: Flag of this layer, true if it has the window, for programs that compute layers with and without the
+        window; None means that all layers have the window.
+      block_RW: int32, number of the image of each token of packed rows, from 1; 0 is text. Tokens of one image see
+        each other in both directions. None has no such images.
       sink_N: Score of each query head's sink, which takes a share of its softmax and has no value; None is none.
 
     Source of sinks: gpt-oss (arXiv:2508.10925), section 2.
@@ -57,36 +57,36 @@ class ScoreMod:
     block_RW: Int[Array, "R W"] | None = None
 
     def divide_by(self, head_dim: int) -> float:
-        """The divisor for heads of a width."""
+        """Return the divisor for heads of width `head_dim`."""
         return math.sqrt(head_dim) if self.divisor is None else self.divisor
 
     def divided(self, query_H: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
-        """Queries whose products with keys need no division any more, in their own dtype.
+        """Divide queries, so that their products with keys need no division; their dtype stays.
 
-        Divided in float32: a divisor of 16 bits is off by up to 2^-9, and with it all scores alike.
+        The division is in float32: a 16-bit divisor is off by up to 2^-9, and would scale all scores by this error.
         """
         return (query_H.astype(jnp.float32) / self.divide_by(query_H.shape[-1])).astype(query_H.dtype)
 
     def cap(self, score: Float[Array, "*any"]) -> Float[Array, "*any"]:
-        """Divided products to scores."""
+        """Apply the soft cap to divided products."""
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
     def sinks(self, kv_heads: int) -> Float[Array, "K G"] | None:
-        """float32 scores of sinks by key-value head and query head of it."""
+        """Return the float32 scores of sinks, by key-value head and its query heads."""
         return None if self.sink_N is None else self.sink_N.astype(jnp.float32).reshape(kv_heads, -1)
 
     def first_seen(self, place: Int[Array, "*any"], start: Int[Array, "*more"]) -> Int[Array, "*more"]:
-        """First position that the token at a place sees, of those from `start` on."""
+        """Return the first position, from `start` on, that the token at position `place` sees."""
         if self.window is None:
             return start
         near = jnp.maximum(place - self.window + 1, start)
         return near if self.slides is None else jnp.where(self.slides, near, start)
 
     def in_window(self, ago: Int[Array, "*any"], together: Bool[Array, "*more"] | None = None) -> Bool[Array, "*more"]:
-        """True where a token sees the one that many positions before it.
+        """Return true where a token sees the token `ago` positions before it.
 
         Args:
-          together: True where both are of one image whose tokens see each other; None has no such.
+          together: True where both tokens are of one image whose tokens see each other; None has no such images.
         """
         seen = ago >= 0 if together is None else (ago >= 0) | together
         if self.window is None:
@@ -96,19 +96,19 @@ class ScoreMod:
 
 
 PLAIN = ScoreMod()
-"""q . k / sqrt(H), of everything before."""
+"""Scores q . k / sqrt(H), over all tokens before."""
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""Finite score of hidden positions, for softmax in parts: minus infinity less itself is not a number."""
+"""Finite score of hidden positions, for softmax in parts: minus infinity minus itself is NaN."""
 
 
 def mask_bias(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[Array, "*any"]:
-    """Bias that hides scores that are not seen; XLA fuses a sum with the products before it, and not a selection."""
+    """Return the bias that hides unseen scores. XLA fuses a sum with the products before it, but not a selection."""
     return jnp.where(seen, 0.0, lowest)
 
 
 def pad_positions(arrays: Any, *, multiple: int) -> Any:
-    """A tree of `[R, W, ...]` arrays padded to a multiple of positions, which causal attention before does not see."""
+    """Pad a tree of `[R, W, ...]` arrays to a multiple of positions. Causal attention never sees the padding."""
 
     def pad(array: Array) -> Array:
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % multiple), *[(0, 0)] * (array.ndim - 2)])

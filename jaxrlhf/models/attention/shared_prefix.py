@@ -1,8 +1,8 @@
 """Shared-prefix attention: packed rows hold a prompt once for all its responses.
 
-Layers but attention compute one token at a time, so a shared prompt is computed once. Attention gets
-every sequence whole, prompt and response side by side, as its kernels want it: a few sequences at a time
-in a loop, so that one program serves batches of all lengths and costs what their lengths cost.
+Layers other than attention compute each token by itself, so a shared prompt is computed once. Attention gets every
+sequence whole, prompt and response contiguous, as its kernels require. A loop runs a few sequences at a time, so that
+one program serves batches of all lengths, at a cost that follows their lengths.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,21 @@ from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 ATTENDED = "attended"
-"""Name of attention outputs, which rematerialisation keeps so that the loop is not run again."""
+"""Checkpoint name of attention outputs. Rematerialization keeps them, so that the loop does not run again."""
 
 _CHUNK_TOKENS = {"xla": 768}
-"""Tokens of a row that one round of the loop attends to, by kernel: on CPU as much as its caches hold."""
+"""Number of tokens of a row in one round of the loop, by kernel: on CPU as many as its caches hold."""
 _MOST_CHUNK_TOKENS = 16_384
 
 
 class AttentionRows(NamedTuple):
-    """Sequences side by side in `A` rows of `S` tokens, for each packed row.
+    """Layout of whole sequences in `A` attention rows of `S` tokens, for each packed row.
 
     Attributes:
-      source_RAS: int32 index of the token in the packed row.
-      segment_RAS: int32 number of the sequence, from 1; 0 is padding.
-      tells_RAS: bool, true for the one copy of a token that its result is read from; all copies are alike.
-      used_R: int32 number of attention rows that hold anything; they come first.
+      source_RAS: int32, index of the token in the packed row.
+      segment_RAS: int32, number of the sequence, from 1; 0 is padding.
+      tells_RAS: bool, true for the one copy of a token whose result is used; all copies are alike.
+      used_R: int32, number of attention rows in use; they come first.
     """
 
     source_RAS: Array
@@ -46,7 +46,7 @@ class AttentionRows(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """Whole sequences of packed rows, those of like lengths together."""
+    """Layout of the whole sequences of packed rows, grouped by similar lengths."""
 
     parts: tuple[AttentionRows, ...]
 
@@ -60,7 +60,7 @@ def attend_shared_prefix(
     *,
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
-    """Attention of packed rows in which sequences share tokens; 0 in padding."""
+    """Compute attention of packed rows in which sequences share tokens; padding gets 0."""
     mixer = _Attention(replace(score_mod, slides=None, sink_N=None), execution)
     tokens = query_RWNH, key_RWKH, value_RWKU
     return over_sequences(mixer, tokens, score_mod.sink_N, score_mod.slides, shared_prefix)
@@ -68,14 +68,14 @@ def attend_shared_prefix(
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention as `over_sequences` takes it: parameters are the sinks, and the flag is that of the window."""
+    """Attention as a `Mixer` of `over_sequences`: its weights are the sinks, and its flag is the window's."""
 
     score_mod: ScoreMod
     execution: Execution
 
     @property
     def round_tokens(self) -> int:
-        """Tokens of a row that one round of the loop attends to."""
+        """Number of tokens of a row in one round of the loop."""
         return _CHUNK_TOKENS.get(self.execution.rows_kernel, _MOST_CHUNK_TOKENS)
 
     def __call__(self, tokens: tuple[Array, ...], sink_N: Any, slides: Any, segment_XS: Array) -> Array:
@@ -86,28 +86,28 @@ class _Attention:
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A function that mixes the tokens of each sequence: `(tokens, weights, flags, segment_XS) -> [X, S, ...]`.
+    """Function that mixes the tokens of each sequence: `(tokens, weights, flags, segment_XS) -> [X, S, ...]`.
 
-    Hashable, and no array is inside. `tokens` are `[X, S, ...]` arrays, and `weights` the parameters that it has.
+    A mixer is hashable and contains no arrays. `tokens` are `[X, S, ...]` arrays, and `weights` are its parameters.
     """
 
     @property
     def round_tokens(self) -> int:
-        """Tokens of a row that it is given at a time."""
+        """Number of tokens of a row that the mixer gets at a time."""
 
     def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_XS: Array, /) -> Array:
-        """Mix tokens of one segment, each with those before it."""
+        """Mix each token with the tokens before it in its segment."""
 
 
 def over_sequences(
     mixer: Mixer, tokens: tuple[Array, ...], weights: Any, flags: Any, shared_prefix: SharedPrefix
 ) -> Array:
-    """`mixer` of packed rows in which sequences share tokens: of each sequence whole; 0 in padding.
+    """Apply `mixer` to each whole sequence of packed rows in which sequences share tokens; padding gets 0.
 
     Args:
       tokens: Arrays `[R, W, ...]`.
       weights: Parameters, or None.
-      flags: Arrays that have no gradient, or None.
+      flags: Arrays without a gradient, or None.
     """
     return checkpoint_name(_mix(tokens, weights, shared_prefix, flags, mixer), ATTENDED)
 
@@ -138,7 +138,7 @@ def _forward(
 
 
 def _backward(mixer: Mixer, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
-    """Gradients: each chunk is mixed again, and gradients of a token's copies and of parameters summed in float32."""
+    """Compute gradients: mix each chunk again, and sum gradients of a token's copies and of parameters in float32."""
     tokens, weights, shared_prefix, flags = saved
     sums = [_zeros(array, array.shape[2:], jnp.float32) for array in tokens]
     of_weights = jax.tree.map(lambda leaf: jnp.where(False, leaf, 0).astype(jnp.float32), weights)
@@ -167,7 +167,10 @@ _mix.defvjp(_forward, _backward)
 
 
 class _Chunks:
-    """Loop over attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
+    """Loop over attention rows in chunks: some attention rows of each packed row at a time.
+
+    E is the number of tokens of a chunk for one packed row, and X is the number of its attention rows for all of them.
+    """
 
     def __init__(self, part: AttentionRows, tokens: int) -> None:
         rows, count, width = part.source_RAS.shape
@@ -178,11 +181,11 @@ class _Chunks:
         self._tables = [jnp.pad(table, padding) for table in (part.source_RAS, part.segment_RAS, part.tells_RAS)]
 
     def over(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Run the body on every chunk that holds anything."""
+        """Run the body on every chunk in use."""
         return lax.fori_loop(0, self._chunks, body, carry)
 
     def at(self, index: Array) -> tuple[Array, Array, Array]:
-        """Sources `[R, E]`, segments `[X, S]`, and flags of copies that tell `[R, E]`."""
+        """Return sources `[R, E]`, segments `[X, S]`, and flags `[R, E]` of the copies whose results are used."""
         source_RCS, segment_RCS, tells_RCS = (
             lax.dynamic_slice_in_dim(table, index * self._size, self._size, axis=1) for table in self._tables
         )
@@ -193,18 +196,18 @@ class _Chunks:
         )
 
     def lay_out(self, array_RWNH: Array, source_RE: Array) -> Array:
-        """Tokens of packed rows as `[X, S, N, H]`."""
+        """Copy tokens of packed rows into attention rows, `[X, S, N, H]`."""
         index = jnp.expand_dims(source_RE, tuple(range(2, array_RWNH.ndim)))
         array_RENH = jnp.take_along_axis(array_RWNH, index, axis=1)
         return array_RENH.reshape(-1, self._width, *array_RWNH.shape[2:])
 
     def back(self, array_XSNH: Array) -> Array:
-        """`[X, S, N, H]` as `[R, E, N, H]`."""
+        """Reshape attention rows `[X, S, N, H]` to `[R, E, N, H]`."""
         return array_XSNH.reshape(self._rows, -1, *array_XSNH.shape[2:])
 
 
 def _zeros(array_RWX: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """`[R, W, *shape]`, varying over devices of a manual mesh axis as the array does, so that a loop can carry it."""
+    """Return zeros `[R, W, *shape]` that vary over manual mesh axes like the array, so that a loop can carry them."""
     rows, width = array_RWX.shape[:2]
     zero_RW = jnp.where(False, array_RWX.reshape(rows, width, -1)[:, :, 0], 0).astype(dtype)
     return jnp.broadcast_to(jnp.expand_dims(zero_RW, tuple(range(2, 2 + len(shape)))), (rows, width, *shape))

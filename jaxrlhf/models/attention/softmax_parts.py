@@ -1,4 +1,4 @@
-"""Softmax over parts of a cache, of one device or of several, and their join.
+"""Softmax over parts of a cache, on one device or on several, and the combination of the parts.
 
     out = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p
 
@@ -21,7 +21,7 @@ from jaxrlhf.models.execution import Execution
 
 
 class Parts(NamedTuple):
-    """Softmax over P parts of each slot's cache: weighted values, sums of weights, and the largest scores."""
+    """Softmax over P parts of each slot's cache: weighted values, sums of weights, and largest scores."""
 
     out_BKPGH: Array
     sum_BKPG: Array
@@ -29,14 +29,14 @@ class Parts(NamedTuple):
 
 
 def joined(parts: Sequence[Parts], *, like: Array) -> Array:
-    """The softmax over all parts, in the shape and dtype of queries."""
+    """Combine the parts into the softmax over all of them, in the shape and dtype of `like`."""
     out_BKGH, total_BKG, _ = _summed(parts)
     out_BKGH = out_BKGH / jnp.asarray(total_BKG)[..., None]
     return out_BKGH[..., : like.shape[-1]].astype(like.dtype).reshape(like.shape)
 
 
 def of_devices(parts: Parts, axes: tuple[str, ...]) -> Parts:
-    """The parts of all devices along mesh axes, one of each: a gather of `head_dim + 2` float32 a query."""
+    """Gather one part from each device along mesh axes: `head_dim + 2` float32 numbers per query."""
     out_BKGH, total_BKG, most_BKG = _summed([parts])
     packed_BKGU = jnp.concatenate([out_BKGH, total_BKG[..., None], most_BKG[..., None]], axis=-1)
     packed_BKPGU = lax.all_gather(packed_BKGU, axes, axis=2)
@@ -44,7 +44,7 @@ def of_devices(parts: Parts, axes: tuple[str, ...]) -> Parts:
 
 
 def part_of(score_BKGS: Array, first_B: Array, end_B: Array, value_BKSH: Array) -> Parts:
-    """Softmax of scores over each slot's entries from `first_B` to before `end_B`, as one part."""
+    """Compute the softmax of scores over each slot's entries from `first_B` to before `end_B`, as one part."""
     place_1S = jnp.arange(score_BKGS.shape[-1])[None]
     bias_BS = mask_bias((place_1S >= first_B[:, None]) & (place_1S < end_B[:, None]), lowest=LOWEST)
     score_BKGS += bias_BS[:, None, None]
@@ -57,7 +57,7 @@ def part_of(score_BKGS: Array, first_B: Array, end_B: Array, value_BKSH: Array) 
 
 
 def sinks_part(score_mod: ScoreMod, kv_heads: int, *, queries: int = 1) -> list[Parts]:
-    """The part of the sinks, which have no value, for so many queries of each head; none without sinks."""
+    """Return the part of the sinks, which have no value, for `queries` queries of each head; empty without sinks."""
     sink_KG = score_mod.sinks(kv_heads)
     if sink_KG is None:
         return []
@@ -66,20 +66,23 @@ def sinks_part(score_mod: ScoreMod, kv_heads: int, *, queries: int = 1) -> list[
 
 
 def seen(newest_B: Array, score_mod: ScoreMod) -> tuple[Array, Array]:
-    """Positions that each slot sees: the first, and the one behind the last."""
+    """Return the first position that each slot sees, and the position after the last."""
     return score_mod.first_seen(newest_B, jnp.zeros_like(newest_B)), newest_B + 1
 
 
 def seen_of_device(position_B: Array, capacity: int, score_mod: ScoreMod, execution: Execution) -> tuple[Array, Array]:
-    """Entries of this device that each slot sees, where several share its positions: the first, and behind the last."""
+    """Return the first of this device's entries that each slot sees, and the entry after the last.
+
+    Several devices share the positions of a slot.
+    """
     device, ways = lax.axis_index(execution.cache_axes), execution.cache_ways
-    # A slot that is done may have run past its cache; it still sees something.
+    # A finished slot may have run past its cache: clip, so that it still sees a position.
     first_B, end_B = seen(jnp.minimum(position_B, capacity - 1), score_mod)
     return entries_before(first_B, device, ways), entries_before(end_B, device, ways)
 
 
 def _summed(parts: Sequence[Parts]) -> tuple[Array, Array, Array]:
-    """Weighted values, sums of weights and the largest scores of all parts together."""
+    """Return the weighted values, sums of weights and largest scores of all parts together."""
     most_BK1G = reduce(jnp.maximum, [each.most_BKPG.max(axis=2, keepdims=True) for each in parts])
     share = [jnp.exp(each.most_BKPG - most_BK1G) for each in parts]
     total_BKG = sum((own * each.sum_BKPG).sum(axis=2) for own, each in zip(share, parts, strict=True))

@@ -1,4 +1,4 @@
-"""The shape of a decoder, as dataclasses."""
+"""Configuration of a decoder's shape, as dataclasses."""
 
 from jaxrlhf.models.config.model import ModelConfig
 from jaxrlhf.models.config.parts import (

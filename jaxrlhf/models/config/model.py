@@ -1,4 +1,4 @@
-"""The configuration of a decoder: its shape, and what is counted of it."""
+"""Configuration of a decoder: its shape, and counts of its parameters and cache entries."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,24 +13,27 @@ from jaxrlhf.models.config.shape import DecoderShape, Head
 
 @dataclass(frozen=True)
 class ModelConfig(DecoderShape):
-    """A decoder with grouped-query attention, rotary positions and a gated MLP; its fields are those of its shape."""
+    """Configuration of a decoder with grouped-query attention, rotary positions and a gated MLP.
+
+    Fields: see `DecoderShape`.
+    """
 
     @cached_property
     def attention_layers(self) -> int:
-        """Layers that keep keys and values."""
+        """Number of layers that keep keys and values."""
         return self.num_layers - sum(self.linear_layers) - self.borrowing_layers
 
     @cached_property
     def kinds(self) -> tuple[tuple[str, int, Self], ...]:
-        """Name of each stack, number of its layers, and the model as they see it."""
+        """Name of each stack, number of its layers, and the configuration as its layers see it."""
         counts = Counter(self.pattern.stack_of())
         return tuple((stack, count, self.of_stack(stack)) for stack, count in counts.items())
 
     def mean(self, number: Callable[[Self], float], *, borrowing: bool = True) -> float:
-        """A number of a layer, on average over the layers.
+        """Return the mean of `number` over the layers.
 
         Args:
-          borrowing: False counts nothing for layers that borrow keys and values.
+          borrowing: False counts 0 for layers that borrow keys and values.
         """
         if self.full_heads is None:
             return number(self)
@@ -39,27 +42,27 @@ class ModelConfig(DecoderShape):
 
     @cached_property
     def mean_head_dim(self) -> float:
-        """Width of a head, on average over the layers."""
+        """Mean width of a head over the layers."""
         return self.mean(lambda layer: layer.head_dim)
 
     @cached_property
     def mean_kv_width(self) -> float:
-        """Numbers in the keys that a layer makes of a token, on average over the layers; as many are in the values."""
+        """Mean width of a token's keys in all heads, over the layers; values are as wide. Borrowing layers count 0."""
         return self.mean(lambda layer: layer.num_kv_heads * layer.head_dim, borrowing=False)
 
     @cached_property
     def mean_intermediate_size(self) -> float:
-        """F, on average over the layers."""
+        """Mean of F, the width of the MLP, over the layers."""
         return self.mean(lambda layer: layer.intermediate_size)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that all layers keep of a sequence, however long it is."""
+        """Bytes of the linear-attention states that all layers keep for a sequence of any length."""
         return 0 if self.linear is None else sum(self.linear_layers) * self.linear.state_bytes
 
     @property
     def cache_width(self) -> float:
-        """Numbers of a token that the cache holds in each layer, on average over the layers."""
+        """Mean number of cache entries (scalars) per token and layer."""
         if self.latent is not None:
             return self.latent.rank + self.latent.rope_dim
         width = 2 * self.mean_kv_width
@@ -67,14 +70,14 @@ class ModelConfig(DecoderShape):
 
     @property
     def attention_parameters(self) -> float:
-        """Weights of one layer's attention, on average over the layers."""
+        """Mean number of weights of one layer's attention."""
         if self.linear is None and self.full_heads is None:
             return self._attention_parameters
         return self._all_attention_parameters / self.num_layers
 
     @cached_property
     def _all_attention_parameters(self) -> int:
-        """Weights of all layers' attention."""
+        """Number of weights of all layers' attention."""
         if self.full_heads is not None:
             each = [(count, self._attention_parameters_of(stack, self.full_heads)) for stack, count, _ in self.kinds]
             return sum(count * weights for count, weights in each)
@@ -82,7 +85,7 @@ class ModelConfig(DecoderShape):
         return self.attention_layers * self._attention_parameters + sum(self.linear_layers) * linear
 
     def _attention_parameters_of(self, stack: str, full: FullHeads) -> int:
-        """Weights of attention in a layer of one of the stacks that windows tell apart."""
+        """Return the number of attention weights of a layer of one stack, in a model with `full_heads`."""
         layer = self.of_stack(stack)
         projection = self.hidden_size * layer.num_kv_heads * layer.head_dim
         left_out = projection * (stack == LAYERS and full.values_are_keys)
@@ -91,7 +94,7 @@ class ModelConfig(DecoderShape):
 
     @cached_property
     def _attention_parameters(self) -> int:
-        """Weights of attention in a layer that keeps keys and values."""
+        """Number of attention weights of a layer that keeps keys and values."""
         if self.latent is not None:
             latent, width = self.latent, self.hidden_size
             key_value = self.head_dim - latent.rope_dim + latent.value_dim
@@ -112,17 +115,21 @@ class ModelConfig(DecoderShape):
 
     @property
     def routed_choices(self) -> tuple[int, int]:
-        """Layers with experts, and experts that a token goes through in each."""
+        """Number of layers with experts, and number of experts per token in each of them."""
         assert self.experts is not None
         return self.num_layers - self.dense_layers, self.experts.per_token
 
     @property
     def norm_parameters(self) -> int:
-        """Weights of one layer's norms before and after attention and MLP."""
+        """Number of weights of one layer's norms before and after attention and MLP."""
         return (4 if self.norms == "sandwich" else 2) * self.hidden_size
 
     def mlp_parameters(self, *, experts: float | None = None) -> float:
-        """Weights of one layer's MLP, or of its router, its shared part and so many of its experts; None is all."""
+        """Return the number of weights of one layer's MLP, or of its router, shared part and `experts` experts.
+
+        Args:
+          experts: Number of experts to count; None is all.
+        """
         if self.experts is None:
             return 3 * self.hidden_size * self.mean_intermediate_size
         counted = self.experts.count if experts is None else experts
@@ -134,7 +141,11 @@ class ModelConfig(DecoderShape):
         return 3 * self.hidden_size * inner + biases + router + shared
 
     def layer_parameters(self, *, experts: float | None = None) -> float:
-        """Weights of attention, MLP (see `mlp_parameters`) and what a layer makes of its own inputs, on average."""
+        """Return the mean number of weights of a layer: attention, MLP, own inputs, narrow products and streams.
+
+        Args:
+          experts: See `mlp_parameters`.
+        """
         first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
         own = 0 if self.layer_inputs is None else 2 * self.hidden_size * self.layer_inputs.width
         own += 2 * self.hidden_size * (self.laurel_rank or 0)
@@ -144,7 +155,7 @@ class ModelConfig(DecoderShape):
 
     @property
     def _stream_parameters(self) -> int:
-        """Weights of streams and of narrow products beside attention."""
+        """Number of weights of streams, and of narrow products next to attention."""
         width, weights = self.hidden_size, 0
         if self.laurel_rank is not None:
             weights += self.num_layers * width * (2 * self.laurel_rank + 1)
@@ -155,23 +166,23 @@ class ModelConfig(DecoderShape):
 
     @property
     def stream_width(self) -> int:
-        """Numbers of a token between two layers."""
+        """Width of a token's hidden state between two layers, over all streams."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def input_parameters(self) -> int:
-        """Weights of all that makes and takes the layers' own inputs."""
+        """Number of weights that make and use the layers' own inputs."""
         if (inputs := self.layer_inputs) is None:
             return 0
         made = self.num_layers * inputs.width * (inputs.vocab_size + self.hidden_size) + inputs.width
         return made + self.num_layers * (2 * inputs.width + 1) * self.hidden_size
 
     def head_parameters(self, head: Head = "lm") -> int:
-        """Weights of the head; those of the embedding where they are tied."""
+        """Return the number of weights of the head, which may be tied to the embedding."""
         return self.hidden_size * (self.vocab_size if head == "lm" else 1)
 
     def num_parameters(self, head: Head = "lm") -> int:
-        """Number of weights, the embedding and the given head included."""
+        """Return the number of weights, including the embedding and the given head."""
         layers = self._all_attention_parameters
         layers += round(self.num_layers * self.mlp_parameters()) + self.num_layers * self.norm_parameters
         layers += self.input_parameters + self.num_layers * self.layer_scale + self._stream_parameters

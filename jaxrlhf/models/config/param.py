@@ -1,4 +1,4 @@
-"""The declaration of one parameter."""
+"""Declaration of one parameter."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,16 @@ from jaxrlhf.sharding.rules import Dim
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter.
+    """Declaration of one parameter: shape, dimension names and initializer.
 
     Attributes:
       shape: Full, unsharded shape.
-      dims: Name of each dimension for the sharding rules; None where it is never split, and a name with a count
-        where it stays whole over mesh axes that do not divide the count.
-      init: Initialiser, used where no checkpoint gives the parameter.
-      fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
-      padding: Entries at the end of the first dimension that are no part of the model: always zeros.
-      fixed: It stays as it is while others are trained.
+      dims: Name of each dimension for the sharding rules. None is never split. A name with a count stays whole over
+        mesh axes that do not divide the count.
+      init: Initializer, used if no checkpoint has the parameter.
+      fan_in: Number of inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
+      padding: Number of entries at the end of the first dimension that are not part of the model: always zeros.
+      fixed: True if the parameter is not trained.
     """
 
     shape: tuple[int, ...]

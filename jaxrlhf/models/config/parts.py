@@ -1,4 +1,4 @@
-"""Parts of a layer that only some models have: attention of another kind, and experts in place of the MLP."""
+"""Parts of a layer that only some models have: other kinds of attention, and experts instead of the MLP."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ from jaxrlhf.config import Refusal
 
 @dataclass(frozen=True)
 class Indexer:
-    """Indexer, which chooses the tokens that sparse attention sees (DeepSeek-V3.2): weights that are only kept.
+    """Indexer of sparse attention (DeepSeek-V3.2), which chooses the tokens to attend to. Its weights are only stored.
 
-    Attention to all tokens is that of a sequence of at most `top` tokens, which chooses all of them.
+    The decoder attends to all tokens. This is exact for sequences of at most `top` tokens, because all are chosen.
 
     Attributes:
-      heads: Heads of queries.
-      head_dim: Width of a query, and of the one key.
-      top: Tokens that a token sees.
+      heads: Number of query heads.
+      head_dim: Width of a query, and of the single key.
+      top: Number of tokens that a token sees.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), section 2.1.
     """
@@ -27,14 +27,14 @@ class Indexer:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: keys and values of all heads are made of one short cached vector per token.
+    """Multi-head latent attention (MLA): keys and values of all heads are made from one short cached vector per token.
 
     Attributes:
-      rank: Width of that vector.
-      rope_dim: Width of the last part of a query or key, which is rotated; all heads share that of keys.
+      rank: Width of the cached vector.
+      rope_dim: Width of the rotated last part of a query or key; all heads share the rotated part of keys.
       value_dim: Width of a head's values.
-      query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
-      interleaved: Neighbours are rotated together, and not halves.
+      query_rank: Width of an intermediate vector that queries are made from; None makes queries from the layer's input.
+      interleaved: True rotates neighboring dimensions together, False rotates halves.
       indexer: Indexer of sparse attention; None is none.
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
@@ -50,16 +50,17 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Attention whose heads each keep a matrix of fixed size, and no keys and values.
+    """Linear attention: each head keeps a state matrix of fixed size instead of keys and values.
 
     Attributes:
-      key_heads: K, heads of queries and keys; a state space repeats those of its groups, to so many.
-      value_heads: Heads of values; a multiple of K.
+      key_heads: K, number of query and key heads. A state space repeats the queries and keys of its groups K / groups
+        times.
+      value_heads: Number of value heads; a multiple of K.
       key_dim: X, width of a query or key.
       value_dim: U, width of a value.
-      kernel: Tokens that a causal convolution of queries, keys and values goes over.
-      groups: Queries and keys of a state space that differ, the B and C of Mamba-2: K is a multiple, and the value
-        heads of one are normed together. None is the gated delta rule.
+      kernel: Number of tokens that the causal convolution of queries, keys and values covers.
+      groups: Number of different queries and keys of a state space (B and C of Mamba-2); K is a multiple of it. The
+        value heads of a group are normalized together. None is the gated delta rule.
 
     Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3; state spaces: Dao and Gu 2024
     (Mamba-2, arXiv:2405.21060), section 7.
@@ -85,22 +86,22 @@ class LinearAttention:
 
     @property
     def different_keys(self) -> int:
-        """Heads of queries and keys that differ."""
+        """Number of query and key heads that differ."""
         return self.key_heads if self.groups is None else self.groups
 
     @property
     def channels(self) -> int:
-        """Numbers of a key head and its values that the convolution goes over."""
+        """Number of convolution channels of a key head: its query, its key and its values."""
         return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence keeps in one layer, in float32."""
+        """Bytes of a sequence's state in one layer, all counted as float32."""
         matrices = self.value_heads * self.key_dim * self.value_dim
         return 4 * (matrices + self.key_heads * (self.kernel - 1) * self.channels)
 
     def parameters(self, hidden_size: int) -> int:
-        """Weights of one layer."""
+        """Return the number of weights of one layer."""
         values, keys = self.value_heads * self.value_dim, self.different_keys * self.key_dim
         delta = self.groups is None
         projections = 2 * keys + 3 * values + (2 if delta else 1) * self.value_heads
@@ -111,12 +112,12 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class FullHeads:
-    """Heads of layers without the window, where they are not those of layers with it.
+    """Heads of layers without the window, if they differ from the heads of layers with the window.
 
     Attributes:
-      kv_heads: Key-value heads; divides the query heads.
+      kv_heads: Number of key-value heads; divides the number of query heads.
       head_dim: Width of all heads.
-      values_are_keys: Values are what keys are made of: the same projection, neither scaled nor rotated.
+      values_are_keys: True if values come from the key projection, without the keys' norm and rotation.
     """
 
     kv_heads: int
@@ -126,11 +127,11 @@ class FullHeads:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Embeddings of tokens for each layer, beside those that the first layer is given.
+    """Token embeddings for each layer, in addition to the embeddings that the first layer gets.
 
     Attributes:
-      width: P, numbers of a token for one layer.
-      vocab_size: Rows of their table.
+      width: P, width of a token's embedding for one layer.
+      vocab_size: Number of rows of the embedding table of layer inputs.
     """
 
     width: int
@@ -139,14 +140,14 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams beside each other, A of them: layers compute with the first and correct the others."""
+    """Parallel residual streams (AltUp), A = `count`: layers compute with the first and correct the others."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """A gate g and its product with u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
+    """Gated activation of a gate g and an up value u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
 
     Source: gpt-oss (arXiv:2508.10925), section 2.
     """
@@ -157,26 +158,26 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of each layer's MLP, and the router that chooses them.
+    """Mixture of experts instead of each layer's MLP, and the router that chooses experts.
 
     Attributes:
-      count: E, routed experts of a layer.
-      per_token: k, experts that a token goes through.
+      count: E, number of routed experts of a layer.
+      per_token: k, number of experts per token.
       intermediate_size: F of one expert.
-      shared_intermediate_size: F of the shared experts, which every token goes through; 0 is none.
-      shared_gate: What the shared experts add is multiplied by a sigmoid of its own (Qwen).
+      shared_intermediate_size: F of the shared experts, which compute every token; 0 is none.
+      shared_gate: True multiplies the output of the shared experts by a sigmoid gate (Qwen).
       scores: Function of the router's logits.
-      normalised: The scores of a token's experts are divided by their sum.
-      scaling: Factor of the scores after that.
-      bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
-      biases: The router's logits and each expert's matrices have biases (gpt-oss).
-      apart: Experts stand beside the MLP: they and it are normed apart, before and after, and the router has a scale of
-        its input and one of each expert (Gemma 4).
+      normalised: True divides the scores of a token's experts by their sum.
+      scaling: Factor of the scores after normalization.
+      bias: True adds a bias to the scores when experts are chosen, but not to the mixing weights (DeepSeek-V3).
+      biases: True if the router's logits and each expert's matrices have biases (gpt-oss).
+      apart: True if experts run next to the MLP. Experts and MLP then have separate norms, before and after, and the
+        router has a scale of its input and a scale of each expert (Gemma 4).
       activation: Function of an expert's gate, or of its gate and up together.
-      groups: Equal parts of the experts; a token goes through experts of its best groups alone.
+      groups: Number of equal groups of experts; a token only uses experts of its best groups.
       groups_per_token: Number of best groups.
-      group_best: Number of best scores whose sum ranks a group.
-      loss_coefficient: Coefficient of the load-balancing loss that the checkpoint was trained with.
+      group_best: Number of best scores in a group whose sum ranks the group.
+      loss_coefficient: Coefficient of the load-balancing loss in the checkpoint's training.
     """
 
     count: int

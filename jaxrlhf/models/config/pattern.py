@@ -1,4 +1,4 @@
-"""The order of a decoder's layers: stacks of like layers, and in what pattern they follow one another."""
+"""Order of a decoder's layers: stacks of like layers, and the repeating pattern of the stacks."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,35 +10,35 @@ STACKS = LAYERS, DENSE_LAYERS, LINEAR_LAYERS, SLIDING_LAYERS, BORROWING_LAYERS, 
 """Names of the stacks of layers in the decoder's parameters."""
 
 LENDERS = {BORROWING_LAYERS: LAYERS, SLIDING_BORROWING_LAYERS: SLIDING_LAYERS}
-"""Stacks of layers that attend to keys and values of an earlier layer, and the stacks whose last layer that is."""
+"""Stacks of layers that borrow keys and values, each with the stack whose last layer they borrow from."""
 
 
 class Run(NamedTuple):
-    """Name of a stack, and number of its layers that follow one another."""
+    """Run of consecutive layers of one stack: the stack's name, and the number of layers."""
 
     stack: str
     layers: int
 
 
 class Pattern(NamedTuple):
-    """Runs of layers, all of which follow one another so many times."""
+    """Sequence of runs of layers, and the number of times that the sequence repeats."""
 
     repeats: int
     runs: tuple[Run, ...]
 
     def each(self, stack: str) -> int:
-        """Layers of a stack in one time."""
+        """Return the number of layers of a stack in one repetition."""
         return sum(run.layers for run in self.runs if run.stack == stack)
 
     def stack_of(self) -> list[str]:
-        """Name of the stack of each layer."""
+        """Return the name of the stack of each layer."""
         return [run.stack for run in self.runs for _ in range(run.layers)] * self.repeats
 
 
 def find_pattern(stack_of: Sequence[str]) -> Pattern:
-    """The shortest pattern of layers that are in these stacks.
+    """Return the shortest repeating pattern of layers, from the stack of each layer.
 
-    Layers that are first of their kind, or last, repeat nothing: the pattern is then all of them.
+    If nothing repeats, for example because only the first layers are dense, the pattern is all layers, once.
     """
     count = len(stack_of)
     period = next(

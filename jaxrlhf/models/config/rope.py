@@ -13,7 +13,7 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Frequency scaling of Llama 3.1+: long wavelengths stretched, short ones kept.
+    """Frequency scaling of Llama 3.1+: long wavelengths are stretched, short wavelengths are kept.
 
     Source: transformers `_compute_llama3_parameters`.
     """
@@ -26,12 +26,12 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """YaRN: frequencies between `beta_fast` and `beta_slow` turns of the original context go from kept to stretched.
+    """YaRN scaling: frequencies go from kept at `beta_fast` turns in the original context to stretched at `beta_slow`.
 
     Attributes:
-      attention_factor: Factor of cosines and sines; None follows from the factor and the two scales.
-      truncate: Blending starts and ends at whole dimensions.
-      llama_4_scaling_beta: Growth of a query with its position, as `query_growth` has it; None is none (Ministral 3).
+      attention_factor: Factor of cosines and sines; None computes it from `factor` and the two `mscale` values.
+      truncate: True starts and ends the blending at whole dimensions.
+      llama_4_scaling_beta: Growth rate of queries with position, see `query_growth` (Ministral 3); None is no growth.
 
     Source: Peng et al. 2023 (arXiv:2309.00071), section 3.
     """
@@ -47,7 +47,7 @@ class YarnRope:
     llama_4_scaling_beta: float | None = None
 
     def magnitude(self, scale: float = 1.0) -> float:
-        """Growth of queries and keys with the longer context: 0.1 scale ln(factor) + 1.
+        """Compute the growth of queries and keys with the longer context: 0.1 scale ln(factor) + 1.
 
         Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
         """
@@ -56,10 +56,10 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class LongRope:
-    """LongRoPE: a factor for each frequency, one set for sequences up to the original context, one for longer ones.
+    """LongRoPE scaling: a factor for each frequency, one set for the original context and one for longer sequences.
 
-    The set that holds for a token would depend on tokens after it, so only the short one is computed and
-    `max_positions` is the original context; the other is carried along.
+    The right set for a token would depend on tokens after it. Only the short set is therefore used, and
+    `max_positions` is the original context. The long set is only stored.
 
     Attributes:
       attention_factor: Factor of cosines and sines.
@@ -75,11 +75,11 @@ class LongRope:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """Rotation of the first part of all frequencies, which are those of the whole head; the others do not turn.
+    """Rotation by only the first part of the frequencies, which are computed for the whole head; the rest are zero.
 
     Attributes:
-      partial_rotary_factor: Share of the frequencies that turn.
-      factor: Number that frequencies are divided by; None is 1.
+      partial_rotary_factor: Share of the frequencies that rotate.
+      factor: Divisor of the frequencies; None is 1.
 
     Source: Gemma 4, as `rope_type: proportional` in transformers.
     """

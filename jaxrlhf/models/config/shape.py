@@ -1,4 +1,4 @@
-"""The shape of a decoder: what a checkpoint's `config.json` says, and in which stacks its layers lie."""
+"""Shape of a decoder: the settings of a checkpoint's `config.json`, and the stacks of its layers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ Head = Literal["lm", "value", "score"]
 
 
 def padded_rows(vocab_size: int) -> int:
-    """Rows of an embedding or a head: zeros after the last token, up to a multiple of 64, or of 16 if it is tiny.
+    """Return the number of rows of an embedding or a head, zero-padded to a multiple of 64, or of 16 below 512 tokens.
 
-    They split over that many devices, and a run's checkpoint is the same whatever its layout.
+    The rows split over that many devices, and a run's checkpoint is the same in every layout.
     """
     multiple = 64 if vocab_size >= 512 else 16
     return -(-vocab_size // multiple) * multiple
@@ -34,62 +34,64 @@ def padded_rows(vocab_size: int) -> int:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A decoder with grouped-query attention, rotary positions and a gated MLP.
+    """Shape of a decoder with grouped-query attention, rotary positions and a gated MLP.
 
     Attributes:
       family: Checkpoint format that weights are read from and exported to.
-      vocab_size: V, rows of the embedding.
+      vocab_size: V, number of tokens of the vocabulary.
       hidden_size: D, width of the residual stream.
       intermediate_size: F, width of the MLP.
-      num_layers: L.
-      num_heads: N, query heads.
-      num_kv_heads: K, key-value heads; divides N.
-      head_dim: H.
-      qkv_bias: The q, k and v projections have a bias (Qwen2).
-      qk_norm: The q and k heads are RMS-normalised (Qwen3).
-      value_norm: So are values, without a weight (Gemma 4).
-      qk_norm_across_heads: One such norm goes over all heads together (OLMo 2).
-      output_bias: The output projection of attention has a bias (gpt-oss).
-      attention_sinks: Each query head has a score that takes a share of its softmax (gpt-oss).
-      attention_gate: What a query head mixes is multiplied by a sigmoid, which its query projection makes (Qwen3-Next).
-      tie_embeddings: The language-model head is the embedding.
+      num_layers: L, number of layers.
+      num_heads: N, number of query heads.
+      num_kv_heads: K, number of key-value heads; divides N.
+      head_dim: H, width of a head.
+      qkv_bias: True if the q, k and v projections have a bias (Qwen2).
+      qk_norm: True if the q and k heads are RMS-normalized (Qwen3).
+      value_norm: True if values are RMS-normalized too, without a weight (Gemma 4).
+      qk_norm_across_heads: True if the norm of `qk_norm` is over all heads together (OLMo 2).
+      output_bias: True if the output projection of attention has a bias (gpt-oss).
+      attention_sinks: True if each query head has a sink, a score that takes a share of its softmax (gpt-oss).
+      attention_gate: True if the output of a query head is multiplied by a sigmoid gate, which the query projection
+        makes (Qwen3-Next).
+      tie_embeddings: True if the language-model head is the embedding.
       activation: Function of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
-      norms: Place of a layer's norms: `pre` before attention and before the MLP, `post` on what they
-        add to the residual stream (OLMo 2), `sandwich` both (Gemma).
-      unit_offset: Norms scale by one plus their weight (Gemma).
-      scale_embeddings: Embeddings are multiplied by sqrt(D) (Gemma).
-      query_pre_attn_scalar: Number whose square root divides scores; None is the head width.
-      attn_logit_softcapping: Cap c, by which scores s become c tanh(s / c).
-      final_logit_softcapping: Cap of logits in the same way.
+      norms: Position of a layer's norms: `pre` before attention and before the MLP, `post` on their outputs before
+        these are added to the residual stream (OLMo 2), `sandwich` both (Gemma).
+      unit_offset: True if norms scale by one plus their weight (Gemma).
+      scale_embeddings: True if embeddings are multiplied by sqrt(D) (Gemma).
+      query_pre_attn_scalar: Number whose square root divides attention scores; None is the head width.
+      attn_logit_softcapping: Cap c of attention scores s, c tanh(s / c); None is no cap.
+      final_logit_softcapping: Cap of the logits, by the same formula; None is no cap.
       embedding_multiplier: Factor of embeddings (Granite).
-      residual_multiplier: Factor of what attention and the MLP add to the residual stream (Granite).
-      logits_scaling: Number that logits are divided by (Granite).
+      residual_multiplier: Factor of the outputs of attention and the MLP in the residual stream (Granite).
+      logits_scaling: Divisor of the logits (Granite).
       rope_theta: Base of the rotary frequencies.
-      partial_rotary_factor: First part of each head that is rotated.
-      rope_interleaved: Neighbours are rotated together, and not halves (GLM-4).
-      rope_layers: Flags of the layers that rotate queries and keys; the others do not. Empty: all do (SmolLM3).
+      partial_rotary_factor: Share of each head that is rotated, from its start.
+      rope_interleaved: True rotates neighboring dimensions together, False rotates halves (GLM-4).
+      rope_layers: Flag of each layer, true if it rotates queries and keys. Empty: all layers rotate (SmolLM3).
       sliding_window: Number of tokens that a token sees, itself included; None is all.
-      sliding_layers: Flags of the layers that have the window; the others see everything. Empty: all have it.
-      sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None is `rope_theta`.
-      full_heads: Heads of the layers without the window, which then lie in a stack of their own (Gemma 4); None has the
-        same heads in all layers.
-      borrowing_layers: Number of last layers, which attend to the keys and values of the last layer before them that
-        has the window, or has none, as they do. They go with `full_heads`.
-      borrowing_intermediate_size: F of those layers; None is F of the others.
-      layer_inputs: Embeddings of tokens for each layer (Gemma 4); None is none.
+      sliding_layers: Flag of each layer, true if it has the window; others see everything. Empty: all have it.
+      sliding_rope_theta: Base of the rotary frequencies of layers with the window, without scaling; None uses
+        `rope_theta` and `rope_scaling`.
+      full_heads: Heads of the layers without the window, which then form a separate stack (Gemma 4); None has the same
+        heads in all layers.
+      borrowing_layers: Number of last layers that borrow keys and values. A layer with the window borrows from the last
+        lending layer with it, and a layer without it from the last one without it. Requires `full_heads`.
+      borrowing_intermediate_size: F of the borrowing layers; None is F of the others.
+      layer_inputs: Token embeddings for each layer (Gemma 4); None is none.
       streams: Several residual streams (Gemma 3n); None is one.
-      laurel_rank: Width between two matrices, whose product is added to the residual stream beside attention
-        (Gemma 3n); None has none.
-      sparsity: Share of the MLP's gates that is left out in each layer, those that are not the largest (Gemma 3n).
-        Empty: none is.
-      layer_scale: What a layer gives is multiplied by a number of its own, which is not trained (Gemma 4).
+      laurel_rank: Rank of a product of two narrow matrices, which is added to the residual stream next to attention
+        (Gemma 3n); None is no product.
+      sparsity: Share of the MLP's gates that is dropped in each layer; the largest gates are kept (Gemma 3n).
+        Empty: none is dropped.
+      layer_scale: True if a layer's result is multiplied by a number that is not trained (Gemma 4).
       latent: Latent attention, with queries and keys of width H; None projects keys and values.
       linear: Linear attention in some layers; None is none.
-      linear_layers: Flags of those layers.
-      dense_layers: Number of first layers, which have an MLP where the others have experts.
+      linear_layers: Flag of each layer, true if it has linear attention.
+      dense_layers: Number of first layers that have an MLP, where later layers have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
-      experts: Mixture of experts in place of the MLP; None is a dense MLP.
-      vision: Tower whose features stand in prompts; None reads text alone.
+      experts: Mixture of experts instead of the MLP; None is a dense MLP.
+      vision: Vision tower whose features replace the embeddings of image tokens; None reads text only.
     """
 
     family: str
@@ -189,23 +191,23 @@ class DecoderShape:
                 )
 
     def _check_full_heads(self, full: FullHeads) -> None:
-        """Raise `Refusal` if layers with the window and without cannot lie apart, or have nothing to borrow."""
+        """Raise `Refusal` if layers with and without the window cannot form separate stacks, or cannot borrow."""
         if self.num_heads % full.kv_heads:
             raise Refusal(
                 f"num_heads={self.num_heads} is not a multiple of full_heads.kv_heads={full.kv_heads}; "
                 f"every key-value head serves the same number of query heads"
             )
         if self.latent is not None or self.linear is not None or self.dense_layers or self.sliding_window is None:
-            raise Refusal("full_heads beside a window, and not beside latent or linear attention or dense_layers")
+            raise Refusal("full_heads needs sliding_window, and no latent or linear attention and no dense_layers")
         own = set(self.sliding_layers[: self.num_layers - self.borrowing_layers])
         if False not in own or not set(self.sliding_layers) <= own:
             raise Refusal(
-                f"borrowing_layers={self.borrowing_layers} with sliding_layers={self.sliding_layers}; before them have "
-                f"to be a layer without the window, and one with it where others have it"
+                f"borrowing_layers={self.borrowing_layers} with sliding_layers={self.sliding_layers}; before them "
+                f"there have to be a layer without the window, and a layer with it if any layer has it"
             )
 
     def of_stack(self, stack: str) -> Self:
-        """The model as the layers of a stack see it: where stacks differ in heads, width or window, its own."""
+        """Return the configuration as the layers of a stack see it, with the heads, width and window of the stack."""
         if self.full_heads is None:
             return self
         borrows, slides = stack in LENDERS, LENDERS.get(stack, stack) == SLIDING_LAYERS
@@ -220,23 +222,23 @@ class DecoderShape:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Number of dimensions of a head that are rotated."""
         if self.latent is not None:
             return self.latent.rope_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def score_divisor(self) -> float:
-        """Number that products of queries and keys are divided by."""
+        """Divisor of the products of queries and keys."""
         divisor = math.sqrt(self.query_pre_attn_scalar or self.head_dim)
         if self.latent is not None and isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.mscale_all_dim:
-            # Here the part that is not rotated grows as well.
+            # In latent attention the part that is not rotated grows as well.
             return divisor / self.rope_scaling.magnitude(self.rope_scaling.mscale_all_dim) ** 2
         return divisor
 
     @property
     def pattern(self) -> Pattern:
-        """The order of the layers, by their stacks."""
+        """Order of the layers, by stack."""
         first, count = self.dense_layers, self.num_layers
         if self.linear is not None:
             return find_pattern([LINEAR_LAYERS if linear else LAYERS for linear in self.linear_layers])
@@ -246,11 +248,11 @@ class DecoderShape:
 
     @property
     def sections(self) -> tuple[Pattern, ...]:
-        """The pattern, or one of the layers that keep keys and values and one of those that borrow them."""
+        """Patterns that run one after another: one, or layers that keep keys and values, then layers that borrow."""
         return tuple(map(find_pattern, self._apart())) if self.borrowing_layers else (self.pattern,)
 
     def _apart(self) -> list[list[str]]:
-        """Stacks of layers that are told apart by their windows: of those that keep keys and values, and the others."""
+        """Return the stack of each layer in a model with `full_heads`: of keeping layers, then of borrowing layers."""
         first = self.num_layers - self.borrowing_layers
         own = [SLIDING_LAYERS if slides else LAYERS for slides in self.sliding_layers[:first]]
         borrowing = [SLIDING_BORROWING_LAYERS if slides else BORROWING_LAYERS for slides in self.sliding_layers[first:]]

@@ -1,4 +1,4 @@
-"""The shape of a vision tower, and how a decoder takes what it sees."""
+"""Shape of a vision tower, and settings for its features in the decoder."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,11 +7,11 @@ from jaxrlhf.config import Refusal
 
 
 class Sections(NamedTuple):
-    """Rotated pairs of a decoder's head that go by a token's time, row and column.
+    """Sections of a decoder head's rotated pairs: a pair is rotated by a token's time, row or column.
 
     Attributes:
-      pairs: Number of pairs of each of the three parts.
-      interleaved: Rows and columns have every third of the first pairs; else each part has pairs side by side.
+      pairs: Number of pairs of each of the three parts: time, row, column.
+      interleaved: True if rows and columns take every third of the first pairs; else the pairs of a part are adjacent.
 
     Source: Wang et al. 2024 (Qwen2-VL, arXiv:2409.12191), section 2.1; Qwen3-VL interleaves them.
     """
@@ -20,7 +20,7 @@ class Sections(NamedTuple):
     interleaved: bool = False
 
     def part_of(self) -> list[int]:
-        """Part that each pair goes by: 0 is time, 1 the row, 2 the column."""
+        """Return the part that rotates each pair: 0 is time, 1 the row, 2 the column."""
         if not self.interleaved:
             return [part for part, count in enumerate(self.pairs) for _ in range(count)]
         return [
@@ -31,32 +31,33 @@ class Sections(NamedTuple):
 
 @dataclass(frozen=True)
 class Vision:
-    """A vision transformer over patches of images, whose features stand among a decoder's tokens.
+    """Shape of a vision transformer over image patches, whose features replace image tokens of a decoder.
 
     Attributes:
       family: Checkpoint format of tower and decoder together.
-      image_token: Id of the placeholders, one for each feature.
-      hidden_size: Width of a patch.
+      image_token: Id of the placeholder token, one for each feature.
+      hidden_size: Width of a patch's hidden state.
       intermediate_size: Width of the MLP.
-      num_heads: Heads of attention, which goes both ways.
-      patch_size: Side of a patch in pixels.
-      frames: Frames of a patch; a still image is its own second frame.
-      merge: Side in patches of the square that becomes one feature.
-      out_size: Width of a feature, which is the decoder's.
-      norm: Root mean square, or mean and variance with a bias (`layer`).
-      eps: Number under the roots of norms.
-      gated: The MLP has a gate.
+      num_heads: Number of heads of bidirectional attention.
+      patch_size: Side of a patch, in pixels.
+      frames: Number of frames of a patch; a still image is its own second frame.
+      merge: Side of the square of patches that becomes one feature, in patches.
+      out_size: Width of a feature, equal to the decoder's hidden size.
+      norm: Kind of norm: root mean square (`rms`), or mean and variance with a bias (`layer`).
+      eps: Number added under the roots of norms.
+      gated: True if the MLP has a gate.
       activation: Function of the MLP; `gelu_tanh` is the approximation by a hyperbolic tangent.
-      patch_bias: Patches are embedded with a bias.
-      positions: Rows of a table of learned positions, a square that is stretched over each image; 0 is none.
-      rotates: Queries and keys are rotated, half of each head by the patch's row and half by its column.
-      window: Side in features of the square that a patch sees in most layers; None is the whole image.
-      full_layers: Layers that see the whole image nevertheless.
-      deepstack: Layers whose features are added behind the decoder's first layers, one after another.
-      merger: Features of a square of patches: an MLP of all of them, or a projection of their mean.
-      sections: Positions of the decoder in three parts; None has one.
-      both_ways: Tokens of one image see each other in the decoder, whichever comes first (Gemma 3).
-      start_token, end_token, video_token: Other ids of the file; None where it has none.
+      patch_bias: True if the patch embedding has a bias.
+      positions: Number of rows of a table of learned positions, a square that is stretched over each image; 0 is none.
+      rotates: True if queries and keys are rotated, half of each head by the patch's row and half by its column.
+      window: Side of the square that a patch sees in most layers, in features; None is the whole image.
+      full_layers: Indices of layers that see the whole image despite `window`.
+      deepstack: Indices of tower layers whose features are added after the decoder's first layers, one after another.
+      merger: Kind of the map from a square of patches to a feature: an MLP of all patches, or a projection of their
+        mean.
+      sections: Sections of the decoder's rotated pairs, for positions in three parts; None has one position.
+      both_ways: True if tokens of one image see each other in the decoder in both directions (Gemma 3).
+      start_token, end_token, video_token: Other token ids of the checkpoint; None if it has none.
     """
 
     family: str
@@ -100,12 +101,12 @@ class Vision:
 
     @property
     def patch_values(self) -> int:
-        """Numbers of a patch: three colours of its pixels in all frames."""
+        """Number of values of a patch: three colors of its pixels in all frames."""
         return 3 * self.frames * self.patch_size**2
 
     @property
     def merged_size(self) -> int:
-        """Width of the patches of a square together."""
+        """Width of all patches of a square, concatenated."""
         return self.merge**2 * self.hidden_size
 
     @property

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints and adapters, read and written."""
+"""Import and export of Hugging Face checkpoints and adapters."""

@@ -1,7 +1,7 @@
-"""`config.json` to `ModelConfig` and back.
+"""Conversion of `config.json` to `ModelConfig` and back.
 
-A field that changes what the model computes is either understood or refused; nothing is
-read as "probably the default".
+A field that changes what the model computes is either understood or refused; no field is ignored on the assumption
+that it has its default.
 """
 
 import json
@@ -15,15 +15,15 @@ from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
 
-# Their names for the gate's activation, and ours.
+# Hugging Face's names of the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
-    """The fields of the checkpoint's config.json, or of its text part where it has others.
+    """Read the fields of the checkpoint's config.json; of a multimodal checkpoint, the fields of its text part.
 
     Args:
-      whole: All fields, whatever parts there are.
+      whole: Return the fields of the whole model instead of its text part.
 
     Raises:
       Refusal: The file is missing or is not a JSON object.
@@ -46,14 +46,14 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def sees(path: str | Path) -> bool:
-    """Return whether the checkpoint is of one of the `SIGHTS`."""
+    """Return whether the checkpoint is a vision-language model in one of the formats `SIGHTS`."""
     return sight_of(read_fields(path, whole=True)) is not None
 
 
 def read_stop_tokens(path: str | Path) -> list[int]:
-    """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them.
+    """Read the end-of-sequence ids from the checkpoint's generation_config.json; empty if the file names none.
 
-    Without that file they are those of config.json, as transformers and vLLM have it.
+    Without that file the ids are read from config.json, as transformers and vLLM do.
 
     Raises:
       Refusal: The file is missing or is not a JSON object.
@@ -66,15 +66,15 @@ def read_stop_tokens(path: str | Path) -> list[int]:
 
 
 def token_ids(given: int | list[int] | None) -> list[int]:
-    """Ids of a field that has one, several or none."""
+    """Return the ids of a field that holds one, several or none."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def read_family(path: str | Path) -> tuple[Family, Head]:
-    """The checkpoint's family, and the head it was saved with: `lm` or `score`.
+    """Return the checkpoint's family, and the head that it was saved with: `lm` or `score`.
 
     Raises:
-      Refusal: The architecture is not one of the known ones.
+      Refusal: The architecture is unknown.
     """
     fields = read_fields(path)
     given = fields.get("architectures") or [None]
@@ -88,15 +88,15 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
 
 
 def labels_steps(path: str | Path) -> bool:
-    """Return whether the checkpoint's head labels tokens, as right or wrong.
+    """Return whether the checkpoint's head labels tokens as right or wrong.
 
     Raises:
-      Refusal: It has other than two labels.
+      Refusal: The number of labels is not two.
     """
     fields = read_fields(path)
     if fields.get("architectures") not in [[family.step_classifier] for family in FAMILIES.values()]:
         return False
-    labels = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which transformers does not write
+    labels = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers omits these defaults
     if len(labels) != 2:
         raise Refusal(
             f"{path}/config.json has {len(labels)} labels of tokens, and a process reward model has two, of which the "
@@ -106,20 +106,21 @@ def labels_steps(path: str | Path) -> bool:
 
 
 def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
-    """The shape of the checkpoint's decoder.
+    """Read the shape of the checkpoint's decoder.
 
     Args:
-      vision: And of its tower, which it has to have; else a checkpoint that sees is read as its text part.
+      vision: Read the shape of its vision tower as well, which the checkpoint must have. Otherwise a vision-language
+        checkpoint is read as its text part.
 
     Raises:
-      Refusal: Unknown architecture, a missing field, a field with a value that this decoder does
-        not compute, or one that it does not know.
+      Refusal: The architecture is unknown, a field is missing or unknown, or a field has a value that this decoder
+        does not compute.
     """
     family, _ = read_family(path)
     fields = Fields(read_fields(path), f"{path}/config.json", family.name)
     try:
         config = _read_decoder(family, fields)
-    except TypeError as error:  # whatever arithmetic makes of null, or of a text in place of a number
+    except TypeError as error:  # from arithmetic on null, or on a text in place of a number
         raise fields.unreadable(error) from error
     if not vision:
         return config
@@ -127,7 +128,7 @@ def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
 
 
 def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
-    """The shape that the fields say, of which none is left unread."""
+    """Build the shape from the fields; a field that nothing reads is refused."""
     family_fields = family.read(fields)
     heads = fields.need("num_attention_heads")
     if "activation" not in family_fields:
@@ -151,7 +152,7 @@ def _read_decoder(family: Family, fields: Fields) -> ModelConfig:
 
 
 def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
-    """The fields of a config.json from which transformers builds the same model."""
+    """Return the fields of a config.json from which transformers builds the same model."""
     family = FAMILIES[config.family]
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fields = {
@@ -169,12 +170,12 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
-        # Or readers would take those of the family's first model, which the tokenizer may not have.
+        # Null, or readers would take the ids of the family's first model, which the tokenizer may not have.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **write_rope(config),
         **family.write(config),
     }
-    if fields["rope_scaling"] is None:  # a name of older versions, which newer ones warn of
+    if fields["rope_scaling"] is None:  # a field of older versions; newer versions warn about it
         del fields["rope_scaling"]
     if head != "lm":
         fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -182,7 +183,7 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
-    """A decoder of the configured size, with tied embeddings: Qwen2-shaped, or with experts as Qwen3-MoE."""
+    """Return a decoder of the configured size, with tied embeddings: Qwen2-shaped, or Qwen3-MoE-shaped with experts."""
     experts = None
     if settings.experts:
         experts = Experts(settings.experts, settings.experts_per_token, settings.intermediate_size)
@@ -204,11 +205,12 @@ def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
 
 
 def scratch_vision(settings: Tower, config: ModelConfig, *, first_token: int) -> Vision:
-    """A tower of the configured size, shaped like that of Qwen2.5-VL; a window of it is the whole of any image.
+    """Return a tower of the configured size, shaped like Qwen2.5-VL's; its window covers any whole image.
 
     Args:
-      config: Decoder that its features are for.
-      first_token: Id of the token that begins an image; behind it are those of its end, its features and videos.
+      config: Decoder that the features are for.
+      first_token: Id of the token that begins an image. The next three ids are the tokens for the end of an image,
+        its features, and videos.
     """
     rows = config.rotary_dim // 8
     return Vision(

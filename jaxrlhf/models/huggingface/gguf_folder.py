@@ -1,4 +1,4 @@
-"""A GGUF file seen as a checkpoint directory: config.json, tokenizer, and a link to the file in place of weights."""
+"""Checkpoint directory for a GGUF file: config.json, tokenizer, and a link to the file in place of weights."""
 
 import hashlib
 import json
@@ -14,19 +14,19 @@ from jaxrlhf.models.huggingface.gguf_tokenizer import doubt_of, read_tokenizer
 from jaxrlhf.runtime.cache_folder import cache_folder
 
 LINK = "model.gguf"
-"""Link in the directory to the file itself."""
+"""Link in the directory to the GGUF file."""
 SUFFIX = ".gguf"
 _NOTICE = "notice"
-"""File of a warning that is given whenever the directory is used."""
+"""File with a warning that is repeated whenever the directory is used."""
 _VERSION = 2
-"""Number that changes with what is written into a directory."""
+"""Version of the directory's contents; increase it when the code writes other contents."""
 
 
 def as_directory(file: Path) -> Path:
-    """Directory that describes a GGUF file, kept in the cache folder until the file is written anew.
+    """Return the directory that describes a GGUF file, kept in the cache folder until the file changes.
 
     Raises:
-      Refusal: The file is no GGUF file, is damaged or cut, or holds a model that is not read.
+      Refusal: The file is no GGUF file, is damaged or truncated, or holds a model that is not supported.
     """
     file, status = file.absolute(), file.stat()
     facts = f"{file} {status.st_size} {status.st_mtime_ns} {_VERSION}"
@@ -39,7 +39,7 @@ def as_directory(file: Path) -> Path:
 
 
 def _describe(file: Path, folder: Path) -> None:
-    """Write the directory of a file; it takes its place when it is whole."""
+    """Write the directory of a file; the directory gets its name when it is complete."""
     header = read_header(file)
     fields, tokenizer, doubt = config_fields(header), read_tokenizer(header), doubt_of(header)
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -55,10 +55,10 @@ def _describe(file: Path, folder: Path) -> None:
 
 
 def _move(made: Path, folder: Path) -> None:
-    """Give a directory its name, unless another process was as quick; one that lost files is replaced."""
+    """Give a directory its name, unless another process was faster; an incomplete directory is replaced."""
     try:
         os.replace(made, folder)
-    except OSError:  # there is one of that name
+    except OSError:  # a directory of that name exists
         if not (folder / "config.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(made, folder)
@@ -66,7 +66,7 @@ def _move(made: Path, folder: Path) -> None:
 
 @cache
 def _place() -> Path:
-    """Folder of all descriptions; one of this process where there is no cache folder, or none that can be written."""
+    """Return the folder of all descriptions; a temporary folder if there is no writable cache folder."""
     caches = cache_folder()
     if caches is not None:
         try:

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata as the fields of a config.json."""
+"""Header of a GGUF file: its metadata as the fields of a config.json."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,24 +16,24 @@ from jaxrlhf.config.refusal import reason_of
 _MAGIC = b"GGUF"
 _LLAMA3_CONTEXT = 8192
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
-"""Numbers that all published Llama 3 models share; a GGUF file has only the factors that follow from them."""
+"""Numbers that all published Llama 3 models share; a GGUF file has only the factors computed from these numbers."""
 _TOLERANCE = 1e-4
 _OF_OTHERS = ("attention.scale", "logit_scale", "embedding_scale", "residual_scale", "attention.clamp_kqv")
-"""Keys of factors that the decoders of these architectures do not have."""
+"""Keys of factors that the decoders of the supported architectures do not have."""
 _OF_SCALING = ("type", "factor", "original_context_length", "finetuned")
-"""Keys of rotary scaling that are read, or say nothing of the forward pass."""
+"""Keys of rotary scaling that are read, or that do not affect the forward pass."""
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>")
-"""Tokens that end a turn in some vocabulary, though the file may not say so."""
+"""Tokens that end a turn in some vocabulary, even if the file does not say so."""
 _TOKEN_LISTS = ("tokens", "token_type", "merges", "scores")
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a GGUF file.
+    """Header of a GGUF file.
 
     Attributes:
-      values: Metadata by key, without the lists that describe each token.
-      tokens: Lists that describe each token or merge, by the last part of their keys.
+      values: Metadata by key, without the lists in `tokens`.
+      tokens: Lists with an entry for each token or merge, by the last part of their keys.
       tensors: Tensors by name, as the package `gguf` maps them.
     """
 
@@ -48,7 +48,7 @@ class Header:
         return str(self.values["general.architecture"])
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the architecture, such as `block_count`."""
+        """Return the value of a key of the architecture, such as `block_count`."""
         value = self.values.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             raise Refusal(
@@ -58,17 +58,17 @@ class Header:
         return value
 
     def need(self, key: str) -> Any:
-        """The value of a key of the architecture that has to be there."""
+        """Return the value of a required key of the architecture."""
         if (value := self.take(key)) is None:
             raise Refusal(f"{self.file} has no {self.architecture}.{key}; convert the model to GGUF again")
         return value
 
 
 def read_header(file: Path) -> Header:
-    """Header of a GGUF file, kept until the file is written anew.
+    """Read the header of a GGUF file; it is cached until the file changes.
 
     Raises:
-      Refusal: The file is no GGUF file, is damaged or cut, or has a type of weights that is not dequantised.
+      Refusal: The file is no GGUF file, is damaged or truncated, or has a type of weights that cannot be dequantized.
     """
     status = file.stat()
     return _read(file, status.st_size, status.st_mtime_ns)
@@ -86,7 +86,7 @@ def _read(file: Path, size: int, written_ns: int) -> Header:
         raise Refusal(f"{file} is read by the package gguf: pip install 'jaxrlhf[gguf]'") from error
 
     class Reader(gguf.GGUFReader):
-        """Reader that stops at the end of the file; the package's own reads nothing there, perhaps for ever."""
+        """Reader that stops at the end of the file; the package's reader reads nothing there, perhaps forever."""
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -111,7 +111,7 @@ def _read(file: Path, size: int, written_ns: int) -> Header:
 
 @contextmanager
 def _senseless(header: Header) -> Iterator[None]:
-    """Refuse, in place of what Python raises, values that cannot be those of a model."""
+    """Raise `Refusal` in place of Python's errors for values that no model can have."""
     try:
         yield
     except (TypeError, ArithmeticError, LookupError) as error:  # a text in place of a number, no heads, one dimension
@@ -121,7 +121,7 @@ def _senseless(header: Header) -> Iterator[None]:
 
 
 def _check(header: Header, gguf: Any) -> None:
-    """Refuse other architectures, parts of files, and weights that are not dequantised."""
+    """Refuse other architectures, parts of split files, and weights that cannot be dequantized."""
     named = header.values.get("general.architecture")
     if not isinstance(named, str) or named not in ARCHITECTURES:
         raise Refusal(
@@ -151,10 +151,10 @@ def _check(header: Header, gguf: Any) -> None:
 
 
 def config_fields(header: Header) -> dict[str, Any]:
-    """Fields of the config.json of the model in a GGUF file.
+    """Return the fields of a config.json for the model in a GGUF file.
 
     Raises:
-      Refusal: A value is missing or senseless, or the model has something that its architecture's decoder does not
+      Refusal: A value is missing or impossible, or the model has something that its architecture's decoder does not
         compute.
     """
     with _senseless(header):
@@ -162,7 +162,7 @@ def config_fields(header: Header) -> dict[str, Any]:
 
 
 def _shared_fields(header: Header) -> dict[str, Any]:
-    """Fields of config.json that all architectures have."""
+    """Return the fields of config.json that all architectures have."""
     heads, width = header.need("attention.head_count"), header.need("embedding_length")
     head_dim = header.take("attention.key_length", width // heads)
     rotated = header.take("rope.dimension_count", head_dim)
@@ -193,7 +193,7 @@ def _shared_fields(header: Header) -> dict[str, Any]:
 
 
 def _ends(header: Header) -> list[int]:
-    """Ids of the tokens that end a text or a turn."""
+    """Return the ids of the tokens that end a text or a turn."""
     said = [header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = {token: number for number, token in enumerate(header.tokens.get("tokens", []))}
     found = [*said, *header.values.get("tokenizer.ggml.eos_token_ids", []), *map(known.get, _TURN_ENDS)]
@@ -201,17 +201,17 @@ def _ends(header: Header) -> list[int]:
 
 
 def _shortest(value: float) -> float:
-    """The shortest number that is the same in float32, as 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest number with the same float32 value, such as 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _one_rope(header: Header) -> dict[str, Any]:
-    """Rotary positions of a model whose layers are alike."""
+    """Return the rotary positions of a model whose layers are alike."""
     return {"rope_parameters": {"rope_theta": _shortest(header.take("rope.freq_base", 10_000.0)), **_scaling(header)}}
 
 
 def _scaling(header: Header) -> dict[str, Any]:
-    """Stretching of rotary frequencies, in the names of `rope_parameters`."""
+    """Return the scaling of rotary frequencies, in the names of `rope_parameters`."""
     prefix = f"{header.architecture}.rope.scaling."
     keys = {key.removeprefix(prefix) for key in header.values if key.startswith(prefix)}
     if unread := sorted(keys - {*_OF_SCALING}):
@@ -236,10 +236,10 @@ def _scaling(header: Header) -> dict[str, Any]:
 
 
 def _llama3_scaling(header: Header) -> dict[str, Any]:
-    """Llama 3's stretching, recovered from what it divides each frequency by.
+    """Recover Llama 3's rotary scaling from the divisors of the frequencies.
 
     Raises:
-      Refusal: The divisors are not those of a published Llama 3.
+      Refusal: The divisors are not the divisors of a published Llama 3.
     """
     divisors = np.asarray(header.tensors["rope_freqs.weight"].data, np.float32)
     theta, factor = header.take("rope.freq_base", 10_000.0), float(divisors.max())
@@ -277,10 +277,10 @@ def _gemma1(header: Header) -> dict[str, Any]:
 
 
 def _gemma(header: Header, largest: int) -> dict[str, Any]:
-    """Fields of Gemma 2 and 3.
+    """Return the fields that Gemma 2 and 3 share.
 
     Args:
-      largest: Layers of the version's largest model, whose queries are scaled by the width of an even split into heads.
+      largest: Number of layers of the version's largest model, which scales queries by hidden size / number of heads.
     """
     heads, width = header.need("attention.head_count"), header.need("embedding_length")
     even = header.need("block_count") == largest
@@ -323,4 +323,4 @@ ARCHITECTURES: dict[str, Callable[[Header], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-"""Architectures that are read, and the fields of config.json that are theirs alone."""
+"""Supported architectures, each with a function that returns the architecture's own fields of config.json."""

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file by their Hugging Face names, dequantised where they are sliced."""
+"""Tensors of a GGUF file by their Hugging Face names, dequantized when they are sliced."""
 
 from collections.abc import KeysView
 from pathlib import Path
@@ -12,13 +12,13 @@ from jaxrlhf.models.huggingface.families import stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.gguf_header import Header, read_header
 
 _READ_ELSEWHERE = {"rope_freqs.weight"}
-"""Tensors that are read into config.json."""
+"""Tensors whose numbers are read into config.json."""
 _EXACT = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""Types of weights that are read as they are; all others are float32."""
+"""Types of weights that are read unchanged; all other types are dequantized to float32."""
 
 
 class GgufTensors:
-    """The tensors of a GGUF file, as `safetensors.safe_open` gives those of its files.
+    """Tensors of a GGUF file, with the interface of `safetensors.safe_open`.
 
     Args:
       link: Link to the file, in the directory that describes it.
@@ -43,14 +43,14 @@ class GgufTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held open: the file is mapped."""
+        """Do nothing: the file is mapped, not held open."""
 
     def keys(self) -> KeysView[str]:
-        """Hugging Face names of the tensors; one that no such model has keeps its own."""
+        """Return the Hugging Face names of the tensors; a tensor without such a name keeps its GGUF name."""
         return self._names.keys()
 
     def get_slice(self, name: str) -> "GgufTensor":
-        """A tensor that is read where it is sliced."""
+        """Return a tensor that is read when it is sliced."""
         theirs, llama = self._names[name], self._header.architecture == "llama"
         heads = {"attn_q": self._config.num_heads, "attn_k": self._config.num_kv_heads} if llama else {}
         return GgufTensor(
@@ -61,25 +61,25 @@ class GgufTensors:
 
 
 class GgufTensor:
-    """A tensor of a GGUF file.
+    """Tensor of a GGUF file.
 
     Args:
       tensor: Tensor of the package `gguf`.
-      heads: Heads whose rows llama.cpp keeps in pairs that are rotated together, where Hugging Face has the first
-        halves of all pairs before the second ones; None of other tensors.
-      offset: Number that llama.cpp added to all of it.
+      heads: Number of heads whose rows llama.cpp reordered, None for other tensors. In llama.cpp the two rows of a
+        rotated pair are adjacent; in Hugging Face the first rows of all pairs come before the second rows.
+      offset: Number that llama.cpp added to the whole tensor.
     """
 
     def __init__(self, tensor: Any, *, heads: int | None, offset: float) -> None:
         self._tensor, self._heads, self._offset = tensor, heads, offset
 
     def get_dtype(self) -> str:
-        """Dtype of what is read, as safetensors names it."""
+        """Return the dtype of the slices, as safetensors names it."""
         kind = self._tensor.tensor_type.name
         return kind if kind in _EXACT and not self._offset else "F32"
 
     def get_shape(self) -> list[int]:
-        """Shape of what is read."""
+        """Return the shape of the dequantized tensor."""
         return [int(size) for size in reversed(self._tensor.shape)]
 
     def __getitem__(self, at: slice | tuple[slice, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: made by transformers, with the ids, special tokens and rules that the file says."""
+"""Tokenizer of a GGUF file: made by transformers, with the ids, special tokens and rules that the file states."""
 
 import json
 import re
@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 _BYTES, _SENTENCEPIECE = "gpt2", "llama"
 """Kinds of vocabularies, as GGUF files name them."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""Types of tokens; a text is searched for those of the last two before all else."""
+"""Types of tokens; control and user-defined tokens are matched in a text before all others."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Special tokens of transformers by their names in a GGUF file."""
+"""Special tokens of transformers, and their names in a GGUF file."""
 
 _LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
-"""Rules under which a word that is a token is not merged from parts, and texts begin with BOS unless the file says no.
+"""Pre-tokenizer rules under which a word that is a token is not merged from parts. Texts begin with BOS unless the file
+says no.
 
-Source: ggml-org/llama.cpp, src/llama-vocab.cpp, as are the sets below.
+Source: ggml-org/llama.cpp, src/llama-vocab.cpp, also of the sets below.
 """
 _SMOLLM = "smollm"
 _GPT2 = {"gpt-2", "phi-2", "mellum", "exaone4"}
-"""Rules of GPT-2, which transformers falls back on."""
+"""Pre-tokenizer rules equal to GPT-2's, which transformers falls back on."""
 _NFC = {"qwen2", "deepseek-r1-qwen"}
-"""Rules of models whose own tokenizers normalise texts to NFC."""
+"""Pre-tokenizer rules of models whose own tokenizers normalize texts to NFC."""
 
 
 def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a GGUF file, with the file's chat template if it has one.
+    """Make the tokenizer of a GGUF file, with the file's chat template if it has one.
 
     Raises:
-      Refusal: The file has no tokenizer, or one that transformers does not make.
+      Refusal: The file has no tokenizer, or a tokenizer that transformers cannot make.
     """
     given = {key.removeprefix("tokenizer."): value for key, value in header.values.items()}
     given |= {f"ggml.{name}": listed for name, listed in header.tokens.items()}
@@ -53,7 +54,7 @@ def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
         special = {name: tokens[number] for name, number in ids.items() if number is not None}
     except ImportError as error:
         raise Refusal(f"{header.file} needs a newer transformers: pip install 'jaxrlhf[gguf]'") from error
-    except Exception as error:  # what transformers and tokenizers raise of such files has no class of its own
+    except Exception as error:  # transformers and tokenizers raise no specific class for such files
         raise Refusal(
             f"transformers makes no tokenizer of {header.file} ({reason_of(error)}); give the directory with the "
             "model's safetensors and tokenizer.json"
@@ -69,7 +70,7 @@ def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
 
 
 def doubt_of(header: Header) -> str | None:
-    """A warning on a file that does not say how its tokenizer cuts text, or says so in words that are not known."""
+    """Return a warning if a file does not name its pre-tokenizer rules, or names unknown rules; else None."""
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 
     rules = header.values.get("tokenizer.ggml.pre")
@@ -81,9 +82,9 @@ def doubt_of(header: Header) -> str | None:
 
 
 def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tokenizer":
-    """The tokenizer with the file's own tokens under their ids, and no others.
+    """Return the tokenizer with exactly the file's tokens, under their ids.
 
-    transformers' classes bring special tokens of their own, behind the file's, and spell control tokens in bytes.
+    The classes of transformers add special tokens after the file's tokens, and spell control tokens in bytes.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -95,7 +96,7 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
         made["model"]["ignore_merges"] = rules in _LLAMA3
         if rules in _NFC:
             made["normalizer"] = {"type": "NFC"}
-        if rules == _SMOLLM:  # GPT-2's rules behind single digits, or line breaks before a digit would be cut apart
+        if rules == _SMOLLM:  # split digits before GPT-2's rules; otherwise line breaks before a digit would be split
             digits = {"type": "Digits", "individual_digits": True}
             made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, made["pre_tokenizer"]]}
     elif given.get("ggml.add_space_prefix") is False and made["pre_tokenizer"]["type"] == "Metaspace":
@@ -103,7 +104,7 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
         made["decoder"]["decoders"] = [part for part in made["decoder"]["decoders"] if part["type"] != "Strip"]
     mended = Tokenizer.from_str(json.dumps(made))
     kinds, vocabulary = list(header.tokens.get("token_type", [])), mended.get_vocab()
-    for number, kind in enumerate(kinds):  # some files mark what opens a turn as a normal token
+    for number, kind in enumerate(kinds):  # some files mark the token that opens a turn as normal
         if kind == _NORMAL and tokens[number] in _named(given.get("chat_template") or ""):
             kinds[number] = _CONTROL
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
@@ -117,5 +118,5 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
 
 @cache
 def _named(template: str) -> frozenset[str]:
-    """Texts in angle brackets that a chat template writes."""
+    """Return the texts in angle brackets that a chat template contains."""
     return frozenset(re.findall(r"<[^<>\s]+>", template))

@@ -1,4 +1,4 @@
-"""Directory of a checkpoint: a local one, the hub's cache of a repository, or the description of a GGUF file."""
+"""Directory of a checkpoint: a local directory, the hub's cache of a repository, or the description of a GGUF file."""
 
 import functools
 import re
@@ -11,21 +11,21 @@ from jaxrlhf.models.huggingface.gguf_folder import as_directory as gguf_director
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-_WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
+_WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold a second copy of the weights under other names
 _TIMEOUT_S = 5.0
 
 
 def resolve(path: str | Path, *, weights: bool = False) -> Path:
-    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache, a description of a GGUF.
+    """Return the directory of a checkpoint: local, the hub's cache of a downloaded hub id, or describing a GGUF file.
 
-    `a/b` beside an existing directory `a` is a local path, whatever the hub has. A hub id may end in a branch,
-    tag or commit: `a/b@v1.0`.
+    `a/b` is a local path if there is a directory `a`, whatever the hub has. A hub id may end in a branch, tag or
+    commit: `a/b@v1.0`.
 
     Args:
       weights: Download the tensors of a hub id too.
 
     Raises:
-      Refusal: There is no such directory, nor a reachable hub repository of that name; or it is a run's folder.
+      Refusal: There is no such directory and no reachable hub repository of that name, or the path is a run's folder.
     """
     directory, name = Path(path).expanduser(), str(path)
     if directory.is_dir():
@@ -52,14 +52,14 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
 
 
 def _check_no_gguf_alone(directory: Path) -> None:
-    """Refuse a directory that has GGUF files in place of a checkpoint: which of the files is meant is not known."""
+    """Refuse a directory with GGUF files instead of a checkpoint, because the wanted file is unknown."""
     files = sorted(directory.glob(f"*{GGUF}"))
     if files and not (directory / "config.json").is_file():
         raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
 
 
 def check_no_adapters_alone(directory: Path) -> None:
-    """Raise `Refusal` for a directory of `peft`, which has adapters without the model that they belong to."""
+    """Raise `Refusal` for a `peft` directory, which has adapters without the model that they belong to."""
     file = directory / "adapter_config.json"
     if not file.is_file() or (directory / "config.json").is_file():
         return
@@ -72,14 +72,14 @@ def check_no_adapters_alone(directory: Path) -> None:
 
 
 def _run_of(directory: Path) -> Path | None:
-    """The workdir that this is, or of which it holds a step."""
+    """Return the workdir of a run, from the workdir itself or one of its saved steps; None for other directories."""
     if (directory / "lock").is_file() and (directory / "checkpoints").is_dir():
         return directory
     return directory.parents[1] if directory.match("checkpoints/step_*") else None
 
 
 def without_revision(path: str) -> tuple[str, str | None]:
-    """A hub id and the branch, tag or commit that it ends in, or None; a directory as it is, and None."""
+    """Split a hub id into its name and its branch, tag or commit (or None); a directory is unchanged, with None."""
     found = _HUB_ID.fullmatch(path)
     if found is None or Path(path).expanduser().is_dir():
         return path, None
@@ -88,7 +88,7 @@ def without_revision(path: str) -> tuple[str, str | None]:
 
 @functools.cache
 def _download(hub_id: str, revision: str | None, *, weights: bool) -> Path:
-    """The hub's cache of a repository, brought up to date if the hub answers at once."""
+    """Return the hub's cache of a repository, updated if the hub answers within the timeout."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
@@ -119,7 +119,7 @@ def _not_found(hub_id: str, revision: str | None, error: Exception) -> Refusal:
 
 
 def _broken_off(hub_id: str, error: Exception) -> Refusal:
-    """Refusal of a repository that is there, and whose files do not come."""
+    """Return the refusal of a repository that exists, but whose files cannot be downloaded."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 

@@ -1,8 +1,8 @@
-"""Hugging Face safetensors into sharded parameters.
+"""Import of Hugging Face safetensors into sharded parameters.
 
-Tensors are read one after another, and of each only what this process's devices need. A piece goes
-to its devices as it lies in the file; a compiled program casts and transposes it there and writes it
-into the parameter, whose layers are stacked. The host never holds more than one tensor.
+Tensors are read one after another, and only the parts that this process's devices need. A piece goes to its devices in
+the layout of the file. On the devices, a compiled program casts and transposes the piece and writes it into the
+parameter, whose layers are stacked. The host never holds more than one tensor.
 """
 
 import functools
@@ -35,15 +35,15 @@ from jaxrlhf.models.huggingface.tensor_files import DTYPES, INDEX, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
 
 ADAPTERS = "adapter_config.json"
-"""File of adapters."""
+"""Settings file of adapters, as peft writes it."""
 _TIED_ROWS = 16_384
 """Rows of an embedding and of a head that are compared at a time."""
 
 Ranges = tuple[tuple[int, int], ...]
 Progress = Callable[[int, int], None]
-"""Callback with the bytes of the parameters that are there, and of all."""
+"""Callback with the number of bytes that are done, and the number of all bytes."""
 Keep = Callable[[str, jax.Array], Any]
-"""Function of a parameter's path and array that returns its node of the tree."""
+"""Function from a parameter's path and array to the node that takes its place in the tree."""
 
 
 def load_params(
@@ -56,22 +56,22 @@ def load_params(
     progress: Progress = lambda done, total: None,
     keep: Keep = lambda name, array: array,
 ) -> Params:
-    """Parameters of a checkpoint, each shard read straight onto its device.
+    """Load the parameters of a checkpoint, each shard straight onto its device.
 
-    A `value` head starts from the score head of a sequence-classification checkpoint, and
-    from zeros on a language model. The score head of a token classifier with two labels is the second's row less the
-    first's, so that its sigmoid is the second's probability, but for `label_bias`.
+    A `value` head starts from the score head of a sequence-classification checkpoint, and from zeros on a language
+    model. The `score` head of a token classifier with two labels is the second label's row minus the first label's
+    row. So the sigmoid of the score is the second label's probability, except for `label_bias`.
 
     Args:
-      config: From `read_config` of the same path.
+      config: Shape, from `read_config` of the same path.
       shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
-      dtype: Dtype of the result: one, or a tree of them like the parameters. None is as in the files, for each
-        parameter the narrowest that holds all of its tensors.
-      progress: Called after each tensor.
-      keep: Called with each parameter before the next one is read.
+      dtype: Dtype of all parameters, or a tree of dtypes like the parameters. None takes, for each parameter, the
+        narrowest dtype that holds all of its tensors in the files unchanged.
+      progress: Callback, called after each tensor.
+      keep: Callback, called with each parameter before the next parameter is read.
 
     Raises:
-      Refusal: The checkpoint lacks the wanted head or has two, or its tensors are not those of the model.
+      Refusal: The checkpoint lacks the wanted head or has two, or its tensors do not fit the model.
     """
     declared = declare(config, head)
     if shardings is None:
@@ -105,8 +105,8 @@ def load_params(
             put = _put(order, param.shape, np.dtype(dtype), sharding)
             for at in np.ndindex(steps):
                 array = put(array, _piece(files, source, param, sharding, at), at)
-                array.block_until_ready()  # or the host would read ahead of its devices
-                gc.collect(0)  # JAX lets go of host buffers when Python collects garbage
+                array.block_until_ready()  # otherwise the host would read faster than its devices copy
+                gc.collect(0)  # JAX frees host buffers when Python collects garbage
                 done += num_bytes // math.prod(steps)
                 progress(done, total)
             return array
@@ -117,7 +117,7 @@ def load_params(
 
 
 def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
-    """Refuse what `load_params` could not read, by the headers of the files alone.
+    """Refuse a checkpoint that `load_params` could not read, from the headers of the files alone.
 
     Raises:
       Refusal: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
@@ -128,7 +128,7 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
 
 
 def label_bias(path: str | Path) -> float:
-    """The second label's bias less the first's, of a token classifier with two; 0 of other checkpoints."""
+    """Return the second label's bias minus the first's, of a token classifier with two labels; 0 for all others."""
     if not labels_steps(path):
         return 0.0
     with TensorFiles(resolve(path, weights=True), vision=False) as files:
@@ -141,9 +141,9 @@ def label_bias(path: str | Path) -> float:
 def _piece(
     files: TensorFiles, source: StoredTensor, param: Param, sharding: Sharding, at: tuple[int, ...]
 ) -> jax.Array:
-    """The tensors of each device's layer `at`, with their dimensions in the file's order.
+    """Read the tensors of layer `at` of each device's range, with their dimensions in the file's order.
 
-    Before those come the stacked dimensions, with one entry for each range that devices hold.
+    The stacked dimensions come first, with one entry for each range that devices hold.
     """
     stacked = len(at)
     holders: dict[Ranges, list[jax.Device]] = {}
@@ -167,9 +167,9 @@ def _piece(
 
 @functools.cache
 def _put(order: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
-    """A program that writes a piece into its place in the parameter, cast and in our order of dimensions.
+    """Return a jitted program that writes a piece into its place in the parameter, cast and in our dimension order.
 
-    Stacked dimensions are seen as (ranges, places in a range), so that each device writes into its own range.
+    Stacked dimensions are reshaped to (ranges, places in a range), so that each device writes into its own range.
     """
     stacked = len(shape) - len(order)
     rest = shape[stacked:]
@@ -190,28 +190,28 @@ def _put(order: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype, shardi
 
 
 def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ranges) -> np.ndarray:
-    """Some ranges of our dimensions of one tensor, in the file's order; zeros beyond its end.
+    """Read ranges of our dimensions from one tensor, in the file's order; zeros beyond the tensor's end.
 
-    Of each dimension in the file, the range of its first letter is read; letters merged
-    behind it are cut afterwards, because their part is not contiguous.
+    For each dimension of the file, the range of its first letter is read. The letters after the first are sliced after
+    reading, because their part of the file is not contiguous.
     """
     size, wanted = source.sizes(shape), {"1": (0, 1), **dict(zip(source.dims, ranges, strict=True))}
     there = {letter: slice(*(min(end, size[letter]) for end in wanted[letter])) for letter in size}
     outer: list[slice] = []
-    own: list[slice] = []  # of what others share
+    own: list[slice] = []  # our part of dimensions that other parameters share
     split: list[int] = []
     inner: list[slice] = []
     unmerged: list[int] = []
     for group in source.stored.split():
         first, merged = there[group[0]], group[1:]
         inside = source.interleaved(group)
-        whole = inside is not None and inside[0] == group  # one range
+        whole = inside is not None and inside[0] == group  # a single contiguous range
         offset = inside[1] if inside is not None and whole else 0
         inside = None if whole else inside
         plain = merged if inside is None else merged.removesuffix(inside[0])
         width = math.prod(size[letter] for letter in plain) * (1 if inside is None else inside[2])
         count = first.stop - first.start
-        # A shard of padding alone has nothing in the file, which refuses to be asked for nothing.
+        # A shard of only padding has nothing in the file; read one entry, because files refuse empty slices.
         start = first.start if count else 0
         outer.append(slice(offset + start * width, offset + (start + max(1, count)) * width))
         split += [max(1, count), *(size[letter] for letter in plain)]
@@ -233,7 +233,7 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
 
 
 def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, StoredTensor]) -> dict:
-    """Narrowest dtype of each parameter that holds all of its tensors unchanged."""
+    """Return the narrowest dtype of each parameter that holds all of its tensors unchanged."""
     kinds = files.dtypes()
 
     def widest(path: tuple, param: Param) -> np.dtype:
@@ -246,7 +246,7 @@ def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, StoredTensor])
 
 
 def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
-    """Table of the parameters that the files have.
+    """Check the files against the model, and return the table of the parameters that the files have.
 
     Raises:
       Refusal: The files do not fit the model.
@@ -254,7 +254,7 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
     stored = stored_tensors(config, head)
     if (adapters := files.directory / ADAPTERS).is_file():
         raise Refusal(
-            f"{adapters} lies beside weights, to which transformers adds its adapters, and this does not; give merged "
+            f"{adapters} lies beside weights: transformers adds its adapters to them, jaxrlhf does not; give merged "
             "weights without that file"
         )
     _, saved = read_family(files.directory)
@@ -276,14 +276,14 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
 
 
 def check_head(directory: Path, head: Head, saved: Head) -> None:
-    """A value head may start from either kind of checkpoint; the others have to be in it."""
+    """Raise `Refusal` unless the checkpoint has the wanted head; a value head may start from any checkpoint."""
     if head not in ("value", saved):
         says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
         raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint")
 
 
 def _check_tied(files: TensorFiles, embed: str) -> None:
-    """Refuse a head beside a tied embedding that is not the same; of both some rows at a time are read."""
+    """Refuse a stored head that differs from the tied embedding; both are read some rows at a time."""
     head = LM_HEAD.name
     if not {head, embed} <= files.file_of.keys():
         return
@@ -300,7 +300,7 @@ def _check_tied(files: TensorFiles, embed: str) -> None:
 
 
 def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Every tensor is there with its shape, and none is left over that would change the numbers."""
+    """Check that every tensor exists with its shape, and that no tensor is left over that would change the numbers."""
     family = FAMILIES[config.family]
     for name, shape in expected.items():
         if name in files.absent:

@@ -1,4 +1,4 @@
-"""Adapters in and out of a directory of `peft`: adapter_config.json and adapter_model.safetensors."""
+"""Import and export of adapters in `peft` directories: adapter_config.json and adapter_model.safetensors."""
 
 import json
 import math
@@ -27,15 +27,15 @@ _HARMLESS = (
     *("exclude_modules", "lora_dropout", "qalora_group_size", "megatron_core", "runtime_config", "loftq_config"),
 )
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the weights beside the adapters as their checkpoint has them."""
+"""Values of `init_lora_weights` that leave the base weights as their checkpoint has them."""
 
 
 class _AdapterPlace(NamedTuple):
-    """Place of a tensor of the file in the tree of adapters, transposed.
+    """Place in the tree of adapters of a tensor of the file; the file has it transposed.
 
     Attributes:
-      layer: Index of the layer; None where it is not of a layer.
-      rows: Number of leading dimensions that are the matrix's rows; the others are its columns.
+      layer: Index of the layer; None if the tensor is not part of a layer.
+      rows: Number of leading dimensions that are the rows of the matrix; the other dimensions are its columns.
     """
 
     path: str
@@ -43,11 +43,11 @@ class _AdapterPlace(NamedTuple):
     rows: int
 
     def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """The part of the tree that the tensor holds."""
+        """Return the part of the tree that the tensor holds."""
         return arrays[self.path] if self.layer is None else arrays[self.path][self.layer]
 
     def shape(self, block: np.ndarray) -> tuple[int, int]:
-        """Shape of the tensor."""
+        """Return the shape of the tensor in the file."""
         rows = math.prod(block.shape[: self.rows])
         return block.size // rows, rows
 
@@ -62,7 +62,7 @@ def save_adapters(
     model: str,
     dtype: Any = jnp.float32,
 ) -> None:
-    """Write the directory, which `peft.PeftModel.from_pretrained` loads over the checkpoint.
+    """Write a directory that `peft.PeftModel.from_pretrained` loads over the checkpoint.
 
     Args:
       model: Path or hub id of the checkpoint that the adapters are for.
@@ -96,17 +96,17 @@ def save_adapters(
 
 
 def _targets(tensors: dict[str, np.ndarray], config: ModelConfig) -> list[str]:
-    """Modules that have adapters: by their last name, or each by its path where another part has the same names."""
+    """Return the modules that have adapters: by last name, or by path if another part of the model has these names."""
     paths = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if name != _HEAD}
     return sorted(paths if config.vision is not None else {path.rpartition(".")[2] for path in paths})
 
 
 def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora, layout: Any) -> Params:
-    """Float32 adapters of a directory, in the given layout; a head that is not in it starts at zero.
+    """Load float32 adapters from a directory, with the shardings of `layout`; a missing head starts at zero.
 
     Raises:
-      Refusal: The directory holds no adapters of this rank, scale and targets, or changes
-        numbers in another way than adapters do.
+      Refusal: The directory holds no adapters of this rank, scale and targets, or has settings that change numbers in
+        another way than adapters do.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -140,10 +140,10 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
 
 
 def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPlace]:
-    """Every tensor of the file by its name.
+    """Return the place in the tree of every tensor of the file, by tensor name.
 
     Raises:
-      Refusal: The checkpoint's family keeps a target in one tensor with others.
+      Refusal: The checkpoint's family stores a target in one tensor with other matrices.
     """
     stored = stored_tensors(config, head)
     places = {}
@@ -168,7 +168,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
 
 
 def _check_fields(file: Path, lora: Lora) -> None:
-    """Raise `Refusal` unless the settings are those of `lora`, and say nothing else that changes numbers."""
+    """Raise `Refusal` unless the file's settings equal `lora`, and no other setting changes numbers."""
     try:
         fields = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:

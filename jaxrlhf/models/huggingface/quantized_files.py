@@ -1,9 +1,9 @@
-"""Quantised tensors of safetensors files, read as the bfloat16 tensors that they stand for.
+"""Quantized tensors of safetensors files, dequantized to bfloat16 tensors when they are read.
 
-MXFP4 (Open Compute Project, Microscaling Formats 1.0): `NAME_blocks` holds two 4-bit floats in a byte, 32 of which
-share the exponent in `NAME_scales`. The file has outputs before inputs, and the tensor that it stands for after them.
+MXFP4 (Open Compute Project, Microscaling Formats 1.0): `NAME_blocks` holds two 4-bit floats in a byte; 32 floats share
+the exponent in `NAME_scales`. The file has outputs before inputs, the dequantized tensor has inputs before outputs.
 
-FP8: `NAME` is float8_e4m3fn, and `NAME_scale_inv` a factor for each block of it, as DeepSeek-V3 has them
+FP8: `NAME` is float8_e4m3fn, and `NAME_scale_inv` holds a factor for each block of `NAME`, as in DeepSeek-V3
 (arXiv:2412.19437, section 3.3).
 """
 
@@ -28,17 +28,17 @@ _EXPONENT_BIAS = 127
 
 
 def plain_names(names: dict[str, str], kind: Callable[[str], str]) -> dict[str, str]:
-    """Names of tensors, quantised ones by what they stand for, with the tensor in the file that holds its numbers.
+    """Map names of dequantized tensors to names in the files of the tensors that hold their numbers.
 
     Args:
-      names: Names in the files, by those that we use.
-      kind: Function of a name in the files that returns its dtype there.
+      names: Names in the files, by our names.
+      kind: Function from a name in the files to its dtype there.
     """
     plain = {}
     for ours, theirs in names.items():
         stem = ours.removesuffix(BLOCKS).removesuffix(SCALES)
         weight = ours.removesuffix(SCALE_INV) if ours.endswith(SCALE_INV) else ours.replace(_ACTIVATION, ".weight")
-        # Factors of activations are for products in float8.
+        # Skip factors: those of weights are read with the weights, those of activations are for products in float8.
         factors = weight != ours and weight in names and kind(names[weight]) == FP8
         if stem == ours and not factors:
             plain[ours] = theirs
@@ -48,10 +48,10 @@ def plain_names(names: dict[str, str], kind: Callable[[str], str]) -> dict[str, 
 
 
 class Mxfp4:
-    """A tensor of matrices `[E, inputs, outputs]`, of which slices are dequantised.
+    """MXFP4 tensor of matrices `[E, inputs, outputs]`, dequantized when it is sliced.
 
     Args:
-      blocks: Tensor `[E, outputs, inputs / 32, 16]`, read where it is sliced.
+      blocks: Tensor `[E, outputs, inputs / 32, 16]`, read when it is sliced.
       scales: Tensor `[E, outputs, inputs / 32]`.
     """
 
@@ -59,11 +59,11 @@ class Mxfp4:
         self._blocks, self._scales = blocks, scales
 
     def get_dtype(self) -> str:
-        """Dtype of what is read."""
+        """Return the dtype of the slices, as safetensors names it."""
         return "BF16"
 
     def get_shape(self) -> list[int]:
-        """Shape of what is read."""
+        """Return the shape of the dequantized tensor."""
         count, outputs, groups, size = self._blocks.get_shape()
         return [count, groups * size * 2, outputs]
 
@@ -77,22 +77,22 @@ class Mxfp4:
 
 
 class Fp8:
-    """A tensor, of which slices are dequantised.
+    """FP8 tensor, dequantized when it is sliced.
 
     Args:
-      tensor: Numbers in float8, mapped from the file.
-      scale: Factors of blocks, or one.
+      tensor: Float8 numbers, mapped from the file.
+      scale: Factors of blocks, or a single factor.
     """
 
     def __init__(self, tensor: np.ndarray, scale: np.ndarray) -> None:
         self._tensor, self._scale = tensor, scale.astype(np.float32)
 
     def get_dtype(self) -> str:
-        """Dtype of what is read."""
+        """Return the dtype of the slices, as safetensors names it."""
         return "BF16"
 
     def get_shape(self) -> list[int]:
-        """Shape of what is read."""
+        """Return the shape of the dequantized tensor."""
         return list(self._tensor.shape)
 
     def __getitem__(self, at: tuple[slice, ...]) -> np.ndarray:
@@ -100,7 +100,7 @@ class Fp8:
         wide = np.asarray(self._tensor[at]).astype(np.float32)
         factor = self._scale.reshape((1,) * (wide.ndim - self._scale.ndim) + self._scale.shape)
         for axis, (blocks, size) in enumerate(zip(factor.shape, self._tensor.shape, strict=True)):
-            # A power of two, of which the last may be cut short.
+            # Block sizes are powers of two; the last block may be shorter.
             block = 1 << (math.ceil(size / blocks) - 1).bit_length() if blocks > 1 else size
             part = at[axis] if axis < len(at) else slice(0, size)
             factor = np.take(factor, np.arange(part.start, part.stop) // block, axis=axis)
@@ -108,7 +108,7 @@ class Fp8:
 
 
 def mapped(file: Path, name: str) -> np.ndarray:
-    """A float8 tensor of a safetensors file, whose own reader has no numpy dtype for it."""
+    """Map a float8 tensor of a safetensors file, because the safetensors reader has no numpy dtype for float8."""
     header, data = _header(file, file.stat().st_mtime_ns)
     begin, _ = header[name]["data_offsets"]
     return np.memmap(file, ml_dtypes.float8_e4m3fn, "r", data + begin, tuple(header[name]["shape"]))
@@ -116,7 +116,7 @@ def mapped(file: Path, name: str) -> np.ndarray:
 
 @cache
 def _header(file: Path, written_ns: int) -> tuple[dict[str, dict[str, Any]], int]:
-    """Header of a safetensors file, read once as long as that is not written anew, and where its data begin."""
+    """Read the header of a safetensors file, and the offset of its data; cached until the file changes."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length

@@ -1,4 +1,4 @@
-"""Parameters out to a Hugging Face directory that transformers loads with the same logits."""
+"""Export of parameters to a Hugging Face directory that transformers loads with the same logits."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from jaxrlhf.models.huggingface.tensor_writer import TensorWriter
 from jaxrlhf.models.parameters import Param, declare, path_name
 
 _KEPT = ("generation_config.json", "*processor*.json")
-"""Files of a source that stay as they are beside another tokenizer."""
+"""Files of a source that are copied unchanged even if another tokenizer is saved."""
 
 
 def save_params(
@@ -38,10 +38,10 @@ def save_params(
     source: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write config.json and safetensors, sharded behind an index when they are larger than one file.
+    """Write config.json and safetensors, sharded with an index if they are larger than one file.
 
     Args:
-      dtype: Dtype of the tensors in the files; None is that of each in the source, or float32 without one.
+      dtype: Dtype of the tensors in the files; None is each tensor's dtype in the source, or float32 without a source.
     """
     if dtype is None:
         dtype = jnp.float32 if source is None else read_dtypes(source, vision=config.vision is not None)
@@ -71,24 +71,23 @@ def save_each(
     max_shard_bytes: int = 5_000_000_000,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write a checkpoint from parameters that come one by one, each with its path.
+    """Write a checkpoint from parameters that arrive one by one, each with its path.
 
-    A language model becomes a `ForCausalLM` checkpoint; a value or score head becomes
-    `ForSequenceClassification` with one label. One tensor is on the host at a time. config.json
-    comes last, so an interrupted export does not look like a model. With several processes all of
-    them call this and the first one writes.
+    A language model becomes a `ForCausalLM` checkpoint; a value or score head becomes `ForSequenceClassification` with
+    one label. One tensor is on the host at a time. config.json is written last, so an interrupted export does not look
+    like a model. With several processes, all processes call this function and the first process writes.
 
     Args:
       arrays: Every parameter of `declare(config, head)`, in any order.
-      dtype: Dtype of the tensors in the files: one, or each one's by its name, and float32 of what has none. Then
-        config.json keeps what the source's says.
-      tokenizer: Saved beside the model; None copies the files that the source has of one.
-      source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
-      max_shard_bytes: A file exceeds it only if one tensor does.
-      progress: Called after each tensor.
+      dtype: Dtype of the tensors in the files: one for all, or a mapping by tensor name with float32 as the default.
+        With a mapping, config.json keeps the dtype of the source's config.json.
+      tokenizer: Tokenizer to save with the model; None copies the tokenizer files of the source.
+      source: Checkpoint that the model came from; its config.json and generation_config.json are kept.
+      max_shard_bytes: Size limit of a file; only a file with a single tensor may exceed the limit.
+      progress: Callback, called after each tensor.
 
     Raises:
-      Refusal: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
+      Refusal: The directory already holds safetensors, or a weight is out of the dtype's range.
     """
     directory = Path(directory)
     if list(directory.glob("*.safetensors")):
@@ -117,7 +116,7 @@ def save_each(
 def named_tensors(
     arrays: Iterable[tuple[str, jax.Array]], config: ModelConfig, head: Head, *, dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors of a checkpoint by name, each as soon as it is whole, without files; arrays are those of `save_each`."""
+    """Yield the tensors of a checkpoint by name, each as soon as it is complete; `arrays` is as in `save_each`."""
     shapes = tensor_shapes(config, head, stored_tensors(config, head))
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     begun: dict[str, tuple[np.ndarray, int]] = {}
@@ -135,11 +134,11 @@ def named_tensors(
 
 
 class _TensorPart(NamedTuple):
-    """A parameter's part of a tensor, on the host.
+    """Part of a tensor that one parameter fills, on the host.
 
     Attributes:
-      start: First row of it in the tensor.
-      place: Function of the tensor that returns a view of the part, where it is not whole rows.
+      start: First row of the part in the tensor.
+      place: Function from the tensor to a view of the part, if the part is not whole rows; else None.
     """
 
     name: str
@@ -154,7 +153,7 @@ def _fetched(
     head: Head,
     tensors: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[_TensorPart]:
-    """Parts of tensors, one after another."""
+    """Yield parts of tensors, one after another."""
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
     stored = stored_tensors(config, head)
     for path, array in arrays:
@@ -167,10 +166,10 @@ def _fetched(
 
 
 def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:
-    """Dtype of each tensor of a Hugging Face checkpoint, by its name.
+    """Read the dtype of each tensor of a Hugging Face checkpoint, by tensor name.
 
     Args:
-      vision: Tensors of its tower as well.
+      vision: Include the tensors of the vision tower.
     """
     with TensorFiles(resolve(path, weights=True), vision=vision) as files:
         return files.dtypes()
@@ -179,7 +178,7 @@ def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:
 def save_description(
     config: ModelConfig, directory: str | Path, *, tokenizer: Any = None, source: str | Path | None = None
 ) -> None:
-    """Write everything of a `ForCausalLM` checkpoint but its weights: config.json and the tokenizer."""
+    """Write a `ForCausalLM` checkpoint without its weights: config.json and the tokenizer."""
     if jax.process_index() == 0:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -187,7 +186,7 @@ def save_description(
 
 
 def _fetch(array: jax.Array, stored: StoredTensor, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A tensor on the host, as it goes into the file."""
+    """Fetch a tensor to the host, in the layout of the file."""
     order = tuple(stored.dims.index(letter) for letter in stored.letters)
     tensor = _taken(array, at, order, dtype)
     if not tensor.is_fully_addressable:
@@ -203,22 +202,22 @@ def _fetch(array: jax.Array, stored: StoredTensor, param: Param, at: tuple[int, 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _taken(array: Array, at: tuple[Any, ...], order: tuple[int, ...], dtype: np.dtype) -> Array:
-    """One tensor of a parameter, with its dimensions in the file's order."""
+    """Take one tensor out of a parameter, with its dimensions in the file's order."""
     for place in at:
         array = lax.dynamic_index_in_dim(array, place, keepdims=False)
     return array.transpose(order).astype(dtype)
 
 
 def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, source: str | Path | None) -> dict:
-    """config.json: the source's own fields where there is a source, else built from the shape.
+    """Return the fields of config.json: the source's fields if there is a source, else fields built from the shape.
 
     Args:
-      dtype: None where tensors differ, or may.
+      dtype: Dtype of all tensors; None if tensors differ, or may differ.
     """
     fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
         given = read_fields(source, whole=config.vision is not None)
-        # Weights are written as they are used, and none of the code is copied that `auto_map` names.
+        # Weights are written without quantization, and the code that `auto_map` names is not copied.
         kept = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
@@ -228,13 +227,13 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         fields |= {name: value for name, value in ids.items() if value is not None}
     if head != "lm" and fields.get("pad_token_id") in token_ids(fields.get("eos_token_id")):
-        # Or transformers would take the end for padding, and score the token before it.
+        # Otherwise transformers would take the end token for padding, and score the token before it.
         fields["pad_token_id"] = None
     return fields
 
 
 def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path | None) -> None:
-    """Write what a checkpoint has beside its weights."""
+    """Write all files of a checkpoint except its weights."""
     if source is not None:
         copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else _KEPT)
     if tokenizer is not None:
@@ -245,7 +244,7 @@ def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path 
 
 
 def _stop_at(end: int, directory: Path, source: str | Path) -> None:
-    """Have generation end where another tokenizer than the source's does, too."""
+    """Add the end token of another tokenizer to the source's stop tokens, in generation_config.json."""
     stops, file = read_stop_tokens(source), directory / "generation_config.json"
     if end not in stops:
         given = json.loads(file.read_text()) if file.is_file() else {}
@@ -253,7 +252,7 @@ def _stop_at(end: int, directory: Path, source: str | Path) -> None:
 
 
 def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HUB_FILES) -> None:
-    """Copy what a checkpoint has beside its weights; config.json last, because with it a directory looks complete."""
+    """Copy all files of a checkpoint but its weights; config.json last, because it makes a directory look complete."""
     files = {file for pattern in patterns for file in source.glob(pattern)} - {source / INDEX}
     for file in sorted(files, key=lambda file: file.name == "config.json"):
         copy = directory / file.relative_to(source)
@@ -262,7 +261,7 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
 
 
 def check_new(directory: str | Path) -> Path:
-    """A directory to write to; `Refusal` if it is a file, holds some, or cannot be written to."""
+    """Return a directory to write to; raise `Refusal` if it is a file, is not empty, or cannot be written to."""
     directory = Path(directory).expanduser()
     if directory.is_file():
         raise Refusal(f"{directory} is a file; choose a new directory")

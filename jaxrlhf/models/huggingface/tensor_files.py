@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory: one safetensors file, many behind an index, or a GGUF file."""
+"""Tensors of a checkpoint directory: one safetensors file, several files with an index, or a GGUF file."""
 
 import json
 import warnings
@@ -15,20 +15,21 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model*.bin", "*.pth")
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Dtypes of weights and their names in the files, in the order that files keep tensors in."""
+"""Dtypes of weights and their names in the files, in the order in which files store tensors."""
 
 
 class TensorFiles:
     """Tensors by name, read slice by slice. A context manager: it holds files open.
 
-    Those of towers are left out with a warning, and the others have the names that they have without towers.
+    Tensors of towers are left out with a warning, and the other tensors have their names in a text-only checkpoint.
 
     Args:
-      vision: Vision towers are read, too.
+      vision: Read vision towers, too.
 
     Attributes:
       file_of: File name of each tensor.
-      absent: File in which the index puts a tensor that is not there, by the tensor's name; it may not be needed.
+      absent: File names by tensor name, for tensors that the index puts into a file without them. The model may not
+        need these tensors.
 
     Raises:
       Refusal: There are no safetensors, or a file is missing or damaged.
@@ -76,7 +77,7 @@ class TensorFiles:
         self._open.clear()
 
     def __getitem__(self, name: str) -> Any:
-        """A tensor that is read where it is sliced."""
+        """Return a tensor that is read when it is sliced."""
         held = self._name_of[name]
         if name in self._scale_of:
             scale = self._scale_of[name]
@@ -86,15 +87,15 @@ class TensorFiles:
         return self._stored(held)
 
     def _stored(self, held: str) -> Any:
-        """A tensor by its name in its file."""
+        """Return a tensor by its name in its file."""
         return self._file(self._held[held]).get_slice(held)
 
     def where(self, name: str) -> str:
-        """File of a tensor, for messages."""
+        """Return the file of a tensor, for messages."""
         return str(self.directory / self.file_of[name])
 
     def dtypes(self) -> dict[str, str]:
-        """Dtype of each tensor, without those in dtypes that are not read."""
+        """Return the dtype of each tensor, without tensors in unsupported dtypes."""
         ours = {kind: dtype for dtype, kind in DTYPES.items()}
         kinds = {name: self[name].get_dtype() for name in self.file_of}
         return {name: ours[kind] for name, kind in kinds.items() if kind in ours}
@@ -102,7 +103,7 @@ class TensorFiles:
     def _read_index(self) -> dict[str, str]:
         try:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
-            "".join(file_of.values())  # TypeError where a file is no name
+            "".join(file_of.values())  # TypeError if a file name is no text
         except (ValueError, KeyError, TypeError) as error:
             raise Refusal(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
         held: dict[str, set[str]] = {}
@@ -114,10 +115,10 @@ class TensorFiles:
         return {name: file for name, file in file_of.items() if name not in self.absent}
 
     def _file(self, name: str, tensor: str | None = None) -> Any:
-        """An open file.
+        """Return an open file.
 
         Args:
-          tensor: Name of the tensor that is wanted, for messages.
+          tensor: Name of the wanted tensor, for messages.
         """
         from safetensors import SafetensorError, safe_open
 

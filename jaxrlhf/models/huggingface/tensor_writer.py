@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors come one by one, in any order, so that none of them waits in memory."""
+"""Writer of safetensors files from tensors that arrive one by one, in any order, so that none waits in memory."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ _ALIGNMENT = 8
 
 
 class _TensorPlace(NamedTuple):
-    """File and first byte of a tensor."""
+    """File of a tensor, and the offset of its first byte."""
 
     file: str
     start: int
 
 
 class TensorWriter:
-    """Writes the tensors of a checkpoint: one file, or several behind an index.
+    """Writer of a checkpoint's tensors: one file, or several files with an index.
 
-    Headers are written first, with room for every tensor. Files get their names in `close`, so an
-    interrupted export leaves nothing that looks like a checkpoint.
+    Headers are written first, and reserve space for every tensor. Files get their names in `close`, so an interrupted
+    export leaves nothing that looks like a checkpoint.
 
     Args:
-      tensors: Shape and dtype of each, in the order in which they are shared out to files.
-      max_file_bytes: A file exceeds it only if one tensor does.
+      tensors: Shape and dtype of each tensor, in the order in which tensors are assigned to files.
+      max_file_bytes: Size limit of a file; only a file with a single tensor may exceed the limit.
 
     Source: https://github.com/huggingface/safetensors, section Format.
     """
@@ -54,11 +54,11 @@ class TensorWriter:
         start: int = 0,
         place: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        """Put a tensor into its file, or some of its rows.
+        """Write a tensor, or some of its rows, into its file.
 
         Args:
-          start: Row at which they begin.
-          place: Function of the tensor that returns a view of another part of it, in which `rows` go.
+          start: First row to write.
+          place: Function from the tensor to a view of the part to write, if that part is not whole rows.
         """
         wanted, lies = self._tensors[name], self._places[name]
         assert rows.dtype == wanted.dtype, name
@@ -74,7 +74,7 @@ class TensorWriter:
         self._unwritten[name] -= rows.size
 
     def close(self) -> None:
-        """Give the files their names, and write the index if there are several."""
+        """Give the files their names, and write the index if there are several files."""
         missing = sorted(name for name, rows in self._unwritten.items() if rows)
         assert not missing, f"never written as a whole: {missing}"
         for file in self._files:
@@ -89,7 +89,7 @@ class TensorWriter:
         return self._tensors[name].size * self._tensors[name].dtype.itemsize
 
     def _shared_out(self, max_file_bytes: int) -> list[list[str]]:
-        """The tensors of each file."""
+        """Assign the tensors to files."""
         files: list[list[str]] = [[]]
         room = max_file_bytes
         for name in self._tensors:
@@ -101,11 +101,11 @@ class TensorWriter:
         return files
 
     def _begin(self, file: str, names: list[str]) -> None:
-        """Write the header, and make the file as long as it will be."""
+        """Write the header of a file, and extend the file to its final size."""
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
         kinds = list(DTYPES)
-        # Wider ones first, so that each lies at a multiple of its width.
+        # Wider dtypes first, so that each tensor starts at a multiple of its dtype's width.
         for name in sorted(names, key=lambda name: (kinds.index(self._tensors[name].dtype.name), name)):
             start, end = end, end + self._num_bytes(name)
             tensor = self._tensors[name]

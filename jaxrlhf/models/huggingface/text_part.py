@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that sees or hears: its text, as a checkpoint without towers has it, and its vision tower."""
+"""Parts of a multimodal checkpoint: its text part, as in a text-only checkpoint, and its vision tower."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _PREFIXES = {
     "lm_head.": "lm_head.",
     "mtp.": "mtp.",
 }
-"""Beginnings of the names of its tensors, and those in a checkpoint that is text alone."""
+"""Prefixes of tensor names in a multimodal checkpoint, and the prefixes in a text-only checkpoint."""
 
 _TOWERS = {
     "model.visual.": "vision.",
@@ -25,17 +25,17 @@ _TOWERS = {
     "model.multi_modal_projector.": "vision.projector.",
     "multi_modal_projector.": "vision.projector.",
 }
-"""Beginnings of the names of a tower's tensors, and those that its table has."""
+"""Prefixes of tensor names of a tower in files, and the prefixes in the tower's table."""
 
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"} | {sight.text_type: sight.text for sight in SIGHTS.values()}
-"""Names that published files have for a family."""
+"""Other names of families in published files, and the names of the families."""
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
-"""Fields that count for the text part where the whole model says them."""
+"""Fields of the whole model that override the text part's fields."""
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text part, as its own config.json would have them; all of them where there are no parts."""
+    """Return the fields of the text part, as in a config.json of its own; all fields if there are no parts."""
     text = _text_config(fields)
     name = str(text.get("model_type")) if text is not None else ""
     name = _OTHER_NAMES.get(name, name)
@@ -52,7 +52,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of the text part; in older files they stand beside those of the whole."""
+    """Return the fields of the text part; older files have them at the top level, among the whole model's fields."""
     text = fields.get("text_config")
     if isinstance(text, dict):
         return text
@@ -65,14 +65,14 @@ def _text_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
-    """The tower of a checkpoint that sees.
+    """Read the vision tower of a vision-language checkpoint.
 
     Args:
       fields: Fields of the whole config.json.
       where: Name of the file, for messages.
 
     Raises:
-      Refusal: It does not see, or its tower is not computed.
+      Refusal: The checkpoint has no vision tower, or a tower that is not supported.
     """
     sight, tower = sight_of(fields), fields.get("vision_config")
     if sight is None or not isinstance(tower, dict):
@@ -89,18 +89,18 @@ def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
 
 
 def sight_of(fields: Mapping[str, Any]) -> Sight | None:
-    """Format of a checkpoint that sees; None if it does not, or is of none of the known ones."""
+    """Return the format of a vision-language checkpoint; None for other checkpoints and unknown formats."""
     return next((one for one in SIGHTS.values() if fields.get("architectures") == [one.architecture]), None)
 
 
 def part_tensors(names: Iterable[str], *, vision: bool) -> dict[str, str]:
-    """Names of the tensors of the text part in their files, by those in a checkpoint that is text alone.
+    """Map names of tensors in a text-only checkpoint to the names of the text part's tensors in the files.
 
     Args:
-      vision: Tensors of the tower as well.
+      vision: Include the tensors of the tower.
     """
     names = list(names)
-    old = any(name.startswith("visual.") for name in names)  # text has its own names already
+    old = any(name.startswith("visual.") for name in names)  # the text part already has text-only names
     if not old and not any(name.startswith(prefix) for name in names for prefix in _PREFIXES if "language" in prefix):
         return {name: name for name in names}
     prefixes = ({"model.": "model.", "lm_head.": "lm_head."} if old else _PREFIXES) | (_TOWERS if vision else {})

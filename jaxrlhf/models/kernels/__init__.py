@@ -1,1 +1,1 @@
-"""Attention kernels of accelerators, each on the arrays of one device; `kernel_choice` decides which are used."""
+"""Attention kernels for accelerators, each on the arrays of one device; `kernel_choice` selects the kernels."""

@@ -1,4 +1,4 @@
-"""Variants for XLA:CPU: gradients written as products, and layouts that products of few rows read fastest."""
+"""Variants for XLA:CPU: gradients written as matrix products, and weight layouts for fast products of few rows."""
 
 import math
 from collections.abc import Callable
@@ -16,13 +16,16 @@ from jaxrlhf.sharding.described import platform
 F = TypeVar("F", bound=Callable[..., Any])
 
 MANY_INPUTS, MANY_WEIGHTS = 512, 2**19
-"""Inputs and entries from which a weight is the left factor: below, transposing the result costs more than it saves."""
+"""Fewest inputs, and fewest entries, of a weight that becomes the left factor of its products.
+
+For smaller weights, transposing the result costs more than it saves.
+"""
 
 
 def variant(faster: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorate a reference with a function of the same signature that computes the same faster on CPUs.
+    """Decorate a reference function with a variant that computes the same result faster on CPUs.
 
-    Which is taken is asked while a program is traced.
+    Both functions have the same signature. The platform is checked while a program is traced.
     """
 
     def decorate(reference: F) -> F:
@@ -37,11 +40,11 @@ def variant(faster: Callable[..., Any]) -> Callable[[F], F]:
 
 @struct.dataclass
 class Transposed:
-    """A weight with its outputs first.
+    """Transposed weight: output dimensions first.
 
     Attributes:
-      weight_FD: All output dimensions as one, then all input dimensions as one.
-      outputs: The output dimensions.
+      weight_FD: Matrix of the weight, with all output dimensions merged into F and all input dimensions into D.
+      outputs: Sizes of the output dimensions.
     """
 
     weight_FD: Any
@@ -49,7 +52,7 @@ class Transposed:
 
 
 def transposed(weight: Array, dims: int) -> Array | Transposed:
-    """A weight for products of few rows; transposed if it is large."""
+    """Return a weight for products of few rows; large weights are transposed."""
     inputs, outputs = weight.shape[:dims], weight.shape[dims:]
     if not _is_left_factor(math.prod(inputs), math.prod(outputs)):
         return weight
@@ -57,11 +60,11 @@ def transposed(weight: Array, dims: int) -> Array | Transposed:
 
 
 def few_rows_product(input_TD: Array, weight_FD: Array, dtype: Any = None) -> Array:
-    """`input @ weight.T`; for large weights the transpose of `weight @ input.T`, which reads them twice as fast."""
+    """Compute `input @ weight.T`; for large weights as the transpose of `weight @ input.T`, which is twice as fast."""
     if not _is_left_factor(*reversed(weight_FD.shape)):
         return jnp.einsum("TD,FD->TF", input_TD, weight_FD, preferred_element_type=dtype)
     output_FT = jnp.einsum("FD,TD->FT", weight_FD, input_TD, preferred_element_type=dtype)
-    # Without a barrier XLA would merge the transposes, and be back at the other product.
+    # Without a barrier XLA would merge the transposes into the slower product.
     return lax.optimization_barrier(output_FT).T
 
 
@@ -70,13 +73,13 @@ def _is_left_factor(inputs: int, outputs: int) -> bool:
 
 
 def transposed_product(input_TD: Array, change_TF: Array, dtype: Any) -> Array:
-    """`input.T @ change`, with the transpose written out: XLA:CPU's product with a transposed left side is slow."""
+    """Compute `input.T @ change` with a materialized transpose, since XLA:CPU is slow with a transposed left factor."""
     return jnp.matmul(lax.optimization_barrier(input_TD.T), change_TF, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
 def product(input_TD: Array, weight: Array) -> Array:
-    """`input @ weight`, whose gradient is a `transposed_product`."""
+    """Compute `input @ weight`; the gradient of the weight is a `transposed_product`."""
     return jnp.matmul(input_TD, _matrix(weight, input_TD))
 
 
@@ -99,11 +102,11 @@ def _matrix(weight: Array, input_TD: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(input_D: Array, scale_D: Array, eps: float) -> Array:
-    """RMS norm with the gradient, where n = x / sqrt(mean(x^2) + eps) and g is the gradient of n:
+    """Compute the RMS norm, with this gradient, where n = x / sqrt(mean(x^2) + eps) and g is the gradient of n:
 
         dx = (g - n mean(g n)) / sqrt(mean(x^2) + eps)        dscale = sum(dy n)
 
-    Sums are products with ones, which XLA:CPU runs on all cores.
+    The sums are computed as products with ones, which XLA:CPU runs on all cores.
     """
     return _rms_norm_forward(input_D, scale_D, eps)[0]
 
@@ -134,9 +137,9 @@ def _like(input_D: Array, scale_D: Array) -> Array:
 
 
 def look_up(function: Callable[[Array], Any], position_RW: Array, longest: int | None) -> Any:
-    """A function of positions below `longest`, looked up in a table.
+    """Evaluate a function of positions by a table of all positions below `longest`; None evaluates without a table.
 
-    A decode loop makes the table once. Without it XLA:CPU would compute cosines in every layer, for every head.
+    A decode loop computes the table once. Without a table XLA:CPU would compute cosines in every layer, for every head.
     """
     if longest is None:
         return function(position_RW)

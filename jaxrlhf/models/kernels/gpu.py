@@ -1,4 +1,4 @@
-"""Kernel of GPUs for decoding, in the signature of `attend_cache`, and what it has in common with that for pages."""
+"""Decode-attention kernel for GPUs, in the signature of `attend_cache`, and code shared with the kernel for pages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +16,13 @@ from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
 from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen, sinks_part
 
 BLOCK, _SMALLEST_PART = 64, 512
-"""Cache positions of a tile, and of one program of a kernel at least."""
+"""Cache positions of a tile, and fewest cache positions of one program of a kernel."""
 
 _MOST_PARTS = 32
-"""Parts of a slot: each has an output in float32, which is written and read once more."""
+"""Most parts of a slot. Each part has a float32 output, which is written and read once more."""
 
 _SMALLEST_DOT = 16
-"""Rows that the tensor cores multiply at least, and numbers that they sum over."""
+"""Fewest rows that the tensor cores multiply, and fewest numbers that they sum over."""
 
 
 def pallas_decode(
@@ -35,13 +35,13 @@ def pallas_decode(
     ring: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """Flash decoding on GPU: reads the part of each slot's cache that a token sees, in the order in which it lies.
+    """Compute attention by Flash-Decoding on GPU, reading only the visible part of each slot's cache in memory order.
 
-    The cache is split along its positions; parts are joined by their largest score and their sum.
+    The cache is split along its positions. The parts are merged by their largest scores and their sums of weights.
     """
     capacity = key_BKHS.shape[3]
     first_B, end_B = seen(position_B if ring else jnp.minimum(position_B, capacity - 1), score_mod)
-    if ring:  # what is seen of it may go on behind its end at its start
+    if ring:  # the visible range may wrap around the end of the ring
         first_B, end_B = first_B % capacity, first_B % capacity + end_B - first_B
     entries = capacity if ring else None
     arrays = query_BNH, key_BKHS, value_BKSH, first_B, end_B, score_mod
@@ -60,10 +60,10 @@ def pallas_parts(
     entries: int | None = None,
     interpret: bool = False,
 ) -> Parts:
-    """Softmax of one query per slot over its entries from `first_B` to before `end_B`, part by part.
+    """Compute the softmax of one query per slot over cache entries in [`first_B`, `end_B`), part by part.
 
     Args:
-      entries: Entries of a ring; None is no ring, for `decode_parts`.
+      entries: Number of entries of a ring, as in `decode_parts`; None is no ring.
     """
     _, kv_heads, head_dim, capacity = key_BKHS.shape
     wide, part = whole_width(head_dim), part_of(capacity)
@@ -77,17 +77,17 @@ def pallas_parts(
 
 
 def part_of(capacity: int) -> int:
-    """Cache positions of one program."""
+    """Return the number of cache positions of one program."""
     return max(_SMALLEST_PART, pl.next_power_of_2(pl.cdiv(capacity, _MOST_PARTS)))
 
 
 def whole_width(head_dim: int) -> int:
-    """Numbers of a head in a tile, a power of two; those that the head has not are read as zeros."""
+    """Return the width of a head in a tile, a power of two; numbers beyond the head's own width are read as zeros."""
     return max(_SMALLEST_DOT, pl.next_power_of_2(head_dim))
 
 
 def _read_slot(key_ref, value_ref, start, seen_S, there_H):
-    """Keys and values of a tile's positions, of the part of a slot that this program has."""
+    """Load the keys and values of a tile's positions, from the part of the slot that this program reads."""
     window = pl.ds(start % key_ref.shape[1], BLOCK)
     key_HS = triton.load(key_ref.at[:, window], mask=there_H[:, None] & seen_S[None, :], other=0.0)
     return key_HS, triton.load(value_ref.at[window, :], mask=seen_S[:, None] & there_H[None, :], other=0.0)
@@ -108,10 +108,10 @@ def decode_parts(
     interpret: bool,
     entries: int | None = None,
 ) -> Parts:
-    """Attention of slots to what `read` finds of their positions in the arrays of the cache, part by part.
+    """Compute the attention of slots to their cache, part by part; `read` loads keys and values of cache positions.
 
     Args:
-      entries: Entries of a ring, where an end past the last one is as far past the first; None is no ring.
+      entries: Number of entries of a ring, in which an end past the last entry wraps to the first; None is no ring.
     """
     slots, _, head_dim = query_BNH.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
@@ -152,9 +152,9 @@ def decode_parts(
 
 
 def _decode_part(first_ref, end_ref, query_ref, *refs, read, part, entries, group, tile, head_dim, divisor, cap):
-    """Softmax over one part of one slot's cache, for the queries of one key-value head.
+    """Compute the softmax over one part of one slot's cache, for the queries of one key-value head.
 
-    Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
+    Write the weighted values, the sum of the weights (0 in a part without visible positions) and the largest score.
     """
     *cached, out_ref, sum_ref, most_ref = refs
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None

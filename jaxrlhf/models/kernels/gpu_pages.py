@@ -1,4 +1,4 @@
-"""Kernels of GPUs for decoding from pages, in the signature of `attend_pages`."""
+"""Decode-attention kernels for GPUs over a cache in pages, in the signature of `attend_pages`."""
 
 from functools import partial
 from typing import Any
@@ -16,10 +16,12 @@ from jaxrlhf.models.attention.softmax_parts import Parts, joined, seen, sinks_pa
 from jaxrlhf.models.kernels.gpu import BLOCK, decode_parts, part_of, whole_width
 
 SHARED_FROM = 2048
-"""Positions of a slot from which on a prompt is read once for several of its responses; shorter ones stay in cache."""
+"""Fewest positions of a shared prompt that are read once for several responses; shorter prompts stay in the GPU's
+hardware cache."""
 
 _MOST_NUMBERS = 128 * 128
-"""Numbers of queries in a tile that reads a shared prompt: as many as registers hold beside their sums."""
+"""Most numbers (rows times head width) of the queries in a tile that reads a shared prompt: registers hold no more
+next to their sums."""
 
 
 def pallas_pages(
@@ -31,11 +33,11 @@ def pallas_pages(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """Flash decoding from pages: a tile gathers its positions from wherever their pages are.
+    """Compute attention by Flash-Decoding from pages: a tile gathers its positions from the pages that store them.
 
-    Responses to one prompt have its pages in common. Where slots are long these are read once for a bundle of them,
-    whose queries then make up a tile, and each slot reads the rest by itself; both are joined as parts are.
-    The kernel that JAX ships knows no windows, and multiplies float32 in TF32.
+    Responses to one prompt share the pages of the prompt. If slots are long, these pages are read once for a bundle of
+    responses, whose queries form one tile. Each slot reads the rest by itself, and both results are merged like other
+    parts. The paged kernel of JAX has no windows, and multiplies float32 in TF32.
 
     Source: Juravsky et al. 2024 (Hydragen, arXiv:2402.05099), section 3.
     """
@@ -50,7 +52,7 @@ def pallas_pages(
     if capacity < SHARED_FROM or min(slots, most) < 2:
         own = _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod, **sizes)
         return joined([own, *sinks], like=query_BNH)
-    # Slots whose prompts begin with one page lie side by side.
+    # Sort slots by their first page, so that slots with a shared prompt are adjacent.
     order_B = jnp.argsort(table_BQ[:, 0])
     query_BNH, table_BQ, first_B, end_B = (leaf[order_B] for leaf in (query_BNH, table_BQ, first_B, end_B))
     bundles = _bundles(table_BQ, most=min(slots, most), page_tokens=page_tokens)
@@ -61,7 +63,7 @@ def pallas_pages(
 
 
 def _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod: ScoreMod, **sizes: Any) -> Parts:
-    """Each slot by itself, from its first entry on."""
+    """Compute the parts of each slot by itself, over its entries from `first_B` on."""
     pages, page_tokens, _, _ = pages_ZSJH.shape
     columns, wide = table_BQ.shape[1], whole_width(query_BNH.shape[-1])
     specs = [
@@ -74,14 +76,14 @@ def _own(query_BNH, pages_ZSJH, table_BQ, first_B, end_B, score_mod: ScoreMod, *
 
 
 def _read_pages(table_ref, key_ref, value_ref, start, seen_S, there_H):
-    """Keys and values of a tile's positions, wherever the slot's pages are."""
+    """Load the keys and values of a tile's positions from the pages of the slot."""
     place_S = start + jnp.arange(BLOCK)
     page_S = triton.load(table_ref.at[place_S // key_ref.shape[1]], mask=seen_S, other=0)
     return _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H)
 
 
 def _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H):
-    """Keys and values of positions, each from its page."""
+    """Load the keys and values of positions, each from its page."""
     at_S, across_H = place_S % key_ref.shape[1], jnp.arange(key_ref.shape[2])
     entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
     entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
@@ -90,13 +92,14 @@ def _gathered(key_ref, value_ref, page_S, place_S, seen_S, there_H):
 
 
 def _bundles(table_BQ: Array, *, most: int, page_tokens: int) -> tuple[Array, Array, Array, Array]:
-    """Bundles of slots side by side whose tables begin alike: first slot, slots, and the positions that they share.
+    """Group adjacent slots whose page tables begin with the same pages into bundles of at most `most` slots.
 
-    There are as many as slots, of which those that are left have none. Slots that are alone share nothing, nor do
-    those that have few positions in common: so a response to a short prompt has its sums in one order beside any.
+    There are as many bundles as slots; unused bundles have no slots. A bundle of one slot shares nothing, and neither
+    does a bundle with fewer than `SHARED_FROM` common positions. So the summation order of a response to a short
+    prompt does not depend on the other slots.
 
     Returns:
-      These three, by bundle, and the bundle of each slot.
+      First slot, number of slots and number of shared positions of each bundle, and the bundle of each slot.
     """
     slots, columns = table_BQ.shape
     place_B = jnp.arange(slots)
@@ -127,12 +130,12 @@ def _shared(
     most: int,
     interpret: bool,
 ) -> Parts:
-    """Attention of bundles to the positions that their slots share; each query of a slot is a row, R in all."""
+    """Compute the attention of bundles to the positions that their slots share; each query of a slot is a row (R)."""
     slots, heads, head_dim = query_BNH.shape
     pages, page_tokens, _, _ = pages_ZSJH.shape
     group, wide = heads // kv_heads, whole_width(head_dim)
     tile = pl.next_power_of_2(most * group)
-    # A bundle's rows are a tile, which may go beyond the last.
+    # The rows of a bundle are one tile, which may extend beyond the last row.
     rows = slots * group + tile
     query_KRH = jnp.swapaxes(query_BNH.reshape(slots, kv_heads, group, head_dim), 0, 1)
     query_KRH = query_KRH.reshape(kv_heads, slots * group, head_dim)
@@ -196,7 +199,7 @@ def _shared_part(
     divisor,
     cap,
 ):
-    """Softmax of a bundle's queries of one key-value head over one part of what its slots share."""
+    """Compute the softmax of a bundle's queries of one key-value head over one part of the shared positions."""
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
     slot, shared = bundle_ref[...], shared_ref[...]
     own_M = jnp.arange(tile) < count_ref[...] * group
@@ -212,14 +215,14 @@ def _shared_part(
         out_MH, sum_M, most_M = carry
         place_S = begin + index * BLOCK + jnp.arange(BLOCK)
         there_S = (place_S >= first) & (place_S < end)
-        # Slots are numbered up to the last one: what an empty bundle would read, it does not.
+        # An empty bundle has a slot number beyond the last slot; its mask prevents the read.
         page_S = triton.load(table_ref.at[slot, place_S // key_ref.shape[1]], mask=there_S, other=0)
         key_HS, value_SH = _gathered(key_ref, value_ref, page_S, place_S, there_S, there_H)
         score_MS = cap(triton.dot(query_MH, key_HS, precision=precision) / divisor)
         seen_MS = (place_S[None, :] >= first_M[:, None]) & (place_S[None, :] < end_M[:, None])
         score_MS = jnp.where(seen_MS, score_MS, LOWEST)
         next_M = jnp.maximum(most_M, score_MS.max(axis=1))
-        # A row that sees nothing of the tile has no weights, where others have some.
+        # A row that sees no position of the tile gets zero weights, even if other rows see some.
         kept_M, weight_MS = jnp.exp(most_M - next_M), jnp.where(seen_MS, jnp.exp(score_MS - next_M[:, None]), 0.0)
         new_MH = triton.dot(weight_MS.astype(value_SH.dtype), value_SH, precision=precision)
         return kept_M[:, None] * out_MH + new_MH, kept_M * sum_M + weight_MS.sum(axis=1), next_M

@@ -1,8 +1,8 @@
-"""Flash attention of packed rows on GPU, in the signature of `attend`: no array is as long as a row in both directions.
+"""Flash attention of packed rows on GPU, in the signature of `attend`: no array has two dimensions of a row's length.
 
-A causal row of segments is told by one number for each position: the first one that it sees. Windows move it, also
-those of single layers of a program. Tiles before the first and after the last position that any of a tile's sees are
-not read, so that a row costs what its sequences cost.
+The mask of a causal row of segments is one number for each position: the first visible position. Windows move this
+number, also if only single layers of a program have a window. Key tiles outside of the range that the queries of a tile
+see are not read, so the cost of a row is the cost of its sequences.
 
 Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), algorithms 1 and 4.
 """
@@ -22,10 +22,10 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, pad_positions
 
 _TILE = 64
-"""Queries and keys of a tile; half as many in the backward pass, and of wider heads than 128."""
+"""Number of queries, and of keys, of a tile; halved for heads wider than 128, and halved in the backward pass."""
 
 _NARROWEST_HEAD = 16
-"""Numbers that tensor cores sum over at least."""
+"""Fewest numbers that tensor cores sum over."""
 
 
 def flash_rows(
@@ -37,7 +37,7 @@ def flash_rows(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R W N H"]:
-    """Flash attention whose tiles are masked by position alone; heads are padded to powers of two."""
+    """Compute flash attention whose tiles are masked by position alone; heads are padded to powers of two."""
     _, width, _, head_dim = query_RWNH.shape
     wide = max(_NARROWEST_HEAD, pl.next_power_of_2(head_dim))
     query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_TILE)
@@ -49,7 +49,7 @@ def flash_rows(
 
 
 def first_seen(segment_RW: Int[Array, "R W"], score_mod: ScoreMod) -> Int[Array, "R W"]:
-    """First position that each one sees: its segment's, or that in which its window begins."""
+    """Return the first position that each position sees: the later of its segment's start and its window's start."""
     position_1W = jnp.arange(segment_RW.shape[1], dtype=jnp.int32)[None]
     changes_RW = jnp.diff(segment_RW, axis=1, prepend=segment_RW[:, :1]) != 0
     start_RW = lax.cummax(jnp.where(changes_RW, position_1W, 0), axis=1)
@@ -57,14 +57,14 @@ def first_seen(segment_RW: Int[Array, "R W"], score_mod: ScoreMod) -> Int[Array,
 
 
 class _Scores(NamedTuple):
-    """Scores of products, and how they are computed."""
+    """Settings of attention scores: divisor, soft cap, and the interpret mode of Pallas."""
 
     divisor: float
     cap: float | None
     interpret: bool
 
     def of(self, query_QH: Array, key_SH: Array) -> tuple[Array, Array | float]:
-        """Scores, and the slope of their cap."""
+        """Return the scores of a tile, and the derivative of their soft cap."""
         score_QS = _product(query_QH, key_SH.T) / self.divisor
         if self.cap is None:
             return score_QS, 1.0
@@ -73,7 +73,7 @@ class _Scores(NamedTuple):
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Matrix product in float32; that of half precision in tensor cores."""
+    """Compute a matrix product in float32; tensor cores multiply half-precision inputs."""
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return triton.dot(left, right, precision=precision)
 
@@ -98,7 +98,7 @@ def _forward(
         [query_RWNH, jax.ShapeDtypeStruct((rows, heads, width), jnp.float32)],
         scores,
     )(first_RW, query_RWNH, key_RWKH, value_RWKH)
-    if sink_N is not None:  # which takes its share of what was given to the others
+    if sink_N is not None:  # the sink takes its share of the softmax weights of the keys
         whole_RNW = jnp.logaddexp(norm_RNW, sink_N.astype(jnp.float32)[None, :, None])
         left_RWN = jnp.swapaxes(jnp.exp(norm_RNW - whole_RNW), 1, 2)
         out_RWNH, norm_RNW = (out_RWNH * left_RWN[..., None]).astype(out_RWNH.dtype), whole_RNW
@@ -111,7 +111,7 @@ def _backward(scores: _Scores, saved: tuple[Any, ...], change_RWNH: Array) -> tu
     pull_RNW = jnp.einsum("RWNH,RWNH->RNW", out_RWNH, change_RWNH, preferred_element_type=jnp.float32)
     specs = _Specs(query_RWNH, key_RWKH, _tile(query_RWNH) // 2)
     position_W = jnp.arange(first_RW.shape[1])
-    # Positions see further ahead as they go on, so that those which see a key lie side by side.
+    # `first_RW` never decreases along a row, so the queries that see a key are contiguous.
     last_RW = jax.vmap(partial(jnp.searchsorted, v=position_W, side="right"))(first_RW).astype(jnp.int32) - 1
     of_query = (change_RWNH, norm_RNW, pull_RNW)
     change_query = _call(
@@ -153,7 +153,7 @@ def _tile(query_RWNH: Array) -> int:
 
 
 class _Specs:
-    """Parts of arrays that a program has, by row, head and tile."""
+    """Block specs of the arrays that a program reads and writes, by row, head and tile."""
 
     def __init__(self, query_RWNH: Array, key_RWKH: Array, tile: int) -> None:
         rows, width, heads, head_dim = query_RWNH.shape
@@ -169,7 +169,7 @@ class _Specs:
         self.all_of_queries = pl.BlockSpec((None, group, width), lambda r, k, i: (r, k, 0))
 
     def grid(self, heads: int) -> tuple[int, int, int]:
-        """Programs of all rows, heads and tiles."""
+        """Return the grid of programs: rows, heads and tiles."""
         return self._rows, heads, self._tiles
 
 
@@ -187,7 +187,7 @@ def _call(kernel: Callable[..., None], grid: tuple[int, ...], inputs: Any, outpu
 
 
 def _forward_tile(first_ref, query_ref, key_ref, value_ref, out_ref, norm_ref, *, scores: _Scores) -> None:
-    """Writes the mixed values of a tile of queries, and the logarithm of the sum of their exponentials."""
+    """Write the attention output of a tile of queries, and the log-sum-exp of their scores."""
     query_QH, first_Q = query_ref[...], first_ref[...]
     tile = query_QH.shape[0]
     place_Q = pl.program_id(2) * tile + jnp.arange(tile)
@@ -204,7 +204,7 @@ def _forward_tile(first_ref, query_ref, key_ref, value_ref, out_ref, norm_ref, *
         new_QH = _product(weight_QS.astype(value_SH.dtype), value_SH)
         return kept_Q[:, None] * out_QH + new_QH, kept_Q * sum_Q + weight_QS.sum(axis=1), next_Q
 
-    # Whatever is summed up to the first key that a query sees is forgotten with it: before, the largest is the lowest.
+    # Sums over keys before the first visible key vanish: the largest score is LOWEST until then, so `kept_Q` becomes 0.
     zero_Q = jnp.zeros(tile, jnp.float32)
     start = jnp.zeros(query_QH.shape, jnp.float32), zero_Q, zero_Q + LOWEST
     out_QH, sum_Q, most_Q = lax.fori_loop(first_Q.min() // tile, pl.program_id(2) + 1, body, start)
@@ -217,9 +217,11 @@ def _seen(place_Q, place_S, first_Q):
 
 
 def _gradients(scores: _Scores, seen_QS, query_QH, key_SH, value_SH, change_QH, norm_Q, pull_Q) -> tuple[Array, Array]:
-    """Weights of a tile, and the gradient of its products:
+    """Return the softmax weights p of a tile, and the gradient of its query-key products:
 
-    p = exp(s - norm)        ds = p (do . v - do . o) / divisor
+    p = exp(s - norm)        d(q . k) = p (do . v - do . o) slope / divisor
+
+    The slope is the derivative of the soft cap.
     """
     score_QS, slope_QS = scores.of(query_QH, key_SH)
     weight_QS = jnp.where(seen_QS, jnp.exp(score_QS - norm_Q[:, None]), 0.0)
@@ -230,7 +232,7 @@ def _gradients(scores: _Scores, seen_QS, query_QH, key_SH, value_SH, change_QH, 
 def _query_tile(
     first_ref, query_ref, key_ref, value_ref, change_ref, norm_ref, pull_ref, out_ref, *, scores: _Scores
 ) -> None:
-    """Writes the gradient of a tile of queries."""
+    """Write the gradient of a tile of queries."""
     query_QH, first_Q = query_ref[...], first_ref[...]
     change_QH, norm_Q, pull_Q = change_ref[...], norm_ref[...], pull_ref[...]
     tile = query_QH.shape[0]
@@ -262,7 +264,7 @@ def _key_tile(
     *,
     scores: _Scores,
 ) -> None:
-    """Writes the gradients of a tile of keys and values, of all query heads that share them."""
+    """Write the gradients of a tile of keys and values, summed over the query heads that share them."""
     key_SH, value_SH = key_ref[...], value_ref[...]
     tile = key_SH.shape[0]
     begin, end = pl.program_id(2), last_ref[...].max() // tile + 1

@@ -1,4 +1,4 @@
-"""Attention kernels of TPUs, in the signatures of `attend` and `attend_pages`."""
+"""Attention kernels for TPUs, in the signatures of `attend` and `attend_pages`."""
 
 import math
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, pad_positions
 
 _LANES = 128
-"""Width of a register; splash attention takes rows and heads that are multiples of it."""
+"""Width of a TPU register; splash attention takes rows and heads in multiples of this width."""
 
 _BLOCK, _LONG_BLOCK = 512, 1024
-"""Positions of a tile, in rows of up to 256k tokens and in longer ones. Larger tiles read keys less often and skip
+"""Positions of a tile, in rows of up to 256k tokens and in longer rows. Larger tiles read keys less often and skip
 less above the diagonal."""
 
 _TILES = 2**18
-"""Tiles of a kernel, whose table lies in the 1 MiB of scalar memory. Longer rows take a kernel for each of some parts
-of their queries."""
+"""Most tiles of a kernel, whose table is stored in the 1 MiB of scalar memory. The queries of longer rows are split
+into parts, with a kernel for each part."""
 
 _PAGES_BLOCK, _QUERIES_BLOCK = 512, 8
-"""Positions that the paged kernel reads at once, and slots whose queries lie side by side in it."""
+"""Positions that the paged kernel reads at once, and slots whose queries are computed together."""
 
 
 def splash_rows(
@@ -37,9 +37,9 @@ def splash_rows(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R W N H"]:
-    """Splash attention: flash attention that skips the tiles above the diagonal and before the window.
+    """Compute splash attention: flash attention that skips the tiles above the diagonal and before the window.
 
-    Rows and heads are padded to multiples of 128. Queries are divided before the product, and so rounded once more.
+    Rows and heads are padded to multiples of 128. Queries are divided before the product, which rounds once more.
     """
     _, width, heads, head_dim = query_RWNH.shape
     query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
@@ -52,7 +52,7 @@ def splash_rows(
         return jnp.pad(jnp.swapaxes(array, 1, 2), ((0, 0), (0, 0), (0, 0), (0, more)))
 
     def kernel(start: int, end: int, window: int | None) -> Callable[..., Array]:
-        """Attention of the queries from start to end."""
+        """Return the attention kernel of the queries from start to end."""
         before = None if window is None else window - 1
         call = splash.make_splash_mha(
             splash.MultiHeadMask([_Near((end - start, end), (before, 0), start)] * heads),
@@ -92,14 +92,14 @@ def _tiles(size: int) -> splash.BlockSizes:
 
 
 class _Near(splash.LocalMask):
-    """Causal mask, or one with a window, that answers for a tile by its corners.
+    """Causal mask, with or without a window, that describes a tile by its corners.
 
-    Splash attention asks of each tile whether any and whether all of it is seen, and computes what is in between in
-    the kernel. The masks of jax make every tile for that: minutes for a row of 128k tokens.
+    Splash attention needs to know whether any and whether all of a tile is visible; the kernel masks partly visible
+    tiles. The masks of JAX build every tile for this, which takes minutes for a row of 128k tokens.
     """
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
-        """Values that have the `any` and `all` of the tile."""
+        """Return two values with the same `any` and `all` as the mask of the tile."""
         (first, last), (oldest, newest) = ((part.start, part.stop - 1) for part in tile)
         before = self.window_size[0]
         seen = oldest <= last + self.offset and (before is None or newest >= first + self.offset - before)
@@ -114,9 +114,9 @@ def ragged_pages(
     newest_B: Int[Array, "B"],
     score_mod: ScoreMod = PLAIN,
 ) -> Float[Array, "B N H"]:
-    """Ragged paged attention with one query to a slot; heads are a multiple of 128 wide.
+    """Compute ragged paged attention with one query per slot; head widths are multiples of 128.
 
-    Block sizes are given: the kernel's own table is of prefills and decoding together.
+    Block sizes are set here, because the kernel's own table is for prefill and decode together.
     """
     slots, _, head_dim = query_BNH.shape
     arrays = query_BNH, pages_ZSJH, newest_B + 1, table_BQ
@@ -137,7 +137,7 @@ def ragged_pages(
 
 
 def _by_window(run: Callable[[int | None], Callable[..., Array]], score_mod: ScoreMod, *arrays: Array) -> Array:
-    """Result of `run(window)`. Windows are compiled in, so that a layer which may have none chooses of two kernels."""
+    """Apply the kernel `run(window)`. Windows are compiled in, so an optional window selects one of two kernels."""
     if score_mod.window is None or score_mod.slides is None:
         return run(score_mod.window)(*arrays)
     return jax.lax.cond(score_mod.slides, run(score_mod.window), run(None), *arrays)

@@ -1,1 +1,1 @@
-"""Adapters of low rank and the quantised weights beside them."""
+"""Low-rank adapters (LoRA) and the quantized weights next to them."""

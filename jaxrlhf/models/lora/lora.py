@@ -1,7 +1,7 @@
-"""Low-rank adapters: their declaration, and trees of weights with and without them.
+"""Low-rank adapters: their declaration, and parameter trees with and without adapters.
 
-Adapters are a tree of their own: an `Adapter` at the place of each adapted weight, and the head if it is
-trained. `adapted` lays that tree over the parameters.
+Adapters are a separate tree: an `Adapter` at the path of each adapted weight, and the head if the head is trained.
+`adapted` merges that tree into the tree of parameters.
 """
 
 import math
@@ -22,14 +22,15 @@ ROOMS = ("attention", "mlp")
 """Subtrees of a layer that hold its matrices."""
 
 INPUTS = {"output": 2}
-"""Number of input dimensions of a matrix, where that is not one."""
+"""Number of input dimensions, for matrices with more than one input dimension."""
 
 
 def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
-    """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
+    """Declare the tree of `Param` that is trained instead of the parameters: adapters, and a value or score head.
 
     Raises:
-      Refusal: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
+      Refusal: A target matrix is missing in some layers or exists once per expert, the model is the user's own, or
+        the model has no tower to adapt.
     """
     if isinstance(config, CausalLM):
         raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
@@ -51,7 +52,7 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
 
 
 def _absent(config: ModelConfig, stack: str) -> set[str]:
-    """Matrices that layers of a stack need not have for others to be adapted."""
+    """Return the matrices that layers of a stack may lack while other layers have them adapted."""
     if stack == LINEAR_LAYERS:
         return {"query", "key", "value"}
     if stack == LAYERS and config.full_heads is not None and config.full_heads.values_are_keys:
@@ -60,7 +61,7 @@ def _absent(config: ModelConfig, stack: str) -> set[str]:
 
 
 def _in_rooms(layer: dict[str, Any], lora: Lora) -> dict[str, Any]:
-    """Adapters of stacked layers, in their attention and MLP."""
+    """Declare the adapters of stacked layers, in their attention and MLP."""
     return {
         room: {name: _adapter(name, layer[room][name], lora) for name in layer[room] if name in lora.targets}
         for room in ROOMS
@@ -69,7 +70,7 @@ def _in_rooms(layer: dict[str, Any], lora: Lora) -> dict[str, Any]:
 
 
 def _matrices(layer: dict[str, Any]) -> set[str]:
-    """Names of the matrices of a layer that are one product: no bias, no norm, no stack of experts."""
+    """Return the names of a layer's matrices that are a single matrix product: no bias, norm or stack of experts."""
     return {
         name
         for room in ROOMS
@@ -82,7 +83,7 @@ def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
     inputs = 1 + INPUTS.get(name, 1)
     layers, rank = param.shape[:1], (lora.rank,)
     return Adapter(
-        # The variance of peft's uniform draw, so that its learning rates serve here.
+        # The variance of peft's uniform initialization, so that learning rates for peft work here.
         down=Param(param.shape[:inputs] + rank, (*param.dims[:inputs], None), fan_in=3 * param.fan_in),
         up=Param((*layers, *rank, *param.shape[inputs:]), (param.dims[0], None, *param.dims[inputs:]), "zeros"),
         scale=lora.scale,
@@ -90,19 +91,19 @@ def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
 
 
 def adapter_dims(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
-    """Dimension names of the adapters and the head."""
+    """Return the dimension names of the adapters and the head."""
     return jax.tree.map(lambda param: param.dims, declare_adapters(config, head, lora))
 
 
 def adapter_shapes(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
-    """Float32 shapes of the adapters and the head."""
+    """Return the float32 shapes of the adapters and the head."""
     return jax.tree.map(
         lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declare_adapters(config, head, lora)
     )
 
 
 def adapted(params: Any, adapters: Any) -> Any:
-    """The parameters with adapters laid over them, and what they lack filled in. No array is made."""
+    """Merge adapters into the parameters, and add entries that only the adapters' tree has. No array is created."""
     if isinstance(adapters, Adapter):
         return Adapted(params, adapters)
     if not isinstance(adapters, dict):
@@ -112,16 +113,16 @@ def adapted(params: Any, adapters: Any) -> Any:
 
 
 def is_matrix(path: str) -> bool:
-    """Return whether a parameter is a matrix of layers, experts' included."""
+    """Return whether a parameter is a matrix of a layer, matrices of experts included."""
     names = path.split(".")
     return names[0] in STACKS and names[-1] in Lora.MATRICES
 
 
 def quantized(tree: Any, kind: Format, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
-    """The parameters, or a tree like them, with the matrices of layers quantised.
+    """Quantize the matrices of layers in a tree like the parameters.
 
     Args:
-      one: Function of such a leaf, where the tree is not one of arrays.
+      one: Function that quantizes a leaf, for trees whose leaves are not arrays.
       is_leaf: Test of a leaf, for `jax.tree.map`.
     """
 
@@ -134,7 +135,7 @@ def quantized(tree: Any, kind: Format, one: Callable[[Any], Quantized] | None = 
 
 
 def change_of(adapter: Adapter) -> jax.Array:
-    """`scale * down @ up` of stacked layers, with the weight's dimensions."""
+    """Compute `scale * down @ up` of stacked layers, with the dimensions of the weight."""
     layers, *inputs, rank = adapter.down.shape
     outputs = adapter.up.shape[2:]
     down_LDR, up_LRF = adapter.down.reshape(layers, -1, rank), adapter.up.reshape(layers, rank, -1)

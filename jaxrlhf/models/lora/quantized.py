@@ -1,8 +1,8 @@
-"""Quantised matrices that are not trained, which are floats again only where they are used.
+"""Quantized matrices that are not trained, and are dequantized only where they are used.
 
-Frozen ones lie beside adapters, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second quantisation,
-that of the scales; others generate. `qwix` knows the levels; it is given one tile at a time, since of a whole array it
-makes a vector, which the compiler would have to gather from all devices.
+Frozen matrices have adapters next to them, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second
+quantization (of the scales). Other quantized matrices are for generation. `qwix` defines the levels and gets one tile
+at a time: it would flatten a whole array into a vector, which the compiler would have to gather from all devices.
 """
 
 import math
@@ -19,10 +19,10 @@ from jaxrlhf.batch import Array
 from jaxrlhf.config import Quantization, Refusal
 
 Format = Quantization | Literal["fp8"]
-"""Frozen matrices have the first, generating ones `int8` and `fp8`."""
+"""Formats of quantized matrices: a `Quantization` if they are frozen, `int8` or `fp8` if they generate."""
 
 _NAMES = {"fp8": "float8_e4m3fn"}
-"""Names of formats in `qwix` where they are others."""
+"""Names of formats in `qwix`, if they differ from ours."""
 
 TILE = 32
 """Most weights of the last dimension that share a scale."""
@@ -30,12 +30,12 @@ TILE = 32
 
 @struct.dataclass
 class Quantized:
-    """A quantised weight in the weight's place in the tree: `level[value] * scale`.
+    """Quantized weight in the weight's place in the tree: `level[value] * scale`.
 
     Attributes:
-      value: int8 and float8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
-      scale: One for each tile of the last dimension, in the dtype that the weight had; float32 instead of float16,
-        which has no number as small as scales are.
+      value: int8 or float8 codes; for nf4 uint8, each with the codes of two neighbors in the last dimension.
+      scale: Scales, one for each tile of the last dimension, in the dtype that the weight had; float32 instead of
+        float16, which cannot represent numbers as small as scales.
     """
 
     value: Any
@@ -49,7 +49,7 @@ class Quantized:
         return (*before, 2 * last if self.kind == "nf4" else last)
 
     def astype(self, dtype: Any) -> Array:
-        """The weight as floats."""
+        """Dequantize the weight."""
         qwix, code = _qwix(), self.value
         if self.kind == "nf4":
             code = jnp.stack([code & 15, code >> 4], axis=-1)
@@ -62,7 +62,7 @@ class Quantized:
 
 
 def quantize(weight: Array, kind: Format) -> Quantized:
-    """The nearest levels, with the largest weight of each tile at the last level."""
+    """Quantize a weight to the nearest levels; the largest weight of each tile is at the last level."""
     qwix, (*before, last) = _qwix(), weight.shape
     tile = math.gcd(TILE, last)
     if tile % 2:
@@ -76,17 +76,17 @@ def quantize(weight: Array, kind: Format) -> Quantized:
     code, scale = jnp.vectorize(one, signature="(w)->(w),(s)")(tiles)
     value = code.reshape(*before, last)
     if kind == "nf4":
-        # XLA:CPU gives a 4-bit integer a byte, and not every path between devices knows of less.
+        # XLA:CPU stores a 4-bit integer in a byte, and not every transfer between devices supports 4-bit integers.
         value = value.astype(jnp.uint8)
         value = value[..., 0::2] | value[..., 1::2] << 4
     return Quantized(value, scale[..., 0].astype(jnp.promote_types(weight.dtype, jnp.bfloat16)), kind)
 
 
 def quantize_layers(weight: Array, kind: Format, *, layers: int) -> Quantized:
-    """Stacked matrices quantised a layer at a time, since XLA takes much memory for it.
+    """Quantize stacked matrices one layer at a time, since XLA needs much memory for quantization.
 
     Args:
-      layers: Number of layers of one stage; all stages go through theirs together.
+      layers: Number of layers of one stage; all stages quantize in parallel.
     """
     staged = weight.reshape(-1, layers, *weight.shape[1:])
     made = lax.map(partial(quantize, kind=kind), jnp.moveaxis(staged, 1, 0))

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing and grouped products."""
+"""Mixtures of experts: routing and grouped matrix products."""

@@ -1,7 +1,7 @@
-"""A mixture of experts in place of a layer's MLP: routing, and the sum of the chosen experts.
+"""Mixture of experts in place of a layer's MLP: routing, and the weighted sum of the chosen experts' outputs.
 
-No token is dropped and no expert has a capacity: assignments are sorted by expert, and every
-expert multiplies as many rows as chose it.
+No token is dropped and no expert has a capacity: assignments are sorted by expert, and every expert multiplies as
+many rows as chose it.
 """
 
 import math
@@ -21,17 +21,17 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.moe.grouped import SILU, Gate, grouped_mlp
 
 _MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""Parameters of experts, in the order that `grouped_mlp` takes them in."""
+"""Parameters of experts, in the argument order of `grouped_mlp`."""
 
 
 class Routing(NamedTuple):
     """Routing of every token to `k` of `E` experts.
 
     Attributes:
-      choice_RWk: int32 experts that the token goes through.
-      weight_RWk: float32 weights of their outputs.
-      probability_RWE: float32 probabilities of the router; they add up to 1.
-      own_RWk: int32 experts that the router chose itself, where others are replayed.
+      choice_RWk: int32, experts that process the token.
+      weight_RWk: float32, weights of the experts' outputs.
+      probability_RWE: float32, probabilities of the router; they sum to 1.
+      own_RWk: int32, experts that the router itself chose; they differ from `choice_RWk` if choices are replayed.
     """
 
     choice_RWk: Array
@@ -41,13 +41,13 @@ class Routing(NamedTuple):
 
 
 class RouterInputs(NamedTuple):
-    """Inputs of routers.
+    """Inputs of routers: tokens to count for the balance loss, and choices to replay.
 
     Attributes:
-      counted_RW: int32 number of the sequence that a token counts for in the balance of experts, from 1; 0 is
-        none. None computes no loss.
-      replayed: Choices to take instead of the router's (router replay), `[R, W, L, k]`, or of one layer
-        `[R, W, k]`; negative where it has to choose itself.
+      counted_RW: int32, number of the sequence that a token counts for in the balance loss, from 1; 0 is not counted.
+        None computes no loss.
+      replayed: int32, choices to take instead of the router's (router replay), `[R, W, L, k]`, or `[R, W, k]` for one
+        layer; negative if the router chooses.
     """
 
     counted_RW: Array | None = None
@@ -61,9 +61,9 @@ class RouterOutputs(NamedTuple):
     """Outputs of a router for every token; `[L, ...]` for all layers.
 
     Attributes:
-      choice_RWk: int32 experts that it chose itself.
-      entropy_RW: float32 entropy of its probabilities, in nats.
-      loss_RW: float32 `balance_loss`; None if nothing is counted.
+      choice_RWk: int32, experts that the router itself chose.
+      entropy_RW: float32, entropy of the router's probabilities, in nats.
+      loss_RW: float32, `balance_loss`; None if no tokens are counted.
     """
 
     choice_RWk: Array
@@ -83,14 +83,14 @@ def route(
 
         s = softmax(x W) or sigmoid(x W)
         choice = top-k of s + bias, within the best groups of experts
-        weight = scaling * s[choice] / (sum s[choice] where normalised) * (scale[choice] where experts have one)
+        weight = scaling * s[choice] / (sum s[choice] if normalized) * (scale[choice] if experts have scales)
 
-    The router is as precise as the activations, and its logits are float32, so a trainer with
-    float32 masters and a sampler with a bfloat16 copy choose alike.
+    The router's weights are cast to the dtype of the activations, and its logits are float32. So a trainer with
+    float32 master weights and a sampler with a bfloat16 copy choose the same experts.
 
     Args:
-      replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
-      execution: Says what splits rows over devices.
+      replayed_RWk: Choices to take instead of the router's; negative if the router chooses.
+      execution: Execution, whose mesh axes split rows over devices.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
     (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
@@ -103,7 +103,7 @@ def route(
     ranked_RWE = lax.stop_gradient(score_RWE)
     if experts.bias:
         ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
-    # The compiler would gather the scores of all rows to choose among them.
+    # Left to itself, the compiler would gather the scores of all rows for the top-k.
     row = PartitionSpec(execution.slice_axes)
     own_RWk = execution.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
     choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
@@ -119,12 +119,12 @@ def route(
 
 
 def _best(ranked_RWE: Array, experts: Experts) -> Array:
-    """The experts that a token goes through, best first."""
+    """Return the experts that process each token, best first."""
     return lax.top_k(_in_best_groups(ranked_RWE, experts), experts.per_token)[1]
 
 
 def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
-    """Minus infinity outside of the groups whose best experts add up to most."""
+    """Set scores to minus infinity outside of the groups whose best experts have the largest sums."""
     if experts.groups == experts.groups_per_token:
         return ranked_RWE
     grouped_RWGM = ranked_RWE.reshape(*ranked_RWE.shape[:2], experts.groups, -1)
@@ -142,14 +142,13 @@ def mix(
     gate: Gate = SILU,
     execution: Execution = ONE_DEVICE,
 ) -> Array:
-    """Weighted sum of the outputs of each token's experts.
+    """Compute the weighted sum of the outputs of each token's experts.
 
         out = sum_k weight_k down_k(gate(gate_k(x), up_k(x)))    with gate(g, u) = silu(g) u or another
 
-    On a mesh every device takes the tokens of its rows through those experts, and that part of
-    their width, which it holds; the parts are added up. Along the axis that splits experts, tokens
-    so are gathered and results scattered. Weights and tokens enter as one copy for each place, so
-    that the sums of their gradients are the compiler's.
+    On a mesh every device runs the tokens of its rows through the experts, and the part of their width, that the
+    device holds; the parts are summed. Along the axis that splits experts, tokens are therefore gathered and results
+    scattered. Weights and tokens enter as one copy per mesh coordinate, so that the compiler sums their gradients.
     """
     dtype, mesh = normed_RWD.dtype, execution.mesh
     weight_RWk, names = routing.weight_RWk.astype(dtype), [name for name in _MATRICES if name in mlp["experts"]]
@@ -158,13 +157,13 @@ def mix(
         return _mix_all(mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
     inner, outer = execution.head_axes, execution.expert_axes
     rows = tuple(axis for axis in execution.slice_axes if axis not in outer)
-    # Sums over the width take the rows of one device, and not of all that share experts.
+    # Sums over the width then take the rows of one device, and not of all devices that share experts.
     by_row = NamedSharding(mesh, PartitionSpec(inner, execution.slice_axes))
     by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
     wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
     specs = {"gate": wide, "up": wide, "gate_bias": tall, "up_bias": tall, "down": tall, "down_bias": tall}
     experts = dict(mlp["experts"])
-    if "down_bias" in experts:  # each of the parts that are added up has its share
+    if "down_bias" in experts:  # each part of the sum over the width has a share of the bias
         count, ways = len(experts["down_bias"]), math.prod(mesh.shape[axis] for axis in inner)
         share_E1D = experts["down_bias"][:, None] / ways
         experts["down_bias"] = jnp.broadcast_to(share_E1D, (count, ways, share_E1D.shape[-1]))
@@ -189,12 +188,12 @@ def mix(
 
     tokens = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
     mixed = _mix_all(run, lambda array: copies(array, rows), experts, *tokens)
-    # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
+    # The activations' dtype is exact enough for this sum, as for the sum over the parts of a dense MLP's width.
     mixed = lax.reduce_sum(mixed, axes=(0,))
     return lax.reduce_sum(lax.with_sharding_constraint(mixed, by_row), axes=(0,))
 
 
-# Or all experts would be kept for the backward pass as they are multiplied: gathered, cast, no longer quantised.
+# Otherwise the backward pass would keep all experts as they are multiplied: gathered, cast and dequantized.
 @partial(jax.checkpoint, static_argnums=(0, 1))
 def _mix_all(
     run: Callable[..., Array],
@@ -204,18 +203,18 @@ def _mix_all(
     weights: Array,
     choices: Array,
 ) -> Array:
-    """`_mix_own` of all experts, by `run`, which takes them as `place` lays them out."""
+    """Apply `_mix_own` to all experts through `run`; `place` lays out the experts' arrays for `run`."""
     matrices = [experts[name].astype(tokens.dtype) for name in _MATRICES if name in experts]
     index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
     return run((tokens, weights, list(map(place, matrices))), (choices, place(index_E)))
 
 
 def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array], *, gate: Gate) -> Array:
-    """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
+    """Compute `mix` for the consecutive experts `index_E` alone; other experts contribute zero."""
     normed_RWD, weight_RWk, matrices = given
     choice_RWk, index_E = fixed
     chosen, experts, width = choice_RWk.shape[-1], len(index_E), normed_RWD.shape[-1]
-    # Those of other devices come last, where no expert multiplies them.
+    # Assignments to experts of other devices come last, where no expert multiplies them.
     own_A = choice_RWk.reshape(-1) - index_E[0]
     own_A = jnp.where((own_A >= 0) & (own_A < experts), own_A, experts)
     order_A = jnp.argsort(own_A, stable=True)
@@ -233,7 +232,7 @@ def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]
 
 @jax.custom_vjp
 def _permuted(rows_AD: Array, order_A: Array, place_A: Array) -> Array:
-    """Rows in another order. Its gradient is one, too, and no sum over places, which is what JAX would make of it."""
+    """Permute rows. The gradient is a permutation as well; JAX by itself would compute it as a scatter-add."""
     return rows_AD[order_A]
 
 
@@ -249,7 +248,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def report(routing: Routing, router: RouterInputs) -> RouterOutputs:
-    """Outputs of a router, with the balance loss if tokens are counted."""
+    """Return the outputs of a router, with the balance loss if tokens are counted."""
     probability_RWE = routing.probability_RWE
     entropy_RW = -(probability_RWE * jnp.log(jnp.maximum(probability_RWE, 1e-30))).sum(axis=-1)
     loss_RW = None if router.counted_RW is None else balance_loss(routing, router.counted_RW)
@@ -257,16 +256,16 @@ def report(routing: Routing, router: RouterInputs) -> RouterOutputs:
 
 
 def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Array, "R W"]:
-    """Load-balancing loss of each sequence, as a number for each of its counted tokens.
+    """Compute the load-balancing loss of each sequence, as a number for each of its counted tokens.
 
         loss_t = E sum_e f_e p_te        f_e = share of the sequence's tokens that chose e
 
-    The mean over a sequence is E sum_e f_e P_e with P_e the mean probability: k if all experts
-    are loaded alike. Shares are of one sequence, so neither packing nor the size of a microbatch
-    changes a gradient, which goes through the probabilities alone.
+    The mean over a sequence is E sum_e f_e P_e with P_e the mean probability. It is k if all experts have equal load.
+    Shares are computed within one sequence, so neither packing nor the microbatch size changes a gradient. The
+    gradient flows through the probabilities alone.
 
     Args:
-      counted_RW: Number of the sequence that a token counts for, from 1; 0 is none.
+      counted_RW: int32, number of the sequence that a token counts for, from 1; 0 is not counted.
 
     Source: Fedus et al. 2022 (Switch, arXiv:2101.03961), eq. 4 to 6; by sequence: DeepSeek-AI
     2024 (DeepSeek-V3, arXiv:2412.19437), eq. 17 to 20.

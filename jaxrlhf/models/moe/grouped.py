@@ -1,8 +1,8 @@
-"""Gated MLPs of several experts, each over the rows that belong to it: grouped matrix multiplication.
+"""Gated MLPs of several experts, each over its own rows: grouped matrix multiplication.
 
-TPUs have an instruction for it, `jax.lax.ragged_dot`. Elsewhere that multiplies all rows by every
-expert, with zeros where a row is another's, so rows are taken through in blocks instead, none of
-which belongs to two experts.
+TPUs have an instruction for this, `jax.lax.ragged_dot`. On other platforms `ragged_dot` multiplies all rows by every
+expert, with zeros in the rows of other experts. There rows are multiplied in blocks instead, and no block belongs to
+two experts.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 256
 
 
 Gate = Literal["silu", "gelu_tanh"] | ClampedGate
-"""Function of an expert's gate and up, by name or by its numbers."""
+"""Function of an expert's gate and up projections, by name or by the numbers of a clamped gate."""
 
 SILU: Gate = "silu"
 
 
 def gated(gate: Gate, gate_F: Array, up_F: Array) -> Array:
-    """silu(gate) * up, or another function of both."""
+    """Compute silu(gate) * up, or another function of both."""
     if isinstance(gate, ClampedGate):
         gate_F, up_F = jnp.minimum(gate_F, gate.limit), jnp.clip(up_F, -gate.limit, gate.limit)
         return (up_F + 1) * gate_F * jax.nn.sigmoid(gate.alpha * gate_F)
@@ -47,13 +47,13 @@ def grouped_mlp(
     biases: tuple[Array, ...] = (),
     gate: Gate = SILU,
 ) -> Float[Array, "A D"]:
-    """weight * down(silu(gate(x)) * up(x)) with the matrices of the expert that each row belongs to.
+    """Compute weight * down(silu(gate(x)) * up(x)) with the matrices of the expert that each row belongs to.
 
     Args:
-      input_AD: Sorted by expert.
-      size_E: Rows of each expert, in order; rows past their sum belong to none and give 0.
-      biases: Biases of gate and up `[E, F]` and of down `[E, D]`; none are zero.
-      gate: Function in place of silu(gate) * up.
+      input_AD: Rows, sorted by expert.
+      size_E: Number of rows of each expert, in order; rows past their sum belong to no expert and give 0.
+      biases: Biases of gate and up `[E, F]` and of down `[E, D]`; empty if there are none.
+      gate: Function to use instead of silu(gate) * up.
     """
     matrices = gate_EDF, up_EDF, down_EFD
     if platform() == "tpu":
@@ -63,7 +63,7 @@ def grouped_mlp(
 
 
 def _block_rows(rows: int, experts: int) -> int:
-    """Rows of a block: a power of two, of which an expert has about two."""
+    """Return the number of rows of a block: a power of two, about half of the average number of rows of an expert."""
     return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 1 << (max(1, rows // (2 * experts)).bit_length() - 1)))
 
 
@@ -96,7 +96,7 @@ def _in_blocks(
     weight_A: Array,
     size_E: Array,
 ) -> Array:
-    """Block after block; the backward pass computes gate and up again, so that nothing but the input is kept."""
+    """Compute one block after another; the backward pass recomputes gate and up, so that only the inputs are kept."""
     plan_3M, count = _plan(size_E, rows=len(input_AD), block=block)
     padded_AD = _padded(input_AD, block)
 
@@ -105,14 +105,14 @@ def _in_blocks(
         input_CD = lax.dynamic_slice_in_dim(padded_AD, start, block)
         product = _products(expert, matrices, biases)
         output_CD = product(gated(gate, product(input_CD, 0), product(input_CD, 1)), 2)
-        # What a block writes past its expert's last row, the next block writes anew.
+        # Rows that a block writes past its expert's last row are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(output_AD, jnp.where(own_C[:, None], output_CD, 0), start, 0)
 
     return weight_A[:, None] * lax.fori_loop(0, count, body, jnp.zeros_like(padded_AD))[: len(input_AD)]
 
 
 def _products(expert: Array, matrices: tuple[Array, ...], biases: tuple[Array, ...]) -> Callable[[Array, int], Array]:
-    """Products of rows with the matrices of an expert, and its biases."""
+    """Return a function that multiplies rows with one matrix of an expert, and adds its bias."""
 
     def product(rows_C: Array, place: int) -> Array:
         found = rows_C @ _of(expert, matrices[place])
@@ -174,7 +174,7 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 
 
 def _plan(size_E: Array, *, rows: int, block: int) -> tuple[Array, Array]:
-    """Expert, first row and rows of each block, and how many blocks there are."""
+    """Return expert, first row and remaining rows of the expert for each block, and the number of blocks."""
     blocks_E = -(-size_E // block)
     end_E, last_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
     index_M = jnp.arange(rows // block + len(size_E), dtype=jnp.int32)
@@ -184,7 +184,7 @@ def _plan(size_E: Array, *, rows: int, block: int) -> tuple[Array, Array]:
 
 
 def _block(plan_3M: Array, index: Array, block: int) -> tuple[Array, Array, Array]:
-    """Expert and first row of a block, and which of its rows are the expert's."""
+    """Return the expert and first row of a block, and the mask of the rows that belong to the expert."""
     expert, start, rows = plan_3M[:, index]
     return expert, start, jnp.arange(block) < rows
 

@@ -1,1 +1,1 @@
-"""Parts of the residual stream beside attention and the MLP."""
+"""Parts of the residual stream besides attention and the MLP."""

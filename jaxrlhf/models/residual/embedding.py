@@ -1,4 +1,4 @@
-"""Rows of a table of embeddings, also of one whose rows and width are split over devices."""
+"""Lookup of token embeddings, also in a table whose rows and width are split over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,15 @@ from jaxrlhf.sharding.rules import TRAIN, shardings
 def looked_up(
     table_VX: Float[Array, "V *X"], token_SY: Int[Array, "S Y"], execution: Execution
 ) -> Float[Array, "S Y *X"]:
-    """Embeddings of tokens in the dtype of activations.
+    """Look up the embeddings of tokens, in the dtype of activations.
 
-    Where training splits the table by width, each device looks up its part of the width for the tokens of all devices
-    that share the table, and one all-to-all brings each device the whole width of its own: `(f - 1) / f` of what it
-    ends up with, over f devices, where to gather the table would receive most of the vocabulary. What is split by
-    vocabulary is added up.
+    If training splits the table by width, each device looks up its part of the width for the tokens of all devices
+    that share the table. One all-to-all then gives each device the whole width of its own tokens. Over f devices a
+    device receives `(f - 1) / f` of its result, whereas a gather of the table would receive most of the vocabulary.
+    Results from parts of the vocabulary are summed.
 
     Args:
-      token_SY: Tokens of rows, or of slices of rows (`Execution.slices`).
+      token_SY: Token ids of rows, or of slices of rows (`Execution.slices`).
     """
     if not execution.width_axes:
         return table_VX[token_SY].astype(execution.dtype)

@@ -1,5 +1,6 @@
-"""Embeddings of tokens for each layer, which it adds to the residual stream behind its MLP; rows that the table does
-not have are its first.
+"""Token embeddings for each layer, which the layer adds to the residual stream after its MLP.
+
+Tokens beyond the table use its first row.
 
     input_l = (table_l[token] sqrt(P) + norm(project_l(embedding) / sqrt(D))) / sqrt(2)
     h += norm(widen(activation(narrow(h)) * input_l))
@@ -19,10 +20,10 @@ from jaxrlhf.models.norm import norm
 def layer_inputs(
     params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], embed_RWD: Float[Array, "R W D"]
 ) -> Float[Array, "L R W P"] | None:
-    """Inputs of all layers; None where layers have none.
+    """Compute the inputs of all layers; None if layers have none.
 
     Args:
-      embed_RWD: What the first layer is given.
+      embed_RWD: Input of the first layer.
     """
     if config.layer_inputs is None:
         return None
@@ -37,7 +38,7 @@ def layer_inputs(
 def of_input(
     layer: Params, config: ModelConfig, hidden_RWD: Float[Array, "R W D"], input_RWP: Float[Array, "R W P"]
 ) -> Float[Array, "R W D"]:
-    """Product of hidden states and a layer's own input, for the residual stream."""
+    """Compute the product of hidden states and a layer's own input, to be added to the residual stream."""
     own = layer["layer_input"]
     gate_RWP = linear.ACTIVATIONS[config.activation](linear.project(hidden_RWD, own["narrow"]))
     return norm(config, linear.project(gate_RWP * input_RWP, own["widen"]), own["norm"])

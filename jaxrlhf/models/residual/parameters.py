@@ -1,6 +1,6 @@
-"""Parameters of the residual stream beside attention and the MLP: of layers' own inputs, streams and narrow products.
+"""Parameters of the residual stream besides attention and the MLP: layers' own inputs, streams and narrow products.
 
-Norms here scale by one from the start.
+All norms declared here start with a scale of one.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jaxrlhf.sharding.rules import Dim
 
 
 def declare_around_layers(config: ModelConfig) -> dict[str, Any]:
-    """Parameters that all layers share."""
+    """Declare the parameters that all layers share."""
     tree: dict[str, Any] = {}
     if config.layer_inputs is not None:
         tree["layer_inputs"] = _layer_inputs(config, config.layer_inputs)
@@ -23,7 +23,7 @@ def declare_around_layers(config: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_inputs(config: ModelConfig, inputs: LayerInputs) -> dict[str, Param]:
-    """Table and projection of the inputs of all layers, which are stored together."""
+    """Declare the embedding table and projection of layer inputs, stored together for all layers."""
     rows, width, layers, each = padded_rows(inputs.vocab_size), config.hidden_size, config.num_layers, inputs.width
     whole: tuple[Dim, ...] = ("vocab", None, ("embed", each))
     return {
@@ -34,7 +34,7 @@ def _layer_inputs(config: ModelConfig, inputs: LayerInputs) -> dict[str, Param]:
 
 
 def declare_in_layers(config: ModelConfig) -> dict[str, Any]:
-    """Parameters of layers that are alike."""
+    """Declare the parameters of layers that are alike."""
     layers, width = config.num_layers, config.hidden_size
     norm = Param((layers, width), ("layers", None), "ones")
     tree: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Vision towers: images to features that stand among a decoder's tokens."""
+"""Vision towers: images to features that take the place of a decoder's placeholder tokens."""

@@ -9,7 +9,7 @@ from jaxrlhf.sharding.rules import Dim
 
 
 def declare_tower(vision: Vision) -> dict[str, Any]:
-    """A vision tower, whose layers are stacked by themselves: no stage of a pipeline divides them."""
+    """Declare a vision tower. Its layers are a separate stack, which pipeline stages do not divide."""
     width, inner, count = vision.hidden_size, vision.intermediate_size, (vision.num_layers,)
     embed, heads, wide = ("embed", width), ("heads", vision.num_heads), ("mlp", inner)
 

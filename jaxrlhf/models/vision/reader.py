@@ -1,4 +1,4 @@
-"""Reader of the images of a run: the image processor that belongs to its model, and the text of its placeholders."""
+"""Reader of a run's images: the image processor of the model, and the placeholder text of images in prompts."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxrlhf.models.huggingface.hub import resolve
 
 
 def image_reader(config: Config, model: AnyModel, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """The reader of a run's images; None if its model reads text alone."""
+    """Return the reader of a run's images; None if the model reads only text."""
     vision = model.vision
     if vision is None:
         return None
@@ -21,15 +21,17 @@ def image_reader(config: Config, model: AnyModel, tokenizer: PreTrainedTokenizer
 
 
 def reader_of(vision: Vision, tokenizer: PreTrainedTokenizerBase, model: Any) -> ImageReader:
-    """The reader of images for a tower; errors as of `processor_of` and `placeholders_of`."""
+    """Return the reader of images for a tower; raise as `processor_of` and `placeholders_of` do."""
     return ImageReader(processor_of(model), placeholders_of(vision, tokenizer), vision.patch_size, vision.merge)
 
 
 def processor_of(model: Any) -> Any:
-    """Image processor of a checkpoint, on PIL and NumPy so that pixels are the same on every host; or of a tower.
+    """Load the image processor of a checkpoint, or make one for the settings of a tower.
+
+    The processor uses PIL and NumPy, so that pixels are the same on every host.
 
     Raises:
-      Refusal: The checkpoint has none.
+      Refusal: The checkpoint has no image processor.
     """
     if isinstance(model, Tower):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -54,17 +56,17 @@ def processor_of(model: Any) -> Any:
 
 
 def placeholders_of(vision: Vision, tokenizer: PreTrainedTokenizerBase) -> Placeholders:
-    """Text of images in prompts, as the checkpoint's own processor expands it.
+    """Return the placeholder text of images in prompts, expanded as the checkpoint's own processor does.
 
     Raises:
-      Refusal: The tokenizer has no such token.
+      Refusal: The tokenizer has no placeholder token.
     """
     ids = (vision.image_token, vision.start_token, vision.end_token)
     texts = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in ids]
     if texts[0] is None:
         raise Refusal(f"the tokenizer has no token {vision.image_token}, which stands for images; give the model's own")
     image, start, end = (str(text or "") for text in texts)
-    if vision.family == "gemma3":  # its templates write what begins an image alone
+    if vision.family == "gemma3":  # its templates write only the token that begins an image
         return Placeholders(
             start, start, lambda features: f"\n\n{start}{image * features}{end}\n\n", vision.image_token
         )

@@ -1,7 +1,7 @@
-"""Images of rows: their patches side by side, and which tokens their features stand for. Host work, in NumPy.
+"""Images of rows: their patches in strips, and the tokens that their features replace. Host work, in NumPy.
 
-Letters beside those of `jaxrlhf.batch`: `J` strips of a row, `Q` patches of a strip, `C` numbers of a patch, `M`
-features of a row. Patches attend inside their strip alone, so that many images in a row do not cost their square.
+Letters in addition to the letters of `jaxrlhf.batch`: `J` strips of a row, `Q` patches of a strip, `C` numbers of a
+patch, `M` features of a row. Patches attend only within their strip, so the cost of images in a row is not quadratic.
 """
 
 import math
@@ -15,22 +15,22 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Vision
 
 Pixels = Callable[[Image], np.ndarray]
-"""Function of an image to its patches, `[Q, C]`, a square that becomes one feature after another."""
+"""Function from an image to its patches, `[Q, C]`; the patches of a square that becomes one feature are adjacent."""
 
 
 class ImageRows(NamedTuple):
-    """Images of packed rows, or of prompts, as a model takes them beside the tokens.
+    """Images of packed rows, or of prompts, as inputs of a model in addition to the tokens.
 
     Attributes:
-      pixel_RJQC: float32 patches of the images of each row, windows side by side; no image lies in two strips.
-      place_RJQ2: int32 row and column of each patch in its image.
-      segment_RJQ: int32 number of the patch's frame in its strip, from 1; 0 is padding.
-      window_RJQ: int32 number of its window in the strip, from 1.
-      corner_RJQ4: int32 rows of the table of positions that it lies between.
-      share_RJQ4: float32 shares of those, which sum to one.
-      feature_RW: int32 feature of the row that stands for the token; -1 is text.
-      block_RW: int32 number of the token's image in its row, from 1; 0 is text.
-      turn_RW3: int32 time, row and column by which the token is rotated.
+      pixel_RJQC: float32, patches of the images of each row, window by window; each image is in a single strip.
+      place_RJQ2: int32, row and column of each patch in its image.
+      segment_RJQ: int32, number of the patch's frame in its strip, from 1; 0 is padding.
+      window_RJQ: int32, number of the patch's window in its strip, from 1; 0 is padding.
+      corner_RJQ4: int32, the four rows of the position table around the patch.
+      share_RJQ4: float32, interpolation weights of these four rows; they sum to 1.
+      feature_RW: int32, index of the row's feature that replaces the token; -1 is text.
+      block_RW: int32, number of the token's image in its sequence, from 1; 0 is text.
+      turn_RW3: int32, time, row and column of the token, for rotary positions.
     """
 
     pixel_RJQC: Array
@@ -45,12 +45,12 @@ class ImageRows(NamedTuple):
 
 
 def no_pixels(image: Image) -> np.ndarray:
-    """Pixels for models and engines that are given none."""
+    """Raise `Refusal`: the `Pixels` function of models and engines that have no other."""
     raise Refusal(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
 
 
 class _Order(NamedTuple):
-    """Patches of one image in the order of a tower: `source_Q` is their place as a processor gives them."""
+    """Patches of one image in the order of a tower; `source_Q` is the index of each patch in the processor's order."""
 
     source_Q: np.ndarray
     place_Q2: np.ndarray
@@ -60,12 +60,12 @@ class _Order(NamedTuple):
 
 
 def patches_of(image: Image) -> int:
-    """Number of its patches."""
+    """Return the number of patches of an image."""
     return int(np.prod(image.grid))
 
 
 def order_of(vision: Vision, grid: tuple[int, int, int]) -> _Order:
-    """Patches window by window, and where the features of a processor's order are then.
+    """Order the patches of an image window by window, and locate the features of the processor's order in that order.
 
     Source: Bai et al. 2025 (Qwen2.5-VL, arXiv:2502.13923), section 2.1.1.
     """
@@ -92,7 +92,10 @@ def order_of(vision: Vision, grid: tuple[int, int, int]) -> _Order:
 
 
 def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Entries of the square table of positions around each patch when it is stretched over the image, and shares."""
+    """Return the four entries around each patch of the position table, and their interpolation weights.
+
+    The table is a square that is stretched over the image.
+    """
     side = max(1, round(vision.positions**0.5))
     at_Q2 = place_Q2.astype(np.float32) * np.float32(side - 1) / np.maximum(np.array(grid[1:], np.float32) - 1, 1)
     first_Q2 = np.floor(at_Q2).astype(np.int32)
@@ -107,11 +110,11 @@ def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int])
 def check_placeholders(
     tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str, drawn: bool = False
 ) -> None:
-    """Raise `Refusal` unless a prompt has one placeholder for each feature of its images, and no other.
+    """Raise `Refusal` unless a prompt has one placeholder for each feature of its images, and no other placeholders.
 
     Args:
-      place: Words for where the prompt is from.
-      drawn: Some tokens were drawn by the policy, among them perhaps placeholders, which then stand for nothing.
+      place: Text that says where the prompt is from, for messages.
+      drawn: True if the policy sampled some of the tokens; placeholders among sampled tokens stand for no image.
     """
     if vision is None:
         if images:
@@ -138,7 +141,7 @@ def check_placeholders(
 
 
 class Room(NamedTuple):
-    """Strips of a row, and patches of a strip."""
+    """Space for images: number of strips of a row, and number of patches of a strip."""
 
     strips: int = 1
     patches: int = 0
@@ -147,12 +150,12 @@ class Room(NamedTuple):
     def of(
         cls, images_R: Iterable[Sequence[Image]], *, merge: int, least: "Room | None" = None, steps: int = 1
     ) -> "Room":
-        """Room for the images of any of these rows, in few sizes, so that few programs are compiled.
+        """Return the room that the images of any of these rows need, in few sizes, so that few programs are compiled.
 
         Args:
           merge: Side in patches of a feature's square.
-          least: Room that there was before.
-          steps: Sizes between a power of two and the next.
+          least: Smallest room to return, such as the room of the batch before.
+          steps: Number of sizes between a power of two and the next.
         """
         least, rows = least or cls(), list(images_R)
         most = max((patches_of(image) for row in rows for image in row), default=0)
@@ -164,13 +167,13 @@ class Room(NamedTuple):
 
 
 def _rounded(count: int, steps: int) -> int:
-    """The next of so many sizes between powers of two."""
+    """Round up to a size; there are `steps` sizes between a power of two and the next."""
     step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * steps)) if steps > 1 else 1 << (count - 1).bit_length()
     return math.ceil(count / step) * step
 
 
 def strips_of(images: Sequence[Image], patches: int) -> list[tuple[int, int]]:
-    """Strip of so many patches, and place in it, of each image: the one before it has room, or a strip begins."""
+    """Return the strip of each image and its first patch there; a new strip starts when the image exceeds `patches`."""
     places, strip, used = [], 0, 0
     for image in images:
         own = patches_of(image)
@@ -183,10 +186,11 @@ def strips_of(images: Sequence[Image], patches: int) -> list[tuple[int, int]]:
 
 
 def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
-    """`turn_T3`, int32 time, row and column of every token of a sequence that begins with images and text.
+    """Return `turn_T3`: int32, time, row and column of every token of a sequence that begins with images and text.
 
-    Text counts on; an image's features have its beginning as their time, and the next text begins behind the larger
-    of its height and width. With one position for all, the three are the index of the token.
+    Positions of text count up by one. Features of an image have the image's start plus their frame, row and column.
+    The next text starts after the larger of the image's height and width. If the decoder has one position per token,
+    all three are the index of the token.
     """
     turn_T3 = np.repeat(np.arange(tokens, dtype=np.int32)[:, None], 3, axis=1)
     if vision.sections is None:
@@ -209,10 +213,10 @@ def rows_of_prompts(
     *,
     known: int = 0,
 ) -> ImageRows | None:
-    """Images of left-aligned prompts, a prompt in a row; None where none has any.
+    """Return the images of left-aligned prompts, one prompt per row; None if no prompt has images.
 
     Args:
-      known: Tokens of every prompt that are not run; of images among them nothing but the positions is needed.
+      known: Number of leading tokens of every prompt that are not computed; their images count only for positions.
     """
     if not any(images_P):
         return None
@@ -228,12 +232,12 @@ def rows_of_prompts(
 
 
 def unknown(images: Sequence[Image], known: int) -> list[Image]:
-    """Images of a prompt that do not lie among its first, known tokens."""
+    """Return the images of a prompt that are not completely among its first `known` tokens."""
     return [image for image in images if image.start + image.tokens > known]
 
 
 class RowLayout:
-    """Places of the images of each row in its strips; an image that several sequences of a row have is there once."""
+    """Places of the images of each row in its strips; an image that sequences of a row share is stored once."""
 
     def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: Room) -> None:
         self._vision, self._room = vision, room
@@ -247,7 +251,7 @@ class RowLayout:
             self._rows.append({image.digest: (image, *place) for image, place in zip(own, places, strict=True)})
 
     def tokens(self, row: int, images: Sequence[Image], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Feature and block of each token of a sequence in a row; -1 and 0 for text."""
+        """Return the feature index and the image number of each token of a sequence in a row; -1 and 0 for text."""
         feature_T, block_T = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
         for number, image in enumerate(images, 1):
             _, strip, begun = self._rows[row][image.digest]
@@ -258,7 +262,7 @@ class RowLayout:
         return feature_T, block_T
 
     def rows(self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, turn_RW3: Array) -> ImageRows:
-        """Arrays of some rows, whose tokens are placed already."""
+        """Build the arrays of some rows, from the features, image numbers and positions of their tokens."""
         vision, shape = self._vision, (len(rows), *self._room)
         pixel_RJQC = np.zeros((*shape, vision.patch_values), np.float32)
         place_RJQ2, (segment_RJQ, window_RJQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)

@@ -1,6 +1,7 @@
-"""The vision tower: patches of images to features, each as wide as a token of the decoder.
+"""Vision tower (vision transformer): patches of images to features, each as wide as a token of the decoder.
 
-Letters beside those of `jaxrlhf.batch`: `Q` patches of a strip, `C` numbers of a patch, `M` features of a row.
+Letters in addition to the letters of `jaxrlhf.batch`: `Q` patches of a strip, `C` numbers of a patch, `M` features of
+a row.
 """
 
 from typing import NamedTuple
@@ -20,21 +21,21 @@ from jaxrlhf.models.rope import Rotation, frequencies, rotate
 from jaxrlhf.models.vision.rows import ImageRows
 
 _THETA = 10_000.0
-"""Base of the frequencies by which rows and columns rotate."""
+"""Base of the rotary frequencies of rows and columns."""
 
 _QUERIES = 512
-"""Patches that attend together, so that no array is as long as a row in both directions."""
+"""Query patches whose attention is computed at once, so that no array has two dimensions of a row's length."""
 
 
 class Seen(NamedTuple):
-    """Features of the images of rows, and which tokens they stand for.
+    """Image features of rows, and the tokens that they replace.
 
     Attributes:
-      feature_RMD: Features that stand for tokens.
-      deep_RKMD: Addends of them behind each of the decoder's first K layers; None is nothing.
-      feature_RW: int32 feature of the row that stands for the token; -1 is text.
-      turn_RW3: int32 time, row and column of each token.
-      block_RW: int32 number of the token's image in its row, from 1, where its tokens see each other; 0 is text.
+      feature_RMD: Features that replace the embeddings of tokens.
+      deep_RKMD: Features to add after each of the decoder's first K layers (DeepStack); None adds nothing.
+      feature_RW: int32, index of the row's feature that replaces the token; -1 is text.
+      turn_RW3: int32, time, row and column of each token.
+      block_RW: int32, number of the token's image in its sequence, from 1; 0 is text. None if images are causal too.
     """
 
     feature_RMD: Array
@@ -44,15 +45,15 @@ class Seen(NamedTuple):
     block_RW: Array | None = None
 
     def within(self, segment_RW: Array) -> Array | BothWays:
-        """Segments of rows as attention takes them, with images that are seen both ways."""
+        """Return the segments of rows for attention, with the images whose tokens attend in both directions."""
         return segment_RW if self.block_RW is None else BothWays(segment_RW, self.block_RW)
 
     def merged(self, embed_RWD: Array) -> Array:
-        """Embeddings with features in their places."""
+        """Return the embeddings, with features in place of the placeholder tokens."""
         return jnp.where((self.feature_RW >= 0)[:, :, None], self._at_tokens(self.feature_RMD), embed_RWD)
 
     def deeper(self, hidden_RWD: Array, layer: Array) -> Array:
-        """Hidden states behind a layer of the decoder, by its index."""
+        """Return the hidden states after a layer of the decoder, with that layer's DeepStack features added."""
         if self.deep_RKMD is None:
             return hidden_RWD
         layers = self.deep_RKMD.shape[1]
@@ -61,14 +62,14 @@ class Seen(NamedTuple):
         return hidden_RWD + jnp.where(there_RW1, self._at_tokens(own_RMD), 0).astype(hidden_RWD.dtype)
 
     def part(self, start: Array, tokens: int) -> "Seen":
-        """Some tokens of the rows."""
+        """Return the part for a range of tokens of the rows."""
         feature_RC, turn_RC3 = (
             lax.dynamic_slice_in_dim(array, start, tokens, axis=1) for array in (self.feature_RW, self.turn_RW3)
         )
         return self._replace(feature_RW=feature_RC, turn_RW3=turn_RC3)
 
     def padded(self, tokens: int) -> "Seen":
-        """The rows with text behind them, up to so many tokens."""
+        """Pad the rows with text on the right, to `tokens` tokens."""
         more = ((0, 0), (0, tokens - self.feature_RW.shape[1]))
         feature_RW = jnp.pad(self.feature_RW, more, constant_values=-1)
         return self._replace(feature_RW=feature_RW, turn_RW3=jnp.pad(self.turn_RW3, (*more, (0, 0))))
@@ -78,7 +79,7 @@ class Seen(NamedTuple):
 
 
 def see(params: Params, vision: Vision | None, images: ImageRows | None, execution: Execution) -> Seen | None:
-    """Run the tower of a decoder's parameters over images, if there are some.
+    """Run the tower in a decoder's parameters over images; return None without images.
 
     Raises:
       Refusal: The model has no tower.
@@ -94,9 +95,9 @@ def see(params: Params, vision: Vision | None, images: ImageRows | None, executi
 def image_features(
     tower: Params, vision: Vision, images: ImageRows, execution: Execution
 ) -> tuple[Array, Array | None]:
-    """`feature_RMD` and `deep_RKMD` of the images of rows.
+    """Compute `feature_RMD` and `deep_RKMD` of the images of rows.
 
-    Attention goes both ways, inside an image or inside its windows. Inside, strips of rows are rows.
+    Attention is bidirectional, within a frame of an image or within its windows. Here `R` counts strips, not rows.
     """
     rows, strips = images.pixel_RJQC.shape[:2]
     pixel_RQC, place_RQ2, inside_RQ, window_RQ, corner_RQ4, share_RQ4 = (
@@ -132,7 +133,7 @@ def image_features(
 
 
 def _rotation(vision: Vision, place_RQ2: Array) -> Rotation:
-    """Rotation of patches: the first half of a head's pairs by the row, the others by the column."""
+    """Return the rotation of patches: by row for the first half of a head's pairs, by column for the second half."""
     frequency_X, _ = frequencies(vision.head_dim // 2, _THETA, None)
     angle_RQ2X = place_RQ2[..., None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, None]
     angle_RQX = angle_RQ2X.reshape(*place_RQ2.shape[:2], -1)
@@ -140,7 +141,7 @@ def _rotation(vision: Vision, place_RQ2: Array) -> Rotation:
 
 
 def _layer(layer: Params, vision: Vision, hidden_RQD: Array, segment_RQ: Array, turn: Rotation | None) -> Array:
-    """Attention and the MLP, each added to the residual stream."""
+    """Apply attention and the MLP, each added to the residual stream."""
     attention, mlp = layer["attention"], layer["mlp"]
 
     def with_bias(input_RQD: Array, room: Params, name: str, dims: int = 1) -> Array:
@@ -161,7 +162,7 @@ def _layer(layer: Params, vision: Vision, hidden_RQD: Array, segment_RQ: Array, 
 
 
 def attend_both_ways(query_RQNH: Array, key_RQNH: Array, value_RQNH: Array, segment_RQ: Array) -> Array:
-    """Attention of patches to all of their segment, some queries at a time; softmax in float32."""
+    """Compute the attention of patches to their whole segment, some queries at a time; softmax in float32."""
     rows, count, heads, head_dim = query_RQNH.shape
     size = min(_QUERIES, count)
     padding = -count % size
@@ -175,7 +176,8 @@ def attend_both_ways(query_RQNH: Array, key_RQNH: Array, value_RQNH: Array, segm
         query_RBNH, own_RB = each
         score_RNBQ = jnp.einsum("RBNH,RQNH->RNBQ", query_RBNH, key_RQNH, preferred_element_type=jnp.float32)
         seen_RBQ = own_RB[:, :, None] == segment_RQ[:, None, :]
-        # Padding of the last block sees the padding of the row, or itself where there is none: any finite number.
+        # Padding of the last block is in segment 0, the padding of the row. Without padding in the row all scores of
+        # these queries are equally low, which gives finite numbers that are dropped.
         lowest = float(jnp.finfo(jnp.float32).min)
         weight_RNBQ = jax.nn.softmax(score_RNBQ * head_dim**-0.5 + mask_bias(seen_RBQ, lowest=lowest)[:, None], axis=-1)
         return jnp.einsum("RNBQ,RQNH->RBNH", weight_RNBQ.astype(value_RQNH.dtype), value_RQNH)
@@ -185,7 +187,7 @@ def attend_both_ways(query_RQNH: Array, key_RQNH: Array, value_RQNH: Array, segm
 
 
 def _merged(merger: Params, vision: Vision, hidden_RQD: Array) -> Array:
-    """Features of squares of patches by an MLP of all of them, whose norm is before or behind they are joined."""
+    """Merge each square of patches into a feature by an MLP; its norm applies before or after patches are joined."""
     joined = (hidden_RQD.shape[0], -1, vision.merged_size)
     behind = merger["norm"].shape[-1] == vision.merged_size != vision.hidden_size
     normed = _norm(merger, "norm", vision, hidden_RQD.reshape(joined) if behind else hidden_RQD)
@@ -196,7 +198,7 @@ def _merged(merger: Params, vision: Vision, hidden_RQD: Array) -> Array:
 
 
 def _mean(tower: Params, vision: Vision, hidden_RQD: Array) -> Array:
-    """Features of squares of patches by their mean."""
+    """Merge each square of patches into a feature by their mean, a norm and a projection."""
     rows, _, width = hidden_RQD.shape
     normed_RQD = _norm(tower, "final_norm", vision, hidden_RQD)
     mean_RMD = normed_RQD.reshape(rows, -1, vision.merge**2, width).mean(axis=2)
@@ -206,7 +208,7 @@ def _mean(tower: Params, vision: Vision, hidden_RQD: Array) -> Array:
 
 
 def _norm(params: Params, name: str, vision: Vision, input_D: Array) -> Array:
-    """Norm over the last dimension, in float32."""
+    """Normalize the last dimension, in float32."""
     scale_D = params[name].astype(jnp.float32)
     if vision.norm == "rms":
         return rms_norm(input_D, scale_D, vision.eps)

@@ -1,1 +1,1 @@
-"""Seconds and bytes of a step, predicted."""
+"""Cost model: predicted seconds and bytes of a step."""

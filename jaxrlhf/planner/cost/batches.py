@@ -1,4 +1,4 @@
-"""Microbatches of packed rows that the responses of an update or a pass are cut up into."""
+"""Microbatches of packed rows, into which the responses of an update or a pass are split."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Batch:
     """Microbatches of one data-parallel replica in an update or a pass.
 
     Attributes:
-      microbatches: Programs that run one after another.
-      tokens: Tokens of one microbatch on a device, padding included.
-      parts: Parts that a microbatch is cut into for the pipeline.
+      microbatches: Number of microbatches, each a program run.
+      tokens: Number of tokens of one microbatch on a device, including padding.
+      parts: Number of parts that a microbatch is split into for the pipeline.
       row_tokens: Length of the rows that attention runs over.
-      read_tokens: Tokens of a microbatch whose logits are computed.
-      attended_tokens: Tokens that attention sees; where prompts are shared, each response with its prompt.
-      shares: Prompts are shared by their responses.
+      read_tokens: Number of tokens of a microbatch whose logits are computed.
+      attended_tokens: Number of tokens in attention; with shared prompts, each response counts with its prompt.
+      shares: Whether responses share their prompt.
     """
 
     microbatches: int
@@ -33,7 +33,7 @@ class Batch:
 
 
 def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
-    """Batch of one update or pass over `responses` sequences; shards that get one fewer wait for the others."""
+    """Return the microbatches of an update or pass over `responses` sequences, on the shard with most sequences."""
     shards = shards_of(layout)
     length = workload.prompt_tokens + workload.response_tokens
     sequences, shares = math.ceil(responses / shards), False
@@ -69,7 +69,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         microbatches = math.ceil(packed / shape.rows)
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
-    # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
+    # Programs that read only responses compute only the needed chunks of logits: padding is not read.
     read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     tokens, read, attended = (each / layout.context for each in (tokens, read, attended))
     if layout.stage == 1:
@@ -82,12 +82,12 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:
-    """Prompts that so many responses, drawn from all of an epoch's, are expected to be of."""
+    """Return the expected number of distinct prompts among `responses` responses sampled from all responses."""
     missed = max(0.0, 1 - responses / workload.responses)
     return max(1, round(workload.prompts * (1 - missed ** (workload.responses / workload.prompts))))
 
 
 def shards_of(layout: Layout) -> int:
-    """Ways the rows of a batch are split."""
+    """Return the number of shards that split the rows of a batch."""
     assert layout.data is not None, "a layout that is costed says how many replicas it has"
     return layout.data * layout.fsdp * layout.expert

@@ -1,10 +1,10 @@
-"""Seconds of what a model does in a step, predicted from its shape, its layout and the hardware.
+"""Cost model: seconds of a model's work in a step, predicted from its shape, its layout and the hardware.
 
-Training and forward passes are bound by matrix products, decoding by reading weights and cache; to both come
-collectives, idle pipeline stages and the starting of programs. Every function gives the seconds of one device of a
-pool, all of whose devices do the same.
+Training and forward passes are bound by matrix products, decoding by reading weights and cache. Collectives, idle
+pipeline stages and the start of programs are added. Every function returns the seconds of one device; all devices of a
+pool do the same work.
 
-Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C; formulas are named where they stand.
+Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C; sources of formulas are given at the formulas.
 """
 
 import math
@@ -40,16 +40,16 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
-    """FLOPs of one layer's forward pass, on average over the layers; a token is compared with `context` positions.
+    """Return the FLOPs of one layer's forward pass, averaged over the layers; a token attends to `context` positions.
 
-        2 (attention + mlp weights that a token meets) + 4 N H context, per token
+        2 (attention + mlp weights that a token uses) + 4 N H context, per token
 
     Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
     """
     routed = None if model.experts is None else model.experts.per_token
     value_dim = model.mean_head_dim if model.latent is None else model.latent.value_dim
     scored = 2 * model.num_heads * (model.mean_head_dim + value_dim) * context
-    if model.linear is not None:  # instead each value head reads and writes its matrix, whatever the context
+    if model.linear is not None:  # in linear attention each value head reads and writes its matrix, for any context
         linear, share = model.linear, model.attention_layers / model.num_layers
         stepped = 6 * linear.value_heads * linear.key_dim * linear.value_dim * (context > 0)
         scored = share * scored + (1 - share) * stepped
@@ -57,23 +57,23 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
 
 
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
-    """FLOPs of the head's forward pass."""
+    """Return the FLOPs of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
-    """Cost of one forward pass over all responses."""
+    """Return the cost of one forward pass over all responses."""
     batch = batch_of(role, layout, workload.responses, workload, software)
     return _pass(role, layout, batch, software, hardware, backward=False) * batch.microbatches
 
 
 def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
-    """Cost of all updates of one step: forward, backward, gradient sums and optimizer.
+    """Return the cost of all updates of one step: forward, backward, gradient sums and optimizer.
 
-    A backward pass costs two forward passes, and one more of the layers where they are recomputed. Gradients are
-    summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are trained, products with frozen
-    weights cost half of that: activations alone have gradients. Those of adapters are summed over all data-parallel
-    devices.
+    A backward pass costs two forward passes, and one more of the layers if they are recomputed. Gradients are summed
+    over `data` by all-reduce, over `fsdp` by reduce-scatter. If adapters are trained, the backward pass of products
+    with frozen weights costs one forward pass, because only activations have gradients. Gradients of adapters are
+    summed over all data-parallel devices.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et al. 2020 (ZeRO,
     arXiv:1910.02054), section 7.
@@ -97,7 +97,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     # Adding a microbatch's gradient reads two and writes one.
     touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
     optimizer = touched / hardware.reached_bytes_per_s
-    if role.remat and role.offloads:  # there and back in each microbatch; nothing is taken to hide it
+    if role.remat and role.offloads:  # to the host and back in each microbatch, assuming no overlap with compute
         kept = role.model.stream_width + mixed_width(role.model, layout) * batch.shares
         passes += offload_cost(
             batch.microbatches * batch.tokens * role.model.num_layers * kept * software.compute_bytes, hardware
@@ -107,47 +107,48 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
 
 
 def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware: Hardware, *, backward: bool) -> Cost:
-    """Cost of one microbatch, forward or forward and backward."""
+    """Return the cost of one microbatch, forward or forward and backward."""
     assert role.remat is not None, "the simulator settles it first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
     context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
-    # In forward passes' worth of products; those with weights, of which frozen ones have no gradient, and others.
+    # Products count in forward passes. Products with frozen weights count one less, because these have no gradient.
     frozen = backward and role.lora is not None
     passes = 1 if not backward else 3 + role.remat
     head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
     head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
-    if layout.context > 1:  # heads that fill up work as well
+    if layout.context > 1:  # padding heads are computed too
         attention *= exchanged_of(model, layout).heads * tensor / model.num_heads
     if role.lora is not None:
         attention += 2 * batch.tokens * adapters_held(model, role.lora, Layout(1)) / model.num_layers
     layer = layer_flops(model, tokens=batch.tokens, context=0)
     layers = model.num_layers * ((passes - frozen) * layer + passes * attention)
-    # A head of one number is read of all tokens.
+    # A head with one output is computed for all tokens.
     read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
     head = head_passes * head_flops(model, role.head, tokens=read_tokens)
     layers_s, head_s = (flops / (stages * tensor) / hardware.reached_flops_per_s for flops in (layers, head))
 
     part_tokens = batch.tokens / batch.parts
     part_bytes = part_tokens * model.hidden_size * software.compute_bytes
-    # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
+    # Two all-reduces per layer, after attention and after the MLP, in each pass over the layer.
     reduces = 2 * (1 if not backward else 2 + role.remat) * model.num_layers / stages * batch.parts
     tensor_s = reduces * all_reduce_s(part_bytes, DeviceGroup(tensor, 1), hardware)
 
-    # At each of parts + stages - 1 ticks every stage works on a part, or idles.
+    # At each of parts + stages - 1 ticks every stage works on a part or is idle.
     ticks = batch.parts + stages - 1
     sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
     stage_s = (1 + backward) * ticks * send_s(sent, DeviceGroup(stages, tensor), hardware)
     if not software.head_on_last_stage:
-        # The head is split over stages too, so each of them has to be given what the last one returns.
+        # The head is split over stages too, so every stage needs the output of the last stage.
         whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
         stage_s += (1 + backward) * all_reduce_s(whole_bytes, DeviceGroup(stages, tensor), hardware)
 
-    gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
+    gathers = ticks if stages > 1 else 1  # number of gathers; gradients are scattered as often
     shard_s = gathers * gather_s(role, layout, software, hardware, backward=backward)
     shard_s += lookup_s(layout, part_bytes * batch.parts, software, hardware, backward=backward)
-    # Tokens are gathered and results scattered; backward their gradients the other way, and tokens again if recomputed.
+    # Tokens are gathered and results scattered. The backward pass moves their gradients the other way, and gathers
+    # tokens again if layers are recomputed.
     exchanges = (2 if not backward else 4 + role.remat) * _mixtures(model) / stages * batch.parts
     expert_s = exchanges * experts_exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
 
@@ -159,19 +160,19 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     busy = layers_s + tensor_s + runs * hardware.layer_overhead_s
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
     if software.head_on_last_stage:
-        idle += head_s * (stages - 1)  # the others wait for the last stage at every part
+        idle += head_s * (stages - 1)  # other stages wait for the last stage at every part
     collective = tensor_s + stage_s + shard_s + expert_s + heads_s
     return Cost(compute_s=layers_s + head_s, collective_s=collective, idle_s=idle, overhead_s=overhead)
 
 
 def _mixtures(model: ModelConfig) -> int:
-    """Layers with experts."""
+    """Return the number of layers with experts."""
     return 0 if model.experts is None else model.routed_choices[0]
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Rounds in which generation fits into memory: each of `replicas` decodes `at_once` responses, `waves` times."""
+    """Rounds of generation that fit into memory: each of `replicas` decodes `at_once` responses, `waves` times."""
 
     waves: int
     at_once: int
@@ -179,7 +180,11 @@ class Decoding:
 
 
 def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
-    """Responses of a step spread over replicas and rounds; a replica's cache holds `fit` of the longest."""
+    """Spread the responses of a step over replicas and rounds.
+
+    Args:
+      fit: Number of responses of the longest length that fit into a replica's cache.
+    """
     replicas = devices // layout.slot_devices
     each = math.ceil(workload.responses / replicas)
     at_once = min(each, fit)
@@ -192,11 +197,11 @@ def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Deco
 def generation_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """Cost of generating all responses of a step: prompts run once, then one token of every response at a time.
+    """Return the cost of generating all responses of a step: prefill each prompt once, then decode token by token.
 
-    Each step of decoding reads the weights, and the cache of every response that goes on; products with weights take
-    the longer of reading and multiplying. A wave takes as many steps as the mean response has tokens, the last one as
-    many as the longest. Stages work one after another.
+    Each decode step reads the weights, and the cache of every unfinished response. Products with weights take the
+    longer of reading and multiplying. A wave has as many decode steps as the mean response has tokens; the last wave
+    has as many as the longest response. Stages work one after another.
 
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
@@ -207,15 +212,15 @@ def generation_cost(
 def prefill_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """Cost of computing each distinct prompt once."""
+    """Return the cost of prefilling each distinct prompt once."""
     stages, tensor = layout.generation_stage, layout.generation_tensor
     prompts = math.ceil(workload.prompts / how.replicas)
     tokens = prompts * workload.prompt_tokens
     context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
-    chunked = workload.prompt_tokens > PREFILL_TOKENS  # devices share what is before a chunk
+    chunked = workload.prompt_tokens > PREFILL_TOKENS  # devices share the positions before a chunk
     context /= layout.generation_context if chunked else 1
     flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)
-    # Idle stages wait for the one at work: as long as if each device ran all layers.
+    # Stages work one after another: the time is as long as if each device ran all layers.
     compute = flops / tensor / hardware.reached_flops_per_s
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, DeviceGroup(tensor, 1), hardware)
@@ -228,7 +233,7 @@ def prefill_cost(
 def decode_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """Cost of decoding all responses. More room for the cache never makes it longer."""
+    """Return the cost of decoding all responses. More memory for the cache never increases the cost."""
     stages, tensor, each_bytes = layout.generation_stage, layout.generation_tensor, software.compute_bytes
     each = math.ceil(workload.responses / how.replicas)
     tokens = each * workload.response_tokens
@@ -249,7 +254,7 @@ def decode_cost(
     state = 2 * model.state_bytes / tensor  # read and written at every token
     cache = tokens * (context * per_token + state) / hardware.reached_bytes_per_s
 
-    # Two all-reduces a layer in each step, which together send what all tokens need.
+    # Two all-reduces per layer in each step; over all steps they send the activations of all tokens.
     group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * each_bytes
     waiting = all_reduce_s(0.0, group, hardware)
     collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
@@ -273,7 +278,7 @@ def decode_cost(
 
 
 def _capacity_read(workload: Workload) -> float:
-    """Positions that a token reads on average: the step at position s reads the smallest capacity that holds s."""
+    """Return the mean number of positions that a token reads: at position s the smallest capacity that holds s."""
     start, end = workload.prompt_tokens, workload.prompt_tokens + workload.response_tokens
     read, before = 0.0, 0.0
     for capacity in cache_capacities(workload.longest_tokens):
@@ -283,14 +288,14 @@ def _capacity_read(workload: Workload) -> float:
 
 
 def _weights_read(model: ModelConfig, layout: Layout, tokens: float) -> float:
-    """Weights that a step of decoding reads for that many responses of each device that shares experts."""
+    """Return the number of weights that a decode step reads, with `tokens` responses on each expert shard."""
     experts = experts_read(model, tokens * layout.expert)
     layer = model.layer_parameters(experts=None if experts is None else experts / layout.expert)
     return model.num_layers * layer + model.head_parameters("lm")
 
 
 def experts_read(model: ModelConfig, tokens: float) -> float | None:
-    """Experts that at least one of `tokens` tokens goes through, if each draws its experts evenly; None if dense."""
+    """Return the expected number of experts used by at least one of `tokens` tokens if routed evenly; None if dense."""
     if model.experts is None:
         return None
     missed = (1 - model.experts.per_token / model.experts.count) ** tokens
@@ -298,11 +303,11 @@ def experts_read(model: ModelConfig, tokens: float) -> float | None:
 
 
 def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: float) -> float:
-    """Bytes that each device receives when training weights become generating ones.
+    """Return the bytes that each device receives in the switch from training to generation.
 
         M (1 / (p_g t_g) - 1 / (p t fsdp))
 
-    Where training splits weights and does not refine generation, nothing is taken to be there.
+    If training splits weights and does not refine generation, a device is assumed to hold none of its weights yet.
 
     Source: HybridFlow, table 2.
     """
@@ -314,10 +319,10 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: float) -> floa
 def switch_cost(
     model: ModelConfig, layout: Layout, software: Software, hardware: Hardware, *, quantize: Format | None = None
 ) -> Cost:
-    """Cost of resharding from the training to the generation layout; the way back is a slice of what is there.
+    """Return the cost of resharding from the training to the generation layout; the way back is a local slice.
 
-    Weights come from the devices whose shards make up a generation shard. Of the gathers that this takes, the one
-    among the devices farthest apart is the slowest and is taken for all.
+    A generation shard is gathered from the devices that hold its parts. The switch may take several gathers; all are
+    counted at the rate of the slowest gather, among the devices farthest apart.
     """
     each = bytes_per_weight(model, None, itemsize=software.compute_bytes, quantize=quantize)
     received = switch_bytes(model, layout, itemsize=each)
@@ -329,7 +334,7 @@ def switch_cost(
 
 
 def _gathering(layout: Layout) -> DeviceGroup:
-    """The devices farthest apart that one shard of generation is gathered from."""
+    """Return the group of devices farthest apart that a generation shard is gathered from."""
     if layout.width_shards > 1:
         return DeviceGroup(layout.width_shards, layout.stage * layout.tensor)
     if not layout.refines:
@@ -344,9 +349,9 @@ def _gathering(layout: Layout) -> DeviceGroup:
 def move_cost(
     model: ModelConfig, source: int, layout: Layout, devices: int, software: Software, hardware: Hardware
 ) -> Cost:
-    """Cost of sending weights from `source` devices, the actor's pool, to `devices` that generate.
+    """Return the cost of sending weights from `source` devices, the actor's pool, to `devices` devices that generate.
 
-    t = max(all that is sent / source devices, what one target receives) / bandwidth
+    t = max(total bytes sent / source devices, bytes that one target receives) / bandwidth
     """
     each = weights_generating(model, layout) * software.compute_bytes
     busiest = max(each * devices / source, each)
@@ -357,5 +362,5 @@ def move_cost(
 
 
 def offload_cost(num_bytes: float, hardware: Hardware) -> Cost:
-    """Cost of bringing `num_bytes` from host memory to the device and back."""
+    """Return the cost of moving `num_bytes` from host memory to the device and back."""
     return Cost(host_s=2 * num_bytes / hardware.host_bytes_per_s)

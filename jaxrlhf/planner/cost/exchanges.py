@@ -1,4 +1,4 @@
-"""Seconds of what devices exchange in a pass: gathered weights, embeddings, tokens for experts and for heads."""
+"""Seconds of exchanges between devices in a pass: gathered weights, embeddings, tokens for experts and for heads."""
 
 import math
 
@@ -12,9 +12,9 @@ from jaxrlhf.planner.workload import Role, Software
 
 
 def gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
-    """Seconds of gathering weights that are split over data-parallel devices, and of scattering their gradients.
+    """Return the seconds of gathering weights split over data-parallel devices, and of scattering their gradients.
 
-    Experts are not gathered over `expert`, which divides them, and a table that is only looked up is not at all.
+    Experts are not gathered over `expert`, the axis that divides them. A table that is only looked up is not gathered.
     """
     shard = layout.stage * layout.tensor
     divided = routed_weights(role.model) if layout.expert > 1 else 0
@@ -35,11 +35,12 @@ def gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware,
 
 
 def lookup_s(layout: Layout, moved: float, software: Software, hardware: Hardware, *, backward: bool) -> float:
-    """Seconds of looking tokens up in a table that devices split: parts of its width are exchanged, and parts of its
-    vocabulary added up; backward gradients are exchanged.
+    """Return the seconds of looking up tokens in a split table.
+
+    Parts of the width are exchanged, parts of the vocabulary are summed; the backward pass exchanges gradients.
 
     Args:
-      moved: Bytes of a device's tokens.
+      moved: Bytes of the embeddings of a device's tokens.
     """
     if software.head_on_last_stage:
         return 0.0
@@ -51,7 +52,7 @@ def lookup_s(layout: Layout, moved: float, software: Software, hardware: Hardwar
 def experts_exchange_s(
     model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
 ) -> float:
-    """Seconds of one layer's exchange: tokens of all devices that share its experts, or the results back."""
+    """Return the seconds of one exchange of a layer with experts: tokens to the experts, or results back."""
     if layout.expert == 1:
         return 0.0
     gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
@@ -59,9 +60,9 @@ def experts_exchange_s(
 
 
 def parts_gather_s(model: ModelConfig, layout: Layout, tokens: float, hardware: Hardware) -> float:
-    """Seconds in which devices that share positions bring one layer's parts of a softmax together, for so many tokens.
+    """Return the seconds in which devices that share a cache's positions combine one layer's softmax parts.
 
-    Of each query head there are its weighted values, their sum of weights and the largest score, in float32.
+    A part has for each query head the weighted values, the sum of weights and the largest score, in float32.
     """
     width = model.mean_head_dim if model.latent is None else model.latent.rank
     numbers = tokens * model.num_heads / layout.generation_tensor * (width + 2)
@@ -71,7 +72,7 @@ def parts_gather_s(model: ModelConfig, layout: Layout, tokens: float, hardware: 
 
 
 def exchanged_of(model: ModelConfig, layout: Layout) -> ExchangedHeads:
-    """Heads of a tensor shard between the exchanges."""
+    """Return the heads that a device has between the two exchanges for heads."""
     kv_heads = model.num_heads if model.latent is not None else math.lcm(model.num_kv_heads, layout.tensor)
     heads, kv_heads = model.num_heads // layout.tensor, kv_heads // layout.tensor
     return exchanged_heads(kv_heads, heads // kv_heads, layout.context)
@@ -80,9 +81,10 @@ def exchanged_of(model: ModelConfig, layout: Layout) -> ExchangedHeads:
 def heads_exchange_s(
     model: ModelConfig, layout: Layout, tokens: float, software: Software, hardware: Hardware
 ) -> float:
-    """Seconds of one layer's exchange of a device's tokens for heads, and back: all-to-all, or latents gathered.
+    """Return the seconds of one layer's exchange of a device's tokens for heads, and back.
 
-    Layers with linear attention are taken to exchange as many numbers.
+    The exchange is an all-to-all; latents are gathered. Layers with linear attention are assumed to exchange as many
+    numbers.
     """
     if layout.context == 1:
         return 0.0
@@ -93,11 +95,11 @@ def heads_exchange_s(
         numbers = inside.heads * (model.head_dim + model.latent.value_dim)
         gathered = layout.context * (model.latent.rank + model.latent.rope_dim)
     sent = tokens * (numbers + gathered) * software.compute_bytes
-    # Of what a device has, and of what it is to have gathered, all but one part crosses a link.
+    # All parts but one cross a link: of the numbers of a device, and of the gathered latents.
     return all_gather_s(sent, group, hardware) + 3 * (group.size - 1) * latency_s(group, hardware)
 
 
 def mixed_width(model: ModelConfig, layout: Layout) -> float:
-    """Numbers that attention makes of a token on its device, those of heads that fill up included."""
+    """Return the numbers per token that attention outputs on a device, including padding heads."""
     heads = exchanged_of(model, layout).heads if layout.context > 1 else model.num_heads / layout.tensor
     return heads * (model.mean_head_dim if model.latent is None else model.latent.value_dim)

@@ -15,7 +15,7 @@ from jaxrlhf.planner.workload import Software, Workload
 
 
 def routed_weights(model: ModelConfig) -> int:
-    """Weights of all experts of all layers; 0 of a dense model."""
+    """Return the number of weights of all routed experts of all layers; 0 for a dense model."""
     if model.experts is None:
         return 0
     each = 3 * model.hidden_size * model.experts.intermediate_size
@@ -23,12 +23,12 @@ def routed_weights(model: ModelConfig) -> int:
 
 
 def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int, quantize: Format | None = None) -> float:
-    """Bytes of a weight that is not trained, on average: layers may be quantised.
+    """Return the mean bytes of a weight that is not trained; layers may be quantized.
 
     Args:
-      lora: Settings of the adapters beside them; None if there are none.
-      quantize: Format of layers that generate; None leaves them as they are.
-      itemsize: Bytes of weights in the compute dtype, and of scales.
+      lora: Settings of adapters next to the weights; None if there are no adapters.
+      quantize: Format of layers for generation; None does not quantize layers for generation.
+      itemsize: Bytes of a weight in the compute dtype, and of a scale.
     """
     kind = quantize or (None if lora is None else lora.quantize)
     if kind is None:
@@ -38,26 +38,26 @@ def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int, qu
 
 
 def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:
-    """Weights of a trained model that have a gradient and moments on one device."""
+    """Return the number of a trained model's weights that have a gradient and moments on one device."""
     return weights_held(model, head, layout) if lora is None else adapters_held(model, lora, layout)
 
 
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
-    """Weights of a policy that one device holds while it generates."""
+    """Return the number of a policy's weights that one device holds in generation."""
     split = layout.generation_stage * layout.generation_tensor
     routed, replicated = routed_weights(model), replicated_weights(model, layout.generation_tensor)
     return (model.num_parameters("lm") - routed + routed / layout.expert + replicated) / split
 
 
 def weights_apart(model: ModelConfig, layout: Layout) -> float:
-    """Weights of the layers among those that generate, each of which decoding reads by itself."""
+    """Return the number of weights of the unstacked layers, which decoding reads, on one device."""
     return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
 
 
 def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
-    """Weights that are in a stack and apart at most, while a stack that nobody else reads becomes layers.
+    """Return the largest number of weights that exist twice while a stack is unstacked and deleted in parts.
 
-    Attention is taken apart as a whole, the MLP one of its three matrices after another.
+    Attention is one part; each of the three matrices of the MLP is a part.
     """
     plain_layers = model.num_layers if model.experts is None else model.dense_layers
     inner = model.mean_intermediate_size
@@ -67,31 +67,34 @@ def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
 
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int, lanes: int = 1) -> float:
-    """Keys and values of one token that one device holds; each head's are filled up to a multiple of `lanes`.
+    """Return the cache bytes of one token on one device.
 
-    Of positions that devices share a device has its part.
+    If devices share positions, a device has its part of the positions, and the mean over positions is returned.
+
+    Args:
+      lanes: Multiple that the cached numbers of each head are padded to.
     """
     head = model.mean_head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
     filled = -(-head // lanes) * lanes / head if lanes > 1 else 1
     kept = model.num_layers * model.cache_width * filled * itemsize
     kept /= layout.generation_stage * layout.generation_context
-    # A latent serves all heads, so that every tensor shard keeps it.
+    # A latent serves all heads, so every tensor shard keeps the latent.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)
 
 
 def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: int, lanes: int = 1) -> float:
-    """Keys and values, and states of layers that have those instead, that one device holds of one sequence."""
+    """Return the cache bytes of one sequence on one device, including states of layers without keys and values."""
     state = model.state_bytes / (layout.generation_stage * layout.generation_tensor)
     return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize, lanes=lanes) + state
 
 
 def in_pages(layout: Layout, software: Software) -> bool:
-    """Return whether the cache lies in pages: layers that stages divide, and shared positions, lie in slots."""
+    """Return whether the cache is in pages; with several stages or shared positions the cache is in slots."""
     return software.pages and layout.generation_stage == layout.generation_context == 1
 
 
 def kept_tokens(model: ModelConfig, layout: Layout, tokens: float, work: Workload, software: Software) -> float:
-    """Tokens of so many that a cache keeps, on average over layers: in slots, those with a window keep few."""
+    """Return how many of `tokens` tokens a cache keeps, on average over layers: in slots, windowed layers keep few."""
     if in_pages(layout, software):
         return tokens
     dispatch = software.decode_tokens_per_dispatch or 0
@@ -99,33 +102,33 @@ def kept_tokens(model: ModelConfig, layout: Layout, tokens: float, work: Workloa
     if entries is None:
         return tokens
     share = windowed_share(model, stages=layout.generation_stage)
-    # Every device that shares the other positions has rings of its own.
+    # Devices that share positions of other layers each have complete rings of the windowed layers.
     return share * entries * layout.generation_context + (1 - share) * tokens
 
 
 class CachePerSequence(NamedTuple):
-    """Bytes of a device's cache at the longest sequence.
+    """Bytes of a device's cache for sequences of the longest length.
 
     Attributes:
-      prompt: Bytes of a prompt, which its responses share; 0 where each has its own.
-      response: Bytes of each response beside it.
+      prompt: Bytes of a prompt, shared by its responses; 0 if responses share nothing.
+      response: Bytes of each response, in addition to `prompt`.
     """
 
     prompt: float
     response: float
 
     def of(self, responses: int, *, prompts: int) -> float:
-        """Bytes of so many responses, to as many prompts as there may be among them."""
+        """Return the bytes of `responses` responses to as many different prompts as possible."""
         return min(responses, prompts) * self.prompt + responses * self.response
 
     def fitting(self, room: np.ndarray, *, prompts: np.ndarray) -> np.ndarray:
-        """Most responses whose cache takes no more than `room` bytes."""
+        """Return the largest number of responses whose cache fits into `room` bytes."""
         apart = room // (self.prompt + self.response)
         return np.where(apart < prompts, apart, (room - prompts * self.prompt) // self.response)
 
 
 def cache_per_sequence(model: ModelConfig, layout: Layout, work: Workload, software: Software) -> CachePerSequence:
-    """Cache of a replica's sequences."""
+    """Return the cache bytes per sequence on a device of a generation replica."""
     sizes = {"itemsize": software.compute_bytes, "lanes": software.cache_lanes}
     if not in_pages(layout, software):
         kept = kept_tokens(model, layout, work.longest_tokens, work, software)

@@ -1,4 +1,4 @@
-"""Bytes that each compiled program of a plan is expected to need, beside what else is on its devices."""
+"""Expected bytes of each compiled program of a plan, and of everything else on its devices."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -12,16 +12,17 @@ from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedPool
 from jaxrlhf.planner.workload import Role
 
 GENERATION = "generation"
-"""First part of the names of the engine's programs."""
+"""Prefix of the names of the engine's programs."""
 
 
 class Expected(NamedTuple):
-    """Expectation for one program, in bytes of one device.
+    """Expected bytes of one program, on one device.
 
     Attributes:
-      program: Arguments, temporaries and outputs; None where plans say nothing, as of programs that copy a little.
-      beside: All else that is in the device's memory while it runs.
-      within: What of the program itself `beside` counts already, as it does of weights on their way into generation.
+      program: Bytes of arguments, temporaries and outputs; None if plans do not count the program, such as a small
+        copy.
+      beside: Bytes of everything else in the device's memory while the program runs.
+      within: Parts of the program that `beside` counts already, such as weights during a switch to generation.
     """
 
     program: float | None
@@ -30,7 +31,7 @@ class Expected(NamedTuple):
 
 
 class ExpectedPrograms:
-    """Expectations for the programs of one plan."""
+    """Expected bytes of the programs of one plan."""
 
     def __init__(self, problem: PlacementProblem, plan: PlacementPlan) -> None:
         simulator = Simulator(problem)
@@ -43,13 +44,13 @@ class ExpectedPrograms:
 
     @property
     def remat(self) -> Mapping[str, Remat]:
-        """Rematerialisation of each trained role, settled."""
+        """Rematerialization of each trained role, with automatic settings resolved."""
         recomputed: Mapping[bool, Remat] = {False: "full", True: "offload"}
         roles = {name: role for name, role in self._roles.items() if role.trained}
         return {name: recomputed[role.offloads] if role.remat else "none" for name, role in roles.items()}
 
     def of(self, name: str) -> Expected:
-        """Expectation for a program by its name, `role.program[sizes]`."""
+        """Return the expected bytes of a program by its name, `role.program[sizes]`."""
         owner, _, program = name.partition(".")
         program = program.partition("[")[0]
         if owner == GENERATION:
@@ -68,14 +69,14 @@ class ExpectedPrograms:
             return Expected(held.parameters + held.optimizer + gradient, idle - parameters - optimizer)
         if program == "to_generation":
             _, pool, beside, copy = self._generating()
-            if owner in pool.roles and beside == idle:  # the last leaf, when all others are there
+            if owner in pool.roles and beside == idle:  # at the last leaf, all other copies exist already
                 return Expected(None, idle + copy, "arguments and outputs")
             return Expected(None, idle, "arguments")
         known = {"zero gradient": gradient, "optimizer state": held.optimizer}
         return Expected(known.get(program), idle)
 
     def _generating(self) -> tuple[Role, PlannedPool, float, float]:
-        """The role that generates, its pool, and bytes of a device: beside its weights, and of them."""
+        """Return the generating role, its pool, and bytes of a device: without the generation weights, and of them."""
         software, few = self._problem.software, self._problem.workload.quantize
         generator = next(role for role in self._roles.values() if role.generates)
         name = ROLLOUT if any(ROLLOUT in pool.roles for pool in self._plan.pools) else generator.name
@@ -85,7 +86,7 @@ class ExpectedPrograms:
         if name == ROLLOUT:
             beside -= weights * software.compute_bytes
         elif few is None and (software.trains_in_compute_dtype or generator.lora is not None):
-            beside -= self._held(name).parameters  # which it generates from
+            beside -= self._held(name).parameters  # the role generates with its trained parameters
         each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes, quantize=few)
         return generator, pool, beside, weights * each
 
@@ -109,7 +110,7 @@ class ExpectedPrograms:
         return Expected(None, beside + copy, "arguments" if program == "unstack" else "nothing")
 
     def _cache(self, generator: Role, pool: PlannedPool, layout: Layout) -> float:
-        """Keys and values of all slots of a device at their longest."""
+        """Return the cache bytes of all slots of a device, at their longest."""
         work, replicas = self._problem.workload, pool.devices // layout.slot_devices
         slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
         cache = cache_per_sequence(generator.model, layout, work, self._problem.software)
@@ -122,7 +123,7 @@ class ExpectedPrograms:
         return held_bytes(self._roles[name], self._pool(name).layouts[name], self._problem.software)
 
     def _idle(self, pool: PlannedPool) -> float:
-        """Bytes of the pool's roles that stay on a device between calls."""
+        """Return the bytes of the pool's roles that stay on a device between calls."""
         total = 0.0
         for name in pool.roles:
             if name == ROLLOUT:

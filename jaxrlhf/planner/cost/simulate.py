@@ -1,4 +1,4 @@
-"""Simulation of one role with one layout on one pool: its calls in a step, and the bytes it holds in each."""
+"""Simulation of one role with one layout on one pool: its calls in a step, and the bytes that it holds in each call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from jaxrlhf.planner.workload import STAGES, Role, Software, Stage
 
 @dataclass(frozen=True)
 class SimulatedCall:
-    """One call of a role, and what the role holds on a device meanwhile."""
+    """Call of a role, and the bytes that the role holds on a device during the call."""
 
     stage: Stage
     verb: Verb
@@ -43,15 +43,15 @@ class SimulatedCall:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A role on its pool.
+    """Simulated role on its pool.
 
     Attributes:
-      steps: All calls but generation itself, which depends on the room that other roles leave.
+      steps: All calls except generation itself, which depends on the memory that other roles leave.
       seconds: Seconds of `steps` in each stage: generate, prepare, update.
       idle_bytes: Bytes held on a device while none of the role's calls runs.
-      excess_bytes: Most that a call needs beyond what is held idle.
-      generating_bytes: Bytes held while it generates, cache not included.
-      loading_bytes: Bytes held before there is a cache, while layers are taken apart.
+      excess_bytes: Most bytes that a call needs in addition to `idle_bytes`.
+      generating_bytes: Bytes held during generation, without the cache.
+      loading_bytes: Bytes held before the cache exists, while layers are unstacked.
     """
 
     layout: Layout
@@ -74,9 +74,9 @@ def _simulated(
 
 
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
-    """The hardware as one pool of it sees it.
+    """Return the hardware of one pool.
 
-    A pool within a machine has no network. Simulated devices have the share of those that idle.
+    A pool inside a machine has no network. Devices simulated on one processor also get the share of idle devices.
     """
     machines = 1 if devices <= hardware.devices_per_machine else hardware.machines
     share = max(1.0, hardware.devices_per_machine / devices) if hardware.shared_compute else 1.0
@@ -91,7 +91,7 @@ def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
 
 
 class Simulator:
-    """Simulates roles of one problem; what a role computes is costed once for each training layout."""
+    """Simulator of the roles of one problem; the computation of a role is costed once for each training layout."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
@@ -100,7 +100,7 @@ class Simulator:
         self._held: dict[tuple[str, Layout], RoleBytes] = {}
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
-        """The calls of a role that trains or scores, and perhaps generates, on a pool that the layout fills."""
+        """Simulate a role that trains or scores, and may generate, on a pool that the layout fills."""
         software, hardware = self._problem.software, self.hardware(devices)
         role = self.settled(role, layout, offload, devices)
         held = self._held_bytes(role, layout)
@@ -135,9 +135,10 @@ class Simulator:
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
     def settled(self, role: Role, layout: Layout, offload: Sequence[str], devices: int) -> Role:
-        """The role with the rematerialisation that a run would choose if all roles shared the pool.
+        """Return the role with the rematerialization that a run would choose if all roles shared the pool.
 
-        If not, it has more room. Where JAX simulates devices on one processor, it recomputes.
+        If other roles are on other pools, the role has more memory than assumed. If JAX simulates devices on one
+        processor, the role recomputes.
         """
         hardware = self.hardware(devices)
         if role.remat is not None:
@@ -153,18 +154,18 @@ class Simulator:
         return replace(role, remat=not keeps_activations(needed, hardware.memory_bytes))
 
     def rollout(self, role: Role, layout: Layout) -> Simulated:
-        """A pool that generates with weights sent by the actor; they stay there."""
+        """Simulate a pool that only generates; weights are sent by the actor and stay on the pool."""
         each = self._problem.software.compute_bytes
         held = weights_generating(role.model, layout) * each
         return _simulated(layout, (), held, *self._apart(role, layout, held, each, shared=role.lora is not None))
 
     def _apart(self, role: Role, layout: Layout, held: float, each: float, *, shared: bool) -> tuple[float, float]:
-        """Bytes while the role generates, without a cache, and while its layers are taken apart.
+        """Return the bytes during generation, without a cache, and the bytes while the layers are unstacked.
 
         Args:
-          held: Bytes with layers in their stack.
+          held: Bytes with stacked layers.
           each: Bytes of a weight.
-          shared: The stack is also trained, or adapters are, so that it stays.
+          shared: Whether the stack stays, because the stack or its adapters are also trained.
         """
         if not self._problem.software.decodes_apart:
             return held, held
@@ -197,7 +198,7 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Forward and update costs of a role in one layout, and their bytes beside weights and gradients."""
+    """Costs of a role's forward pass and update in one layout, and their bytes besides weights and gradients."""
 
     forward: Cost | None
     forward_bytes: float
@@ -206,14 +207,14 @@ class _Computed:
 
 
 class RoleBytes(NamedTuple):
-    """Bytes of a role on one device: the two parts that can wait in host memory, and gradients while it is updated."""
+    """Bytes of a role on one device: two parts that can be offloaded, and the gradients during an update."""
 
     parameters: float
     optimizer: float
     gradients: float
 
     def idle(self, role: str, offload: Sequence[str]) -> "RoleBytes":
-        """Bytes that stay on the device while no call of the role runs: of parts that do not wait in host memory."""
+        """Return the bytes that stay on the device while no call of the role runs: parts that are not offloaded."""
         stays = [not offloaded(offload, role, part) for part in ("parameters", "optimizer")]
         return RoleBytes(self.parameters * stays[0], self.optimizer * stays[1], 0.0)
 
@@ -236,7 +237,7 @@ def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float
 
 
 def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
-    """Bytes of an activation, and length of rows whose attention scores are kept; 0 if none are."""
+    """Return the bytes of an activation, and the length of rows whose attention scores are kept (0: not kept)."""
     row_tokens = 0 if problem.software.skips_masked else int(batch.row_tokens)
     return {"row_tokens": row_tokens, "itemsize": problem.software.compute_bytes}
 
@@ -246,11 +247,11 @@ def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> fl
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
     layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
     in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
-    if layout.stage > 1:  # they wait before the pipeline, or after it
+    if layout.stage > 1:  # activations before and after the pipeline
         waiting = tokens * _parts_at_once(problem.software, layout, batch)
         in_layers += 2 * waiting * role.model.hidden_size * problem.software.compute_bytes
     hidden = 2 * tokens * role.model.hidden_size * problem.software.compute_bytes
-    # The head comes when the last layer's weights and activations are gone.
+    # The head runs after the last layer's weights and activations are freed.
     return max(in_layers, hidden + table_bytes + head_bytes(role.model, role.head, layout, tokens=tokens))
 
 
@@ -281,14 +282,14 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
 
 
 def _parts_at_once(software: Software, layout: Layout, batch: Batch) -> int:
-    """Parts of a batch that a stage has at once: a microbatch's, but with 1F1B one for each stage."""
+    """Return the number of parts that a stage holds at once: all parts of a microbatch; with 1F1B one per stage."""
     return batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
 
 
 def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tuple[float, float]:
-    """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not.
+    """Return the bytes of gathered weights, of two layers and of the embedding; experts are not gathered over `expert`.
 
-    To layers come the copies that compilers make of all of them first.
+    The bytes of layers include the copies that compilers make of all layers before they run.
     """
     model, software = role.model, problem.software
     masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
@@ -308,7 +309,7 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
 
 
 def _back_weights(model: ModelConfig) -> float:
-    """Weights of a layer's matrices that lead back to the residual stream, of attention and the MLP, experts not."""
+    """Return the number of weights of a layer's matrices back to the residual stream, without routed experts."""
     heads = model.num_heads * (model.mean_head_dim if model.latent is None else model.latent.value_dim)
     inner = model.mean_intermediate_size if model.experts is None else model.experts.shared_intermediate_size
     return (heads + inner) * model.hidden_size

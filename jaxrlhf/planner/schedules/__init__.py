@@ -1,1 +1,1 @@
-"""Asynchronous schedules, predicted: seconds of a step, idle pools, and the age of tokens that are learnt from."""
+"""Predictions for asynchronous schedules: seconds of a step, idle time of pools, and age of the trained tokens."""

@@ -1,4 +1,4 @@
-"""Lengths of responses: those that a run wrote, or drawn from a mean and a tail."""
+"""Response lengths: measured in a run, or sampled from a lognormal with a given mean and tail."""
 
 import math
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ class ResponseLengths(Protocol):
 
     @property
     def mean(self) -> float:
-        """Mean tokens."""
+        """Mean number of tokens."""
 
     def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
-        """int64 `[P, G]`, tokens of each response of each group, 1 or more."""
+        """Sample the number of tokens of each response of each group: int64 `[P, G]`, 1 or more."""
 
 
 @dataclass(frozen=True)
 class LognormalLengths:
-    """Lognormal lengths, each drawn by itself and cut at the longest.
+    """Lognormal lengths, sampled independently and truncated at the longest.
 
     Attributes:
-      mean_tokens: Mean before the cut.
-      tail_tokens: 99th percentile before the cut.
-      longest: Tokens at which a response is cut.
+      mean_tokens: Mean before truncation.
+      tail_tokens: 99th percentile before truncation.
+      longest: Number of tokens at which a response is truncated.
     """
 
     mean_tokens: float
@@ -58,55 +58,55 @@ class LognormalLengths:
 
     @property
     def _mu_sigma(self) -> tuple[float, float]:
-        """Solution of mean = exp(mu + sigma^2 / 2) and tail = exp(mu + z sigma), the one with the smaller sigma."""
+        """Solution of mean = exp(mu + sigma^2 / 2) and tail = exp(mu + z sigma) with the smaller sigma."""
         sigma = _Z99 - math.sqrt(_Z99**2 - 2 * math.log(self.tail_tokens / self.mean_tokens))
         return math.log(self.mean_tokens) - sigma**2 / 2, sigma
 
     @property
     def mean(self) -> float:
-        """Mean tokens, with the cut."""
+        """Mean number of tokens, after truncation."""
         mu, sigma = self._mu_sigma
         normal = NormalDist(mu, sigma)
         cut = (min(self.longest, math.exp(normal.inv_cdf((n + 0.5) / _QUANTILES))) for n in range(_QUANTILES))
         return sum(cut) / _QUANTILES
 
     def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
-        """int64 `[P, G]`, tokens of each response of each group."""
+        """Sample the number of tokens of each response of each group: int64 `[P, G]`."""
         length_PG = np.ceil(rng.lognormal(*self._mu_sigma, (groups, copies)))
         return np.clip(length_PG, 1, self.longest).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths of a run's responses. A group is drawn with responses of one prompt, which are alike in length.
+    """Measured lengths of a run's responses. A sampled group has responses of one prompt, which have similar lengths.
 
     Attributes:
-      groups: Tokens of the responses of each prompt.
+      groups: Number of tokens of the responses of each prompt.
     """
 
     groups: Sequence[np.ndarray]
 
     @property
     def mean(self) -> float:
-        """Mean tokens."""
+        """Mean number of tokens."""
         return float(np.mean(np.concatenate(self.groups)))
 
     def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
-        """int64 `[P, G]`; responses of a prompt are drawn once each where it has enough of them."""
+        """Sample lengths, int64 `[P, G]`; each response of a prompt at most once if the prompt has enough responses."""
         chosen = (self.groups[index] for index in rng.integers(len(self.groups), size=groups))
         return np.stack([rng.choice(one, copies, replace=len(one) < copies) for one in chosen]).astype(np.int64)
 
 
 def constant_lengths(tokens: int) -> MeasuredLengths:
-    """Responses of one length."""
+    """Return the distribution in which every response has `tokens` tokens."""
     return MeasuredLengths((np.array([tokens]),))
 
 
 def read_lengths(path: Path | str) -> MeasuredLengths:
-    """Lengths in a run's `samples.jsonl`, grouped by step and prompt.
+    """Read the lengths in a run's `samples.jsonl`, grouped by step and prompt.
 
     Raises:
-      Refusal: No such file, a folder, or no lengths in it.
+      Refusal: The file is missing, is a folder, or has no lengths.
     """
     try:
         records = sorted(

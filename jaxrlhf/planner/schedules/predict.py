@@ -1,4 +1,4 @@
-"""Schedules of a placement problem, each simulated on the plans that it could run on."""
+"""Predictions for schedules of a placement problem, simulated on every plan that allows the schedule."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _FITTED_TOKENS = (256, 1024, 4096)
 
 @dataclass(frozen=True)
 class ScheduledPlan:
-    """A schedule on a plan's placement, and what is predicted of it."""
+    """Schedule on the placement of a plan, with its prediction."""
 
     schedule: Schedule
     plan: PlacementPlan
@@ -40,32 +40,33 @@ def predictions(
     keeps: bool = False,
     stream_parts: int = 1,
 ) -> list[ScheduledPlan]:
-    """The synchronous schedule on the best plan, then the given one on every placement tried, fastest first.
+    """Predict the synchronous schedule on the best plan, then the requested schedule on several placements.
 
-    Generation and learning share devices only where groups can be put off: in turns nothing else is gained. Pools that
-    the problem gives are the only ones; else generation has from the fewest to the most devices of those that a pool
-    may have, and the roles that learn share the others.
+    The requested schedule's predictions are sorted, fastest first. A placement with generation and learning on the same
+    devices is tried only if groups can be postponed: taking turns gains nothing else. If the problem fixes pools, only
+    these pools are tried. Otherwise several sizes of a separate generation pool are tried, from the smallest to the
+    largest, and the roles that learn share the other devices.
 
     Args:
-      keeps: Keys and values stay over a change of weights (`Schedule.keeps`).
-      stream_parts: Parts in which a step is learnt from, at a staleness of 0; where devices take turns, as those of a
-        CPU do, that is one.
+      keeps: Whether the KV cache is kept when weights change (`Schedule.keeps`).
+      stream_parts: Number of parts in which a step is learned from, at a staleness of 0; one part if devices take
+        turns, as CPU devices do.
 
     Raises:
-      Refusal: The problem generates nothing, or no placement fits on which the schedule gains anything.
+      Refusal: The problem has no generation, or the schedule gains nothing on any placement that fits.
     """
     if not any(role.generates for role in problem.roles):
-        raise Refusal("a schedule is of steps that generate, and this algorithm learns from given answers; drop it")
+        raise Refusal("schedules need steps that generate, and this algorithm learns from given answers; drop it")
     shared = _apart(best) is None
     plans = [best] if over_provision > 1 or not shared else []
     if problem.pools is None and not problem.hardware.takes_turns and problem.workload.quantize is None:
         plans += list(_with_own_pool(problem))
-    if over_provision > 1 and staleness < 2:  # the one step of staleness goes to generating beside learning
+    if over_provision > 1 and staleness < 2:  # a separate generation pool uses the only step of staleness itself
         plans = [plan for plan in plans if _apart(plan) is None]
     if not plans:
         what = f"a staleness of {staleness}" if stream_parts == 1 else f"to learn in {stream_parts} parts"
         raise Refusal(
-            f"{what} gains where generation has devices of its own, and no such placement is to be had here: give a "
+            f"{what} gains only if generation has a pool of its own, and no such placement is possible here: give a "
             "pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
         )
 
@@ -83,7 +84,7 @@ def predictions(
 
 
 def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: float = 1.0) -> StepTimes:
-    """Seconds of a plan's parts, from the cost model."""
+    """Return the seconds of the parts of a plan's step, from the cost model."""
     work, software = problem.workload, problem.software
     generator = next(role for role in problem.roles if role.generates)
     name = generator.name if _apart(plan) is None else ROLLOUT
@@ -93,13 +94,13 @@ def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: 
     slots = _slots(problem, plan, over_provision)
 
     def decode_s(count: int, positions: int) -> float:
-        """Seconds of one token of `count` responses of each replica, each of which reads so many positions."""
+        """Return the seconds to decode a token of `count` responses on each replica, reading `positions` positions."""
         one = replace(work, responses=count * replicas, prompt_tokens=positions - 1, response_tokens=1)
         one = replace(one, longest_tokens=positions)
         return decode_cost(generator.model, layout, Decoding(1, count, replicas), one, software, hardware).seconds
 
     def prefill_s(tokens: int) -> float:
-        """Seconds of a sequence of so many tokens on each replica."""
+        """Return the seconds to prefill a sequence of `tokens` tokens on each replica."""
         one = replace(work, prompts=replicas, prompt_tokens=tokens)
         return prefill_cost(generator.model, layout, Decoding(1, 1, replicas), one, software, hardware).seconds
 
@@ -123,12 +124,12 @@ def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: 
 
 
 def _apart(plan: PlacementPlan) -> int | None:
-    """Index of the pool that only generates; None if there is none."""
+    """Return the index of the pool that only generates; None if there is no such pool."""
     return next((place for place, pool in enumerate(plan.pools) if ROLLOUT in pool.roles), None)
 
 
 def _with_own_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
-    """The best plan of each split of the devices between generation and all else that fits."""
+    """Yield the best plan for each size of a separate generation pool, if a plan fits."""
     devices, roles = problem.hardware.devices, tuple(role.name for role in problem.roles)
     known = pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
     sizes = [size for size in known if devices - size in known]
@@ -142,7 +143,7 @@ def _with_own_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
 
 
 def _slots(problem: PlacementProblem, plan: PlacementPlan, over_provision: float) -> int:
-    """Responses that are decoded at once, of as many as are under way."""
+    """Return the number of responses decoded at once, with `over_provision` times the groups in progress."""
     assert plan.slots is not None, "a plan that generates has slots"
     if over_provision == 1:
         return plan.slots
@@ -155,9 +156,14 @@ def _slots(problem: PlacementProblem, plan: PlacementPlan, over_provision: float
 
 
 def _other_s(problem: PlacementProblem, plan: PlacementPlan, place: int, *, generates: bool) -> float:
-    """Seconds beside generation itself: of a round on the pool that generates, or of learning on all others.
+    """Return the seconds of a step besides generation itself: of a generation round, or of learning.
 
-    Where roles that learn share the pool that generates, their calls are learning.
+    If generation has a separate pool, all other calls on this pool belong to the round, and calls on other pools are
+    learning. On a shared pool, calls of the prepare and update stages are learning.
+
+    Args:
+      place: Index of the pool that generates.
+      generates: Whether to return the seconds of the round.
     """
     apart = _apart(plan) is not None
     stages: Sequence[Stage] = ("generate",) if generates else ("prepare", "update")

@@ -1,4 +1,4 @@
-"""Report of schedules: a table of what is predicted of each, and which one to take."""
+"""Report of schedules: a table of their predictions, and a recommendation."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +15,7 @@ _GAIN_WORTH_HAVING, _SHOWN = 1.02, 6
 
 
 def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
-    """The synchronous schedule, then those of the given staleness on each placement."""
+    """Return a table of the synchronous schedule, then of the requested schedule on each placement."""
     table = Table(title="schedules, simulated", **LOOK)
     for heading in ("staleness", "placement"):
         table.add_column(heading)
@@ -35,16 +35,16 @@ def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
 
 
 def recommended(scheduled: Sequence[ScheduledPlan]) -> ScheduledPlan | None:
-    """The fastest schedule and placement; None if none gains on the synchronous one."""
+    """Return the fastest schedule and placement; None if no schedule is clearly faster than the synchronous one."""
     first, fastest = scheduled[0], min(scheduled, key=lambda one: one.prediction.step_s)
     return fastest if first.prediction.step_s >= _GAIN_WORTH_HAVING * fastest.prediction.step_s else None
 
 
 def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
-    """Sentence on which schedule to take, and on which devices."""
+    """Return a sentence that recommends a schedule and its placement."""
     best, first = recommended(scheduled), scheduled[0].prediction
     if best is None:
-        return "no schedule gains on generating, then learning: leave rollout.staleness at 0, and stream_parts at 1"
+        return "no schedule is faster than the synchronous one: leave rollout.staleness at 0, and stream_parts at 1"
     result, parts = best.prediction, best.schedule.stream_parts
     how = f"at staleness {best.schedule.staleness}" if parts == 1 else f"in {parts} parts"
     return (
@@ -54,7 +54,7 @@ def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
 
 
 def schedules_to_json(scheduled: Sequence[ScheduledPlan]) -> list[dict[str, Any]]:
-    """Schedules with plans and predictions as JSON data, without their intervals."""
+    """Return schedules with plans and predictions as JSON data, without intervals."""
     rows = []
     for one in scheduled:
         result = {name: value for name, value in asdict(one.prediction).items() if name not in ("rounds", "updates")}

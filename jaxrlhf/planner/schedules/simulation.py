@@ -1,8 +1,8 @@
-"""Simulation of generation and learning under a schedule, token by token and without a clock of its own.
+"""Simulation of generation and learning under a schedule, token by token.
 
-A slot draws one token of its response at a time and takes the next response when that ends. Where generation ends and
-which groups go on is counted in tokens, as in a run; seconds come from the cost model, by the slots in use and the
-positions that their caches read.
+A slot samples one token of its response per decode step, and takes the next response when its response ends. Token
+counts decide when a round ends and which groups are postponed, as in a run. The cost model converts decode steps to
+seconds, by the number of slots in use and the cache positions that they read.
 """
 
 import heapq
@@ -19,11 +19,11 @@ from jaxrlhf.planner.schedules.lengths import ResponseLengths
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of generation and learning; all but `apart` and `keeps` are settings of `Rollout`.
+    """Schedule of generation and learning; all attributes except `apart` and `keeps` are settings of `Rollout`.
 
     Attributes:
-      apart: Generation has devices of its own, and goes on beside learning.
-      keeps: Responses that are put off keep their keys and values, which else are computed again.
+      apart: Whether generation has separate devices and runs at the same time as learning.
+      keeps: Whether postponed responses keep their KV cache; otherwise it is computed again.
     """
 
     staleness: int = 0
@@ -49,29 +49,30 @@ class Schedule:
 
     @property
     def lead(self) -> int:
-        """Steps by which generation is begun before its responses are learnt from."""
+        """Number of steps between the generation of responses and learning from them."""
         return self.staleness if self.over_provision == 1 else int(self.apart)
 
     @property
     def most_put_off(self) -> int:
-        """Times that a group may be put off."""
+        """Number of times that a group may be postponed."""
         return self.staleness - self.lead
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of what a step is made of, on devices that generate and devices that learn.
+    """Seconds of the parts of a step, on devices that generate and devices that learn.
 
     Attributes:
-      slots: Responses that are decoded at once, over all replicas.
-      active_N: Counts of slots in use, ascending.
-      decode_s_N: Seconds in which that many slots draw a token each, but for reading caches.
-      cache_s: Seconds of reading one position of one slot's cache.
-      capacities: Positions that a cache may hold; a token reads the smallest capacity that holds its position.
-      prefill_s: Coefficients of 1, tokens and tokens squared of a sequence; the first is of each round.
-      round_s: Seconds of a round beside prefill and decoding: weights sent or switched.
-      learn_s: Seconds of preparing a step's experience and of its updates.
-      prompt_tokens: Mean.
+      slots: Number of responses decoded at once, over all replicas.
+      active_N: Numbers of slots in use, ascending.
+      decode_s_N: Seconds of a decode step with this number of slots in use, without reading the cache.
+      cache_s: Seconds to read one position of one slot's cache.
+      capacities: Capacities of a cache in positions; a token reads the smallest capacity that holds its position.
+      prefill_s: Coefficients of the prefill time: seconds of each round, per token of a sequence, and per squared
+        number of tokens of a sequence.
+      round_s: Seconds of a round besides prefill and decoding: sending or switching weights.
+      learn_s: Seconds to prepare a step's experience and to update.
+      prompt_tokens: Mean number of tokens of a prompt.
     """
 
     slots: int
@@ -86,7 +87,7 @@ class StepTimes:
 
 
 class Interval(NamedTuple):
-    """Work from start to end, in seconds since the run began."""
+    """Interval of work: start and end, in seconds since the start of the run."""
 
     start_s: float
     end_s: float
@@ -94,16 +95,18 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Means over steps, once the schedule has settled.
+    """Prediction for a schedule: means over steps, once the schedule has settled.
 
     Attributes:
-      generation_idle: Share of the time in which the devices that generate have nothing to do.
-      learning_idle: Share, likewise, of those that learn.
-      slots_in_use: Share of slots that draw a token, over the steps of decoding.
-      age_max: Policy versions by which the oldest token that is learnt from is behind.
-      recomputed: Tokens of a step whose keys and values are computed again, over those that are learnt from.
-      rounds: When responses were generated, from the first step on.
-      updates: When they were learnt from, part after part.
+      step_s: Seconds of a step.
+      generation_idle: Share of the time in which the generating devices are idle.
+      learning_idle: Share of the time in which the learning devices are idle.
+      slots_in_use: Share of slots that sample a token, over all decode steps.
+      age_mean: Mean age of a trained token, in policy versions.
+      age_max: Age of the oldest trained token, in policy versions.
+      recomputed: Tokens whose KV cache is computed again, divided by the trained tokens.
+      rounds: Intervals of generation, from the first step on.
+      updates: Intervals of learning, one for each part of each step.
     """
 
     step_s: float
@@ -127,19 +130,19 @@ def simulate(
     steps: int = 20,
     seed: int = 0,
 ) -> Prediction:
-    """Prediction for a schedule.
+    """Simulate a schedule and return its prediction.
 
     Args:
-      groups: P, groups that a step learns from.
-      copies: G, responses of a group.
-      steps: Steps to take the means over; some before them are simulated, too, and not counted.
+      groups: P, number of groups that a step learns from.
+      copies: G, number of responses of a group.
+      steps: Number of steps to average over; some earlier steps are simulated too, but not counted.
     """
     rng, settling = np.random.default_rng(seed), 2 * (schedule.staleness + 1)
     generation, parts, made = _Generation(schedule, times, lengths, groups, copies, rng), schedule.stream_parts, []
     rounds: list[Interval] = []
     updates: list[Interval] = []
-    for step in range(settling + steps + schedule.lead):  # those ahead of the last one count as work, too
-        # A round may begin with the weights of the step that comes `lead` before its own.
+    for step in range(settling + steps + schedule.lead):  # generation during the last counted step is work too
+        # A round needs the weights of the update `lead + 1` steps before.
         weights_s = updates[(step - schedule.lead) * parts - 1].end_s if step > schedule.lead else 0.0
         if not schedule.apart and updates:  # they take turns
             weights_s = updates[-1].end_s
@@ -170,10 +173,15 @@ def simulate(
 
 
 class _Round(NamedTuple):
-    """Round of generation; ages are in rounds.
+    """Round of generation.
 
     Attributes:
-      parts: Seconds until each part of the step is there, and its share of the step's tokens.
+      parts: Seconds until each part of the step is complete, and its share of the step's tokens.
+      drawn: Number of tokens sampled in the round.
+      tokens: Number of tokens of the step's groups.
+      age_sum: Sum of the ages of these tokens, in rounds.
+      age_max: Age of the oldest of these tokens, in rounds.
+      recomputed: Number of tokens whose KV cache is computed again.
     """
 
     seconds: float
@@ -187,7 +195,7 @@ class _Round(NamedTuple):
 
 
 class _Generation:
-    """Groups under way, one row each in arrays [P, G], those that were put off most first."""
+    """Groups in progress: one row per group in arrays [P, G], the most often postponed groups first."""
 
     def __init__(
         self,
@@ -203,12 +211,12 @@ class _Generation:
         self._under_way = math.ceil(groups * schedule.over_provision)
         self._length_PG = np.zeros((0, copies), np.int64)
         self._drawn_PG = np.zeros_like(self._length_PG)
-        self._drawn_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that drew each
-        self._first_PG = np.zeros_like(self._length_PG)  # round that drew the first token
+        self._drawn_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that sampled the token
+        self._first_PG = np.zeros_like(self._length_PG)  # round that sampled the first token
         self._put_off_P = np.zeros(0, np.int64)
 
     def round(self, number: int) -> _Round:
-        """Generate until the groups of a step are complete, and take them out."""
+        """Generate until the groups of a step are complete, and remove these groups."""
         begun = len(self._put_off_P)
         self._begin(self._under_way - begun)
         left_PG = self._length_PG - self._drawn_PG
@@ -241,11 +249,12 @@ class _Generation:
     def _parts(
         self, done_P: np.ndarray, tokens_P: np.ndarray, before_s: float, decode_s_S: np.ndarray
     ) -> tuple[tuple[float, float], ...]:
-        """Parts of a step, of as many groups each, in the order in which these are complete.
+        """Split a step into parts with equal numbers of groups, in the order in which groups are complete.
 
         Args:
-          done_P: Steps of decoding after which each group is complete.
-          before_s: Seconds of the round before decoding, of whose steps the others are.
+          done_P: Number of decode steps after which each group is complete.
+          before_s: Seconds of the round before decoding.
+          decode_s_S: Seconds of each decode step.
         """
         count = self._schedule.stream_parts
         if count == 1:
@@ -277,7 +286,7 @@ class _Generation:
         return float(fixed * bool(len(tokens_N)) + linear * tokens_N.sum() + square * (tokens_N**2).sum())
 
     def _decode_s(self, start_B: np.ndarray, drawn_B: np.ndarray, steps: int) -> np.ndarray:
-        """Seconds of each step of decoding in a round; drawn_B are the tokens of this round."""
+        """Return the seconds of each decode step of a round; drawn_B: number of tokens sampled in this round."""
         times = self._times
         before_B = times.prompt_tokens + self._drawn_PG.ravel()
         active_S, reads_S = np.zeros(steps + 1), np.zeros(steps + 1)
@@ -296,7 +305,7 @@ class _Generation:
 
 
 def _starts(left_B: np.ndarray, slots: int) -> np.ndarray:
-    """Steps at which responses take a slot, in their order; those with nothing left take none."""
+    """Return the decode step at which each response takes a slot, in order; complete responses take no slot."""
     start_B, wanting = np.zeros(len(left_B), np.int64), np.flatnonzero(left_B)
     if len(wanting) > slots:
         free_at = left_B[wanting[:slots]].tolist()
@@ -308,5 +317,5 @@ def _starts(left_B: np.ndarray, slots: int) -> np.ndarray:
 
 
 def _busy_s(work: list[Interval], window: Interval) -> float:
-    """Seconds of a window in which there is work."""
+    """Return the seconds of work within a window."""
     return sum(max(0.0, min(one.end_s, window.end_s) - max(one.start_s, window.start_s)) for one in work)

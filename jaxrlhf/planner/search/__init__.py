@@ -1,1 +1,1 @@
-"""The search over placements and layouts."""
+"""Search over placements and layouts."""

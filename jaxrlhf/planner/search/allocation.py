@@ -1,4 +1,4 @@
-"""Devices for pools: of all distributions of the devices, the one with the cheapest step."""
+"""Allocation of devices to pools: finds the distribution of devices with the fastest step."""
 
 import bisect
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from jaxrlhf.planner.search.pool_options import Point, Seconds
 
 @dataclass(frozen=True)
 class Allocation:
-    """Seconds of a step, and the point of each pool, in the pools' order."""
+    """Allocation: seconds of a step, and the chosen point of each pool, in the order of the pools."""
 
     seconds: float
     points: list[Point]
 
 
 def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
-    """Seconds of each stage: pools run side by side, or in turns where they share one processor.
+    """Return the seconds of each stage: pools run side by side, or in turns if they share one processor.
 
     Source: HybridFlow (arXiv:2409.19256), d_cost of algorithm 1.
     """
@@ -25,13 +25,13 @@ def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
 
 
 def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: float) -> tuple[Allocation | None, int]:
-    """The cheapest choice of a point for each pool, whose devices are no more than there are.
+    """Choose a point for each pool, so that the step is fastest and the hardware has enough devices.
 
     Args:
-      within: Allocations that take this many seconds or more are of no interest.
+      within: Upper limit of seconds; allocations that take as long or longer are ignored.
 
     Returns:
-      The allocation, None if there is none; and how many choices were looked at.
+      The allocation, or None if there is none; and the number of points that were tried.
     """
     if any(not options for options in points):
         return None, 0
@@ -45,15 +45,15 @@ def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: f
 
 
 class _BranchAndBound:
-    """The state of one search.
+    """Branch-and-bound search for an allocation.
 
-    A partial choice is dropped when even the least seconds that the other pools can have in each stage, each with all
-    devices that are left, make the step too long.
+    A partial choice is pruned if a lower bound of its seconds is too long. In the lower bound each remaining pool takes
+    the fewest seconds that are possible in each stage with all remaining devices.
 
     Attributes:
-      best: Best choice so far; None before there is one.
-      limit: Its seconds; longer steps are of no interest.
-      looked: Choices that were looked at.
+      best: Best choice so far; None before the first.
+      limit: Seconds of the best choice; longer steps are ignored.
+      looked: Number of points that were tried.
     """
 
     def __init__(self, pools: list[Sequence[Point]], hardware: Hardware, within: float) -> None:
@@ -96,7 +96,7 @@ class _BranchAndBound:
 
 
 def _least(points: Sequence[Point]) -> list[tuple[int, Seconds]]:
-    """By number of devices: the least seconds of each stage with at most that many."""
+    """Return, for each number of devices, the fewest seconds of each stage with at most this number."""
     least: Seconds = (float("inf"),) * 3
     found = []
     for point in points:
@@ -106,5 +106,5 @@ def _least(points: Sequence[Point]) -> list[tuple[int, Seconds]]:
 
 
 def _at_most(least: list[tuple[int, Seconds]], devices: int) -> Seconds:
-    """The entry of the most devices that are no more than `devices`; the first if there is none."""
+    """Return the entry with the most devices up to `devices`; the first entry if there is no such entry."""
     return least[max(0, bisect.bisect_right(least, devices, key=lambda entry: entry[0]) - 1)][1]

@@ -1,4 +1,4 @@
-"""Explanation of an infeasible problem: the role that lacks memory, how many bytes, and what would help."""
+"""Explanation of an infeasible problem: the role that lacks memory, the missing bytes, and changes that would help."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,14 +16,14 @@ _MOST_TIMES = 1024
 
 
 class _Need(NamedTuple):
-    """The most bytes of a device that a role needs, and the call that needs them."""
+    """Need of a role: the most bytes of a device, and the call that needs them."""
 
     num_bytes: float
     verb: str
 
 
 def explain_infeasible(problem: PlacementProblem) -> str:
-    """Sentences on what does not fit: a role by itself with everything else in host memory, or all of them together."""
+    """Return sentences on what does not fit: a single role with everything else offloaded, or all roles together."""
     usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
     everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
     names = [*everything, *([ROLLOUT] * problem.rollout_apart)]
@@ -69,9 +69,12 @@ def _advice(problem: PlacementProblem) -> str:
 def _least_need(
     problem: PlacementProblem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None
 ) -> _Need | None:
-    """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout.
+    """Return the smallest need of a role over all pool sizes and layouts; None if there is no layout.
 
-    A role that generates has one response in its cache.
+    The cache of a generating role is counted with one response.
+
+    Args:
+      sizes: Sizes of pools to try; None tries all.
     """
     role, work, software = role_named(problem, name), problem.workload, problem.software
     simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not problem.rollout_apart)
@@ -89,7 +92,7 @@ def _least_need(
 
 
 def _more_machines(problem: PlacementProblem, name: str, usable: float, offload: Sequence[str]) -> str:
-    """On how many times as many machines the role fits by itself; nothing where pools are given."""
+    """Return a clause on the number of machines on which the role alone fits; empty if the problem fixes pools."""
     if problem.pools is not None:
         return ""
     times = 2
@@ -105,7 +108,7 @@ def _more_machines(problem: PlacementProblem, name: str, usable: float, offload:
 
 
 def _sizes(problem: PlacementProblem, name: str) -> list[int]:
-    """Devices that the role's pool may have."""
+    """Return the numbers of devices that the role's pool may have."""
     if problem.pools is None:
         return pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
     return [devices for roles, devices in problem.pools if name in roles]

@@ -1,4 +1,4 @@
-"""The layouts that a model can have on a number of devices."""
+"""Layouts that a model can have on a number of devices."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,26 +14,26 @@ from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
 
 LONG_ROW_TOKENS = 8192
-"""Tokens of the longest sequence from which on a search tries to split rows and caches; shorter ones fit a device."""
+"""Length of the longest sequence from which on the search tries to split rows and caches; shorter rows fit a device."""
 
 _WIDEST_TENSOR = 16
-"""More devices than this compute too little each between two all-reduces, however fast the links."""
+"""Largest number of tensor shards; with more, a device computes too little between two all-reduces on any link."""
 
 
 def role_layouts(
     problem: PlacementProblem, role: Role, devices: int, *, trains: bool = True, generates: bool = False
 ) -> Iterator[Layout]:
-    """The layouts of a role on a pool: those that the problem gives and that fill it, or all.
+    """Yield the layouts of a role on a pool: the problem's layouts that fill the pool, or else all layouts.
 
     Args:
-      trains: The role trains or scores on this pool, and does not only generate.
+      trains: Whether the role trains or scores on this pool; False if it only generates.
     """
     given = (problem.layouts or {}).get(role.name)
     if given is not None:
         yield from _filled(given, devices, trains=trains, generates=generates)
         return
     hardware = problem.hardware
-    if hardware.machines == 1:  # nothing straddles machines, so a pool of any size is one of its own
+    if hardware.machines == 1:  # pools cannot straddle machines, so a pool counts as a machine of its size
         hardware = replace(hardware, devices_per_machine=devices)
     within = problem.devices_per_host or hardware.devices_per_machine
     tiles = _in_tiles(problem, role)
@@ -55,7 +55,7 @@ def role_layouts(
 
 
 def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates: bool) -> Iterator[Layout]:
-    """The given layouts that fill `devices` devices."""
+    """Yield the layouts that fill `devices` devices, with `data` set."""
     for layout in layouts:
         copy = layout.copy_devices
         fills = not trains or (devices % copy == 0 and layout.data in (None, devices // copy))
@@ -64,15 +64,16 @@ def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
-    """Devices that a pool may have, always whole hosts: any number on one machine.
+    """Return the numbers of devices that a pool may have; all are multiples of `devices_per_host`.
 
-    On several, whole machines, or a machine cut up evenly, and again: each size divides the next one up to a machine.
-    Pools take devices in order, largest first, so none straddles machines that it does not fill.
+    On one machine a pool may have any number. On several machines a pool has whole machines, or an even part of a
+    machine; each size below a machine divides the next larger size. Pools take devices in order, largest pool first, so
+    a pool that spans machines fills them.
     """
     machine = hardware.devices_per_machine
     if hardware.machines == 1:
@@ -86,11 +87,11 @@ def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
 def training_layouts(
     role: Role, devices: int, hardware: Hardware, *, fsdp: bool, context: bool = False, tiles: bool = False
 ) -> Iterator[Layout]:
-    """Ways to train or score a model on `devices` devices that split its dimensions evenly.
+    """Yield the layouts that train or score a model on `devices` devices and split its dimensions evenly.
 
     Args:
-      context: Rows may be split, too, over no more devices than there are heads.
-      tiles: Neighbours of a matrix share a scale, and stay together.
+      context: Whether rows may be split too, over at most as many devices as there are heads.
+      tiles: Whether neighbors in a matrix share a quantization scale, so that a tile must stay on one device.
 
     Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp`, `expert` and `context` added.
     """
@@ -119,7 +120,11 @@ def training_layouts(
 def generation_layouts(
     role: Role, devices: int, hardware: Hardware, *, within: int | None = None, tiles: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """Stages and tensor shards of a replica, which lies in the `within` devices of one process; None is a machine's."""
+    """Yield the stages and tensor shards of a replica that fits into one process.
+
+    Args:
+      within: Number of devices of a process; None is the number of devices of a machine.
+    """
     stages, linear = [1] if "stage" in role.undivided else _stages(role.model), role.model.linear
     for tensor in _tensors(role, hardware, tiles):
         if linear is not None and linear.key_heads % tensor:
@@ -132,7 +137,10 @@ def generation_layouts(
 
 
 def _shared_caches(model: ModelConfig, stage: int, tensor: int, within: int) -> list[int]:
-    """Ways to split the positions of a cache: one where more tensor shards would split the heads that are kept."""
+    """Return the numbers of parts that a cache's positions may be split into.
+
+    Only 1 with several stages, or if more tensor shards could still split the KV heads.
+    """
     splits_heads = model.latent is None and tensor % model.num_kv_heads
     if stage > 1 or splits_heads:
         return [1]
@@ -140,10 +148,14 @@ def _shared_caches(model: ModelConfig, stage: int, tensor: int, within: int) -> 
 
 
 def switches(layout: Layout, stage: int, tensor: int, *, within: int, context: int = 1) -> bool:
-    """Return whether a training layout can become replicas of so many devices, each in a process of `within`.
+    """Return whether a training layout can switch to generation replicas that are each inside a process.
 
-    Where training refines generation, the replicas that share a training copy lie interleaved in it, so its split
-    dimensions have to lie in one process where the replica splits them too.
+    If training refines generation, the replicas that share a training copy are interleaved in the copy. So if a replica
+    splits a dimension, the training split of this dimension must be inside one process.
+
+    Args:
+      stage, tensor, context: Numbers of parts of a generation replica.
+      within: Number of devices of a process.
     """
     if layout.stage % stage or layout.tensor % tensor or layout.context % context:
         return within % (layout.expert * context * stage * tensor) == 0
@@ -158,7 +170,7 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int, context: i
 
 
 def _tensors(role: Role, hardware: Hardware, tiles: bool) -> list[int]:
-    """Ways to split every layer. Across machines only where the network is as fast as the links."""
+    """Return the numbers of tensor shards; shards span machines only if the network is as fast as the links."""
     model, machine = role.model, hardware.devices_per_machine
     one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
     widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
@@ -168,18 +180,22 @@ def _tensors(role: Role, hardware: Hardware, tiles: bool) -> list[int]:
 
 
 def _stages(model: ModelConfig) -> list[int]:
-    """Ways to divide the layers: not those with experts or that others lend something, and repeated kinds together."""
+    """Return the numbers of stages.
+
+    Layers with experts, with layer inputs, or that borrow from other layers are not divided. Layers of a repeating
+    pattern of kinds are divided between repeats.
+    """
     whole = model.experts is not None or model.borrowing_layers or model.layer_inputs is not None
     repeats, kinds = model.pattern
     return [1] if whole else divisors(repeats if len(kinds) > 1 else model.num_layers)
 
 
 def _in_tiles(problem: PlacementProblem, role: Role) -> bool:
-    """Return whether neighbours of the role's matrices share a scale: of frozen ones, or of those that generate."""
+    """Return whether the role has quantized matrices, frozen or for generation, in which neighbors share a scale."""
     frozen = role.lora is not None and role.lora.quantize is not None
     return frozen or (role.generates and problem.workload.quantize is not None)
 
 
 def _parts(width: int, tiles: bool) -> int:
-    """Parts of a dimension that may lie on different devices: numbers, or tiles of them."""
+    """Return the number of parts of a dimension that may be on different devices: single numbers, or tiles."""
     return width // math.gcd(TILE, width) if tiles else width

@@ -1,9 +1,9 @@
-"""The search for a placement: which roles share devices, how many, and in which layouts.
+"""Search for a placement: which roles share devices, how many devices, and in which layouts.
 
-Every set partition of the roles is a placement, each of its sets a pool. A pool may have any number of devices on one
-machine, and whole machines or even parts of one on several; on each number every layout of every role is simulated.
-Roles of a pool run one after another, pools side by side, the stages of a step in order. The answer is exact for these
-costs: what is left out is never better than what is kept.
+Every set partition of the roles is a placement; each of its sets is a pool. A pool may have any number of devices on
+one machine; on several machines it has whole machines or an even part of one. For each number of devices every layout
+of every role is simulated. Roles of a pool run one after another, pools side by side, the stages of a step in order.
+The answer is optimal for these costs: pruned choices are never better than kept choices.
 
 Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
 """
@@ -28,18 +28,21 @@ from jaxrlhf.planner.search.layouts import pool_sizes
 from jaxrlhf.planner.search.pool_options import Point, PoolOptions
 from jaxrlhf.planner.workload import STAGES
 
-_MOST_DEVICES = 4096  # searching those takes minutes
+_MOST_DEVICES = 4096  # the search takes minutes for this number
 
 Placement = tuple[tuple[str, ...], ...]
-"""The roles of each pool."""
+"""Roles of each pool."""
 
 
 def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
-    """The cheapest plans, at most one for each placement.
+    """Search for the fastest plans, at most one for each placement.
+
+    Args:
+      keep: Largest number of plans to return.
 
     Raises:
       Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
-      Refusal: Devices that pools or hosts do not divide.
+      Refusal: The devices cannot be divided into pools of whole hosts.
     """
     start = time.perf_counter()
     _check(problem)
@@ -71,7 +74,7 @@ def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
 
 
 def placements(problem: PlacementProblem) -> Iterator[Placement]:
-    """Every set partition of the roles that keeps together what has to be, or the one that is given."""
+    """Yield every set partition of the roles that keeps `together` groups in one pool, or only the fixed placement."""
     if problem.pools is not None:
         yield tuple(roles for roles, _ in problem.pools)
         return
@@ -81,7 +84,7 @@ def placements(problem: PlacementProblem) -> Iterator[Placement]:
 
 
 def _partitions(names: Sequence[str]) -> Iterator[Placement]:
-    """Set partitions, each set in the order of `names`."""
+    """Yield all set partitions, each set in the order of `names`."""
     if not names:
         yield ()
         return
@@ -93,7 +96,7 @@ def _partitions(names: Sequence[str]) -> Iterator[Placement]:
 
 
 def _plan_of(problem: PlacementProblem, points: Sequence[Point], offload: tuple[str, ...]) -> PlacementPlan:
-    """The plan that the chosen points make up, largest pool first."""
+    """Build the plan of the chosen points, largest pool first."""
     ordered = sorted(points, key=lambda point: -point.devices)
     order = [role.name for role in problem.roles] + [ROLLOUT]
     pools = tuple(_pool(point, order) for point in ordered)
@@ -142,10 +145,10 @@ def _calls(point: Point, place: int) -> list[PlannedCall]:
 
 
 def _check(problem: PlacementProblem) -> None:
-    """Refuse devices that cannot be divided as pools and hosts ask; `config` has seen to the roles of pools."""
+    """Refuse devices that cannot be divided into the pools and hosts; `config` has checked the roles of pools."""
     hardware, host = problem.hardware, problem.devices_per_host or 1
     if problem.rollout_apart and not any(role.generates for role in problem.roles):
-        raise Refusal(f"one role generates for a rollout, here none does; drop the pool that places {ROLLOUT}")
+        raise Refusal(f"no role generates, so {ROLLOUT} has nothing to do; drop the pool that places {ROLLOUT}")
     if hardware.devices > _MOST_DEVICES:
         raise Refusal(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
     if not pool_sizes(hardware, devices_per_host=host):
@@ -160,11 +163,11 @@ def _check(problem: PlacementProblem) -> None:
         raise Refusal(f"pools take {sizes} devices, and hosts have {host}; pools have whole ones")
 
 
-GAIN_WORTH_SAYING = 0.05  # share of a step's seconds; predictions are not better than that
+GAIN_WORTH_SAYING = 0.05  # share of a step's seconds; predictions are not more accurate
 
 
 def binding_slots(problem: PlacementProblem, best: PlacementPlan) -> str | None:
-    """A sentence if the best plan would be faster with more responses decoded at once than `rollout.slots` allows."""
+    """Return a sentence if the best plan would be faster with more slots than `rollout.slots` allows; else None."""
     given = problem.workload.slots
     if given is None or best.slots is None or best.slots < given:
         return None

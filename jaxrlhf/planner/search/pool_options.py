@@ -1,4 +1,4 @@
-"""Options of one pool: all layouts of its roles on a number of devices, less those that cannot win."""
+"""Options of one pool: all layouts of its roles on a number of devices, without dominated options."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Generation:
     """Generation on a pool: its rounds and cost.
 
     Attributes:
-      cache_bytes: Cache of the responses that one device decodes together.
-      move: Cost of sending the weights from the actor's pool; None where they are there.
+      cache_bytes: Bytes of the cache of the responses that one device decodes together.
+      move: Cost of sending the weights from the actor's pool; None if the actor's pool generates.
       seconds: Seconds of generation and move.
     """
 
@@ -38,11 +38,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One pool on one number of devices, with one layout for each role.
+    """Option of a pool: a number of devices, and a layout for each role.
 
     Attributes:
-      chosen: By role, in the order of `roles`.
-      generation: None where the pool does not generate.
+      seconds: Seconds of each stage.
+      chosen: Simulated layout of each role, in the order of `roles`.
+      generation: Generation on the pool; None if the pool does not generate.
     """
 
     roles: tuple[str, ...]
@@ -54,18 +55,19 @@ class Point:
 
 @dataclass(frozen=True)
 class _Choices:
-    """Layouts for some roles of a pool, K ways.
+    """Combinations of layouts for some roles of a pool, K of them.
 
     Attributes:
-      value_K4: Seconds of prepare and update, bytes held idle, and most bytes that a call needs beyond that.
-      index_KR: Into the options of each role.
+      value_K4: Seconds of prepare, seconds of update, bytes held while idle, and the most bytes that a call needs in
+        addition.
+      index_KR: Indices into the options of each role.
     """
 
     value_K4: np.ndarray
     index_KR: np.ndarray
 
     def joined(self, options: Sequence[Simulated]) -> "_Choices":
-        """Choices with one more role."""
+        """Return the combinations with one more role."""
         own_M4 = np.array([(*own.seconds[1:], own.idle_bytes, own.excess_bytes) for own in options]).reshape(-1, 4)
         ways, more = len(self.value_K4), len(own_M4)
         old_J4, new_J4 = np.repeat(self.value_K4, more, axis=0), np.tile(own_M4, (ways, 1))
@@ -79,7 +81,11 @@ class _Choices:
 
 
 class PoolOptions:
-    """Simulates and counts the layouts of a problem's roles, each once, with one choice of what is offloaded."""
+    """Options of pools for one choice of offloading: simulates each layout of the problem's roles once.
+
+    Attributes:
+      simulated: Number of simulated layouts.
+    """
 
     def __init__(self, simulator: Simulator, problem: PlacementProblem, offload: tuple[str, ...]) -> None:
         self._simulator, self._problem, self._offload = simulator, problem, offload
@@ -94,14 +100,14 @@ class PoolOptions:
         self.simulated = 0
 
     def _points_of_all_sizes(self, roles: tuple[str, ...]) -> list[Point]:
-        """Points of a pool on every size, without those that another one beats with no more devices."""
+        """Return the points of a pool over all sizes, without points dominated by a point with no more devices."""
         sizes = pool_sizes(self._problem.hardware, devices_per_host=self._problem.devices_per_host or 1)
         points = [point for devices in sizes for point in self.points(roles, devices)]
         values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
         return [points[index] for index in undominated(values)]
 
     def points(self, roles: tuple[str, ...], devices: int) -> list[Point]:
-        """Points of a pool on one number of devices; none of them beats another in every stage."""
+        """Return the points of a pool on one number of devices, without points that are dominated in every stage."""
         if self._generates in roles:
             others = tuple(role for role in roles if role != self._generates)
             return self._generating(self._generates, others, devices)
@@ -114,7 +120,7 @@ class PoolOptions:
         return found
 
     def _generating(self, name: str, others: tuple[str, ...], devices: int) -> list[Point]:
-        """Every choice for the role that generates with every choice for the others, M x K ways."""
+        """Return the points of a generating pool: M layouts of the generating role, K combinations of other roles."""
         options, ways = self._options(name, devices, True), self._ways(others, devices)
         if not options or not len(ways.value_K4):
             return []
@@ -153,14 +159,14 @@ class PoolOptions:
         return found
 
     def _cache(self, layout: Layout) -> CachePerSequence:
-        """Cache of sequences of the longest length, in as many copies as there are of it."""
+        """Return the bytes of the cache per sequence of the longest length, times the number of copies."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
         prompt, response = cache_per_sequence(self._generator.model, layout, work, software)
         return CachePerSequence(prompt * software.cache_copies, response * software.cache_copies)
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
-        """Generation by a layout with room for `fit` responses in a replica's cache."""
+        """Return the generation by a layout with room for `fit` responses in a replica's cache."""
         key = (name, devices, _replica(layout), fit)
         if key not in self._generations:
             problem, generator = self._problem, self._generator
@@ -178,7 +184,7 @@ class PoolOptions:
         return self._generations[key]
 
     def _join(self, roles: tuple[str, ...], devices: int) -> _Choices:
-        """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""
+        """Return the combinations of layouts of roles that do not generate here, without dominated combinations."""
         if not roles:
             return _Choices(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
         merged = self._ways(roles[:-1], devices).joined(self._options(roles[-1], devices, False))
@@ -189,14 +195,14 @@ class PoolOptions:
         return tuple(self._options(role, devices, False)[index] for role, index in zip(roles, index_R, strict=True))
 
     def _simulate(self, name: str, devices: int, generates: bool) -> list[Simulated]:
-        """All layouts of one role that fit by themselves and that no other one beats."""
+        """Return all layouts of one role that fit alone and are not dominated."""
         found: dict[tuple[int, ...], list[Simulated]] = {}
         options = simulated_layouts(self._simulator, self._problem, name, devices, self._offload, generates=generates)
         for option in options:
             self.simulated += 1
             if option.idle_bytes + option.excess_bytes <= self._usable_bytes:
                 found.setdefault(_replica(option.layout), []).append(option)
-        # Layouts are compared only with those that generate alike: what generation takes depends on other roles.
+        # Compare only layouts with equal replicas: the seconds of generation depend on the memory of other roles.
         kept = []
         for group in found.values():
             value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
@@ -213,7 +219,7 @@ def simulated_layouts(
     *,
     generates: bool,
 ) -> Iterator[Simulated]:
-    """A role on a pool in each of its layouts; a rollout is the role that generates, elsewhere."""
+    """Simulate a role on a pool in each of its layouts; `rollout` is the generating role on a separate pool."""
     role = role_named(problem, name)
     for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
         if name == ROLLOUT:
@@ -223,20 +229,23 @@ def simulated_layouts(
 
 
 def role_named(problem: PlacementProblem, name: str) -> Role:
-    """The role of that name; a rollout has the generating role's model."""
+    """Return the role of a name; `rollout` is the generating role."""
     return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
 
 
 def _replica(layout: Layout) -> tuple[int, ...]:
-    """Generation layout: ways that experts are divided, parts of positions, stages and tensor shards."""
+    """Return the generation layout: numbers of expert shards, position parts, stages and tensor shards."""
     return layout.expert, layout.generation_context, layout.generation_stage, layout.generation_tensor
 
 
 def undominated(value_KD: np.ndarray) -> np.ndarray:
-    """Indices, ascending, of rows that no other row is at most equal to in every column; of equal rows the first."""
+    """Return the indices, ascending, of rows that no other row beats or equals in every column.
+
+    A smaller value is better. The first of equal rows is kept.
+    """
     order = np.lexsort((np.arange(len(value_KD)), value_KD.sum(axis=1)))
     kept = []
-    # Nothing later in the order can beat what comes first: its sum is no smaller.
+    # A later row cannot dominate an earlier row: its sum is not smaller.
     while len(order):
         first, order = order[0], order[1:]
         kept.append(first)

@@ -1,7 +1,8 @@
-"""Is the final answer right, as mathematics? `\\\\frac{1}{2}`, `0.5` and `2/4` are one answer.
+"""Math reward: compares final answers as mathematics, so `\\\\frac{1}{2}`, `0.5` and `2/4` are equal.
 
-An answer is read as a whole: a quantity with its unit, a list, an interval, a relation, a table, or words. What cannot
-be read as a whole is compared as text, and no number inside it counts. docs/rewards.md has what was decided.
+An answer is read as a whole: a quantity with its unit, a list, an interval, a relation, a table, or words. An answer
+that cannot be read as a whole is compared as text, and numbers inside it are not compared. docs/rewards.md lists the
+decisions behind these rules.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
 from jaxrlhf.rewards.mathematics.stated import reference_text, stated_answer
 
 _LONGEST = 2000
-"""Characters of an answer that is read; a longer one is compared as text."""
+"""Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
 
 
 def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
@@ -43,5 +44,5 @@ def same_text(given: str, expected: str) -> bool:
     if len(given) > _LONGEST or len(expected) > _LONGEST:
         return False
     wanted, bare = read_answer(without_commas(undressed(expected))), undressed(given)
-    # Whether 100,200 is one number or two is the reference's to say.
+    # The answer 100,200 may be one number or two: it is read in both ways and compared with the reference.
     return any(equal(read_answer(each), wanted) for each in dict.fromkeys((without_commas(bare), bare)))

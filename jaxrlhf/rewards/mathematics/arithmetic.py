@@ -1,4 +1,4 @@
-"""Reads sums, products, powers, roots and functions from tokens."""
+"""Parser for sums, products, powers, roots and functions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _DEEPEST = 60
 
 
 class ExpressionReader(ABC):
-    """Reader of expressions.
+    """Recursive-descent parser of expressions.
 
     Attributes:
       tokens: Tokens of the answer.
       place: Index of the next token.
-      base: Digits and base of the number that was read last, where a base is written below.
+      base: Digits and base of the last number with a base as its subscript; None without a base.
     """
 
     def __init__(self, tokens: Sequence[Token]) -> None:
@@ -30,7 +30,7 @@ class ExpressionReader(ABC):
 
     @abstractmethod
     def bracketed(self, opened: str) -> Any:
-        """Read what is between brackets."""
+        """Read the content of brackets."""
 
     @abstractmethod
     def table(self) -> Any:
@@ -41,19 +41,19 @@ class ExpressionReader(ABC):
         return self.tokens[self.place] if self.place < len(self.tokens) else None
 
     def next_is(self, ahead: int, *texts: str) -> bool:
-        """Return whether a token is one of the texts, counted from the next one."""
+        """Return whether the token `ahead` places after the next token is one of the texts."""
         place = self.place + ahead
         return place < len(self.tokens) and self.tokens[place].text in texts
 
     def accept(self, *texts: str) -> bool:
-        """Read the next token if it is one of the texts."""
+        """Read the next token if it is one of the texts; return whether it was read."""
         if self.next_is(0, *texts) and self.tokens[self.place].kind != "letter":
             self.place += 1
             return True
         return False
 
     def expr(self, value: Any) -> Expr:
-        """Return a value that has to be an expression.
+        """Check that a value is an expression, and return it.
 
         Raises:
           Unread: The value is a list, a set or words.
@@ -63,7 +63,7 @@ class ExpressionReader(ABC):
         return value
 
     def sum(self) -> Any:
-        """Read terms with signs between them; a value of another kind stands alone."""
+        """Read terms joined by plus and minus signs, or a single value that is not an expression."""
         self.depth += 1
         if self.depth > _DEEPEST:
             raise Unread("brackets are too deep")
@@ -84,7 +84,7 @@ class ExpressionReader(ABC):
         return self.term()
 
     def term(self) -> Any:
-        """Read factors, with signs of products and quotients between them or nothing."""
+        """Read factors that are joined by multiplication or division signs, or that are side by side."""
         value = self.power()
         while (token := self.peek()) is not None:
             if token.text in ("*", "times", "cdot", "ast") and token.kind != "letter":
@@ -104,7 +104,7 @@ class ExpressionReader(ABC):
         return value
 
     def factor(self) -> Any:
-        """Read a factor that may have a sign."""
+        """Read a factor with an optional sign."""
         token = self.peek()
         if token is not None and token.text in ("-", "+"):
             self.place += 1
@@ -112,7 +112,7 @@ class ExpressionReader(ABC):
         return self.power()
 
     def begins_factor(self, token: Token) -> bool:
-        """Return whether a token begins a factor that no sign of a product announces."""
+        """Return whether a token begins a factor that needs no multiplication sign before it."""
         if token.kind in ("number", "letter", "function", "constant", "vector"):
             return True
         if token.kind == "command":
@@ -122,7 +122,7 @@ class ExpressionReader(ABC):
         )
 
     def power(self) -> Any:
-        """Read a base with its exponents, factorials, subscripts and degrees."""
+        """Read an operand with its exponents, factorials, degrees and primes."""
         value = self.operand()
         while (token := self.peek()) is not None:
             if token.text == "^":
@@ -142,7 +142,7 @@ class ExpressionReader(ABC):
         return value
 
     def degrees(self) -> bool:
-        """Read the circle of degrees, if the exponent is one."""
+        """Read the degree sign if the exponent is a degree sign; return whether it was read."""
         for offset, texts in ((0, ("circ",)), (1, ("circ",))):
             if self.next_is(offset, *texts) and (offset == 0 or self.next_is(0, "{")):
                 self.place += 1 + 2 * offset
@@ -183,7 +183,7 @@ class ExpressionReader(ABC):
         raise Unread(f"{token.text!r} begins no value")
 
     def inside_braces(self) -> Any:
-        """Read a group behind its opening brace."""
+        """Read a group after its opening brace."""
         bars, self.bars = self.bars, 0
         value = self.sum()
         self.bars = bars
@@ -192,7 +192,7 @@ class ExpressionReader(ABC):
         return value
 
     def number(self, token: Token) -> Expr:
-        """Read what belongs to a number: a base, or the fraction of a mixed number."""
+        """Read the rest of a number: a base as a subscript, or the fraction of a mixed number."""
         value = number(token.value)
         if self.next_is(0, "_"):
             self.place += 1
@@ -205,7 +205,7 @@ class ExpressionReader(ABC):
         return value if fraction is None else number(token.value + fraction)
 
     def proper_fraction(self) -> Fraction | None:
-        """Read a fraction of whole numbers that is behind a whole number, if one is."""
+        """Read the proper fraction after a whole number; return None if there is none."""
         start, parts = self.place, None
         first = self.peek()
         if first is not None and first.kind == "number" and first.spaced and self.next_is(1, "/"):
@@ -225,7 +225,7 @@ class ExpressionReader(ABC):
         return Fraction(parts[0], parts[1])
 
     def variable(self, name: str) -> Expr:
-        """Read the subscript of a variable; `e` and `i` without one are constants."""
+        """Read the subscript of a variable; `e` and `i` without a subscript are constants."""
         if self.next_is(0, "_"):
             self.place += 1
             return symbol(f"{name}_{self.subscript()}")
@@ -250,7 +250,7 @@ class ExpressionReader(ABC):
         """Read the argument of a command: a group, or one token.
 
         Args:
-          digits: Whether a number gives its first digit alone, as in LaTeX's `\\frac12`.
+          digits: True to read only the first digit of a number, as LaTeX does in `\\frac12`.
         """
         token = self.peek()
         if token is None:
@@ -294,7 +294,7 @@ class ExpressionReader(ABC):
         return value if exponent is None else operation("pow", value, exponent)
 
     def function_argument(self) -> list[Expr]:
-        """Read arguments in round brackets, or the factors behind a function."""
+        """Read the arguments of a function: in round brackets, or as the factors after its name."""
         if self.accept("("):
             found = [self.expr(self.sum())]
             while self.accept(","):
@@ -312,11 +312,11 @@ class ExpressionReader(ABC):
         return [value]
 
     def signed_power(self) -> Any:
-        """Read a power that may have a minus before it."""
+        """Read a power with an optional minus sign."""
         return operation("neg", self.expr(self.power())) if self.accept("-") else self.power()
 
     def power_of_root(self) -> Expr:
-        """Read a root: its degree in square brackets, and what is under it."""
+        """Read a root: its optional degree in square brackets, and its argument."""
         degree = number(2)
         if self.accept("["):
             degree = self.expr(self.sum())

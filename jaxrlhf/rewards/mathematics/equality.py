@@ -28,7 +28,7 @@ _EVERYTHING = ("allrealnumbers", "allreals", "anyrealnumber", "realnumbers")
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two answers are the same answer."""
+    """Return whether the values of two answers are equal."""
     one, other = _simplest(one), _simplest(other)
     for left, right in ((one, other), (other, one)):
         verdict = _compare(left, right)
@@ -38,7 +38,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def _simplest(value: Any) -> Any:
-    """Return a value without what does not count beside a value of another kind."""
+    """Return the simplest equivalent value: a list of one value, words for a set, and tables may change their kind."""
     if isinstance(value, Items) and len(value.values) == 1 and value.bracket in ("", "{}"):
         return _simplest(value.values[0])
     if isinstance(value, Words) and value.text in _NOTHING:
@@ -55,7 +55,7 @@ def _simplest(value: Any) -> Any:
 
 
 def _compare(one: Any, other: Any) -> bool | None:
-    """Return whether two values are equal; None if the first kind says nothing of the second."""
+    """Return whether two values are equal; None if their kinds have no comparison in this order."""
     match one, other:
         case Relation(), _ if not isinstance(other, Relation) and _value_of(one) is not None:
             return equal(_value_of(one), other)
@@ -94,7 +94,7 @@ def _compare(one: Any, other: Any) -> bool | None:
 
 
 def _value_of(relation: Relation) -> Any:
-    """Return what a named value or a chain of equations comes to; None for other relations."""
+    """Return the value of a named value or of a chain of equations; None for other relations."""
     if set(relation.signs) != {"="}:
         return None
     if relation.named or len(relation.sides) > 2:
@@ -124,21 +124,21 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
 
 
 def _same_digits(one: Quantity, other: Quantity) -> bool:
-    """Compare numbers of which one has its base written below; the other may leave the base out."""
+    """Compare numbers if at least one has its base as a subscript; the other number may leave the base out."""
     if one.base is not None and other.base is not None:
         return one.base == other.base and one.digits.lstrip("0") == other.digits.lstrip("0")
     return not one.unit and not other.unit and alike(one.expr, other.expr)
 
 
 def _same_amounts(one: Compound, other: Compound | Quantity) -> bool:
-    """Compare amounts of several units: in one unit if all are of a kind, else part by part."""
+    """Compare amounts in several units: as totals in one unit if all units are of one kind, else part by part."""
     parts = other.parts if isinstance(other, Compound) else (other,)
     same = _same_size(one.parts, parts)
     return _matched(one.parts, parts) if same is None else same
 
 
 def _same_size(one: Sequence[Quantity], other: Sequence[Quantity]) -> bool | None:
-    """Return whether two amounts are equal in one unit; None where units are unknown or of several kinds."""
+    """Return whether two amounts are equal in one unit; None if units are unknown or of several kinds."""
     left, right = amount_of(one), amount_of(other)
     if left is None or right is None:
         return None
@@ -164,7 +164,11 @@ def _same_relations(one: Relation, other: Relation) -> bool:
 
 
 def _same_differences(one: Sequence[Any], other: Sequence[Any], *, scaled: str) -> bool:
-    """Return whether the sides of two relations differ by the same, up to a constant factor."""
+    """Return whether left minus right is equal in two relations, up to a constant factor.
+
+    Args:
+      scaled: `either` allows a factor of any sign, `up` only a positive factor.
+    """
     if not all(isinstance(side, Quantity) for side in (*one, *other)):
         return False
     first, second = (operation("add", left.expr, operation("neg", right.expr)) for left, right in (one, other))
@@ -195,7 +199,7 @@ def _variable_of(relation: Relation) -> frozenset[str]:
 
 
 def _same_items(one: Items, other: Items) -> bool:
-    """Compare lists: with their order in round or square brackets, without in sets and plain lists."""
+    """Compare lists: the order counts in round and square brackets, but not in sets and plain lists."""
     if len(one.values) != len(other.values) or len(one.values) > _MOST_VALUES:
         amounts = [_compound_of(each) for each in (one, other)]
         return bool(amounts[0] and amounts[1] and _same_amounts(amounts[0], amounts[1]))
@@ -218,7 +222,7 @@ def _compound_of(items: Items) -> Compound | None:
 
 
 def _matched(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether each value has an equal one of its own on the other side."""
+    """Return whether the values of two lists can be matched in equal pairs."""
     left = list(other)
     for value in one:
         place = next((index for index, each in enumerate(left) if equal(value, each)), None)
@@ -229,7 +233,7 @@ def _matched(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _same_families(one: SolutionFamily, other: SolutionFamily) -> bool:
-    """Compare formulas over whole numbers: the same values, however the variable is named."""
+    """Compare formulas over all integers: their values count, and the name of the variable does not."""
     if one.domain != other.domain:
         return False
     lists = [family.value.values if isinstance(family.value, Items) else (family.value,) for family in (one, other)]
@@ -252,7 +256,7 @@ def _matched_by(one: list[Any], other: list[Any], domain: str) -> bool:
 
 
 def _line(value: Any, name: str) -> tuple[Any, Any] | None:
-    """Return start and step of a formula that is linear in a whole number."""
+    """Return start and step of a formula that is linear in the variable `name`; None for other formulas."""
     if isinstance(value, Relation):
         value = _value_of(value)
     if not isinstance(value, Quantity) or value.percent or value.expr.symbols() - {name}:
@@ -287,7 +291,7 @@ def _same_classes(one: Congruence, other: Congruence) -> bool:
 
 
 def _same_ratios(one: Ratio, other: Ratio) -> bool:
-    """Compare times of day as they stand, and other ratios by their proportions."""
+    """Compare times of day number by number, and other ratios by their proportions."""
     if len(one.parts) != len(other.parts) or (one.suffix and other.suffix and one.suffix != other.suffix):
         return False
     if (one.clock and other.clock) or one.suffix or other.suffix:

@@ -1,7 +1,7 @@
-"""Expressions of an answer, and their equality: exact numbers, functions of variables at random points.
+"""Expressions of an answer, and their equality: numbers by value, functions of variables at random points.
 
-Two expressions are equal if their values are, to 40 digits, with each variable at the same random number, of both
-signs and at many points. No computer algebra is asked, so that a comparison ends.
+Two expressions are equal if their values agree to 40 digits at several random points, with positive and negative
+variables. No computer algebra is used, so every comparison ends.
 
 Source: Schwartz 1980, Fast probabilistic algorithms for verification of polynomial identities.
 """
@@ -17,25 +17,25 @@ from typing import Any
 import mpmath
 
 DIGITS = 60
-"""Decimal digits of a computation."""
+"""Working precision in decimal digits."""
 _SAME = mpmath.mpf(10) ** -40
-"""Largest difference of equal values, relative to the larger one."""
+"""Largest difference of equal values, relative to the larger value."""
 _POINTS = 6
 _LARGEST_EXPONENT = 10**6
-"""Largest exponent, and number under a factorial, that are computed."""
+"""Largest exponent, and largest argument of a factorial, that is computed."""
 _MOST_DIGITS = 5000
 
 Number = Any
-"""A number of mpmath."""
+"""Number of mpmath."""
 
 
 class Undefined(ValueError):
-    """An expression without a value: a division by zero, or a number that is too large to compute."""
+    """Error: an expression has no value, by a division by zero, or is too large to compute."""
 
 
 @dataclass(frozen=True)
 class Expr:
-    """A number, a variable, or an operation.
+    """Expression: a number, a variable, or an operation.
 
     Attributes:
       head: `number`, `symbol`, or the name of an operation in `OPERATIONS`.
@@ -96,13 +96,13 @@ def _power(base: Number, exponent: Number) -> Number:
         raise Undefined("a division by zero")
     if mpmath.im(base) == 0 and mpmath.re(base) < 0 and mpmath.im(exponent) == 0:
         odd = _odd_root(exponent)
-        if odd is not None:  # the real root, as answers mean it
+        if odd is not None:  # the real root, because answers mean the real root
             return odd * mpmath.power(-base, exponent)
     return mpmath.power(base, exponent)
 
 
 def _odd_root(exponent: Number) -> int | None:
-    """Return the sign of a negative number's power with an odd denominator; None for other exponents."""
+    """Return the sign of a negative number's power if the exponent has an odd denominator, else None."""
     found = Fraction(str(mpmath.nstr(exponent, 30))).limit_denominator(99)
     near = abs(mpmath.mpf(found.numerator) / found.denominator - exponent) < mpmath.mpf(10) ** -25
     if not near or found.denominator == 1 or found.denominator % 2 == 0:
@@ -161,14 +161,18 @@ OPERATIONS: dict[str, Callable[..., Number]] = {
         }.items()
     },
 }
-"""Functions of mpmath's numbers by the head of an expression."""
+"""Functions of mpmath numbers, by the head of an expression."""
 
 CONSTANTS = ("pi", "e", "i", "infinity")
 
 
 @lru_cache(maxsize=4096)
 def same(one: Expr, other: Expr) -> bool:
-    """Return whether two expressions are equal wherever either has a value."""
+    """Return whether two expressions are equal at all sampled points at which either has a value.
+
+    Raises:
+      Undefined: The expressions have no variables, and one of them has no value.
+    """
     names = sorted(one.symbols() | other.symbols())
     with mpmath.workdps(DIGITS):
         if not names:
@@ -193,7 +197,7 @@ def same(one: Expr, other: Expr) -> bool:
 
 
 def alike(one: Expr, other: Expr) -> bool:
-    """Return whether two expressions are equal, or written alike where they have no value."""
+    """Return whether two expressions are equal, or have the same form if they have no value."""
     try:
         return same(one, other)
     except Undefined:
@@ -214,7 +218,7 @@ def _close(one: Number, other: Number) -> bool:
 
 
 def real(expr: Expr) -> Any:
-    """Return the value of a constant that is real or infinite, a number of mpmath, else None."""
+    """Return the value of a constant as an mpmath number if it is real or infinite, else None."""
     if expr.symbols():
         return None
     with mpmath.workdps(DIGITS):

@@ -1,4 +1,4 @@
-"""Reads an answer into a value: quantities, lists, intervals, relations, tables; the whole text, or no value."""
+"""Parser of answers: quantities, lists, intervals, relations and tables; it reads the whole text or fails."""
 
 from typing import Any
 
@@ -34,13 +34,13 @@ _OPENED, _CLOSED = (
 
 
 class AnswerReader(ExpressionReader):
-    """Reader of the tokens of one answer."""
+    """Parser of the tokens of one answer."""
 
     def answer(self) -> Any:
-        """Read all tokens.
+        """Read all tokens and return the answer's value.
 
         Raises:
-          Unread: Tokens are left over, or make no value.
+          Unread: Tokens are left over, or do not form a value.
         """
         value = self.values("")
         if self.place < len(self.tokens):
@@ -48,7 +48,7 @@ class AnswerReader(ExpressionReader):
         return value
 
     def values(self, bracket: str) -> Any:
-        """Read values with commas, `and` or `or` between them; a single one without a bracket is itself."""
+        """Read values separated by commas, `and` or `or`; a single value without a bracket is returned as it is."""
         found, joiner = [self.item()], ","
         while (token := self.peek()) is not None and token.text in _JOINERS and token.kind != "letter":
             self.place += 1
@@ -85,7 +85,7 @@ class AnswerReader(ExpressionReader):
         return self.chain()
 
     def name(self) -> Any:
-        """Return what stands before an equals sign if that is a name; the sign is next then."""
+        """Read the name before an equals sign, so that the sign is next; return None if no name precedes a sign."""
         depth, end = 0, self.place
         while end < len(self.tokens):
             token = self.tokens[end]
@@ -144,7 +144,7 @@ class AnswerReader(ExpressionReader):
         return found
 
     def congruence(self, left: Any) -> Congruence:
-        """Read what follows the sign of a congruence."""
+        """Read the rest of a congruence, after its sign."""
         right = self.sum()
         self.accept("(")
         if not (self.accept("pmod") or self.accept("mod") or self.accept("bmod")):
@@ -193,7 +193,7 @@ class AnswerReader(ExpressionReader):
         return quantity
 
     def ratio(self, first: Expr) -> Ratio:
-        """Read what follows the first number of a ratio or a time of day."""
+        """Read the rest of a ratio or a time of day, after its first number."""
         start = self.place - 1
         parts = [first]
         while (colon := self.peek()) is not None and self.accept(":"):
@@ -245,11 +245,11 @@ class AnswerReader(ExpressionReader):
         return Quantity(value, unit)
 
     def follows_word(self) -> bool:
-        """Return whether a word is behind the next token."""
+        """Return whether a word follows the next token."""
         return self.place + 1 < len(self.tokens) and self.tokens[self.place + 1].kind == "word"
 
     def words(self) -> Words:
-        """Read words, and whatever is between them, up to the end of the answer."""
+        """Read words, and numbers and signs between them, up to a comma, semicolon, equals sign or closing bracket."""
         found = ""
         while (token := self.peek()) is not None and token.text not in (",", ";", "=", *_CLOSED):
             if token.kind not in ("word", "letter", "sign", "number", "constant", "function"):
@@ -259,7 +259,7 @@ class AnswerReader(ExpressionReader):
         return Words(found.lower().replace(".", ""))
 
     def bracketed(self, opened: str) -> Any:
-        """Read what is between brackets: a group, a point, an interval, a set."""
+        """Read the content of brackets: a group, a point, an interval or a set."""
         if opened == "\\{" and self.next_is(0, "begin"):
             self.place += 1
             table = self.table()
@@ -290,7 +290,7 @@ class AnswerReader(ExpressionReader):
         return Items(inner.values, {"langle": "()", "\\{": "{}", "<": "()"}.get(opened, opened + shut))
 
     def table(self) -> Table:
-        """Read an environment of rows behind `\\begin`."""
+        """Read an environment of rows, after `\\begin`."""
         kind = self.braced_name()
         rows: list[list[list[Token]]] = [[[]]]
         depth = 0
@@ -317,7 +317,7 @@ class AnswerReader(ExpressionReader):
 
 
 def _without_condition(cell: list[Token]) -> list[Token]:
-    """Return a cell without the `if`, `for` or comma between a value and its condition."""
+    """Return a table cell without a leading `if`, `for` or comma before its condition, and without end punctuation."""
     while cell and cell[0].text in ("if", "for", "when", ",", "otherwise,"):
         cell = cell[1:]
     while cell and cell[-1].text in (",", ";", "."):
@@ -326,7 +326,7 @@ def _without_condition(cell: list[Token]) -> list[Token]:
 
 
 def _is_name(tokens: list[Token]) -> bool:
-    """Return whether tokens before an equals sign name something, and compute nothing."""
+    """Return whether tokens before an equals sign are a name rather than a formula."""
     depth, before = 0, ""
     for token in tokens:
         depth += (token.text in _OPENED) - (token.text in _CLOSED)
@@ -359,7 +359,7 @@ def _expr(value: Any) -> Expr:
 
 
 def _both_signs(value: Any) -> list[Any]:
-    """Return a value, or the two that a plus-minus sign makes of it."""
+    """Return a value, or the two values that its plus-minus sign stands for."""
     replaced = [_with_sign(value, sign) for sign in (1, -1)]
     return [value] if replaced[0] == value else replaced
 

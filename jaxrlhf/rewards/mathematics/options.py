@@ -1,4 +1,4 @@
-"""Options of a multiple choice."""
+"""Comparison of multiple-choice options."""
 
 import re
 
@@ -11,7 +11,7 @@ _CHOSEN = re.compile(
 
 
 def same_option(given: str, expected: str) -> bool:
-    """Return whether an answer chooses the option that the reference names by its letter alone."""
+    """Return whether an answer chooses the reference's option; the reference must be a letter alone."""
     wanted = _LETTER.fullmatch(_bare(expected))
     if wanted is None:
         return False

@@ -1,4 +1,4 @@
-"""Text of an answer to its value."""
+"""Parsing of an answer's text to a value."""
 
 import re
 from functools import lru_cache
@@ -14,7 +14,7 @@ _TEXT_COMMANDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)(?![a-z
 
 @lru_cache(maxsize=4096)
 def read_answer(bare: str) -> Any:
-    """Return the value of an undressed answer; words if the answer is no mathematics that can be read."""
+    """Return the value of an answer from `undressed`; `Words` if the answer cannot be parsed as mathematics."""
     try:
         return AnswerReader(tokens_of(bare)).answer()
     except (Unread, RecursionError):
@@ -22,7 +22,7 @@ def read_answer(bare: str) -> Any:
 
 
 def is_mathematics(text: str) -> bool:
-    """Return whether a text can be read as a whole, and is not words or a list that has words."""
+    """Return whether a text can be parsed as a whole, and is neither words nor a list that contains words."""
     value = read_answer(without_commas(undressed(text)))
     parts = value.values if isinstance(value, Items) else (value,)
     last = [part.sides[-1] if isinstance(part, Relation) else part for part in parts]
@@ -30,7 +30,7 @@ def is_mathematics(text: str) -> bool:
 
 
 def squeezed(text: str) -> str:
-    """Return a text without spaces and without what only changes its looks."""
+    """Return a text without spaces, formatting commands, braces and backslashes."""
     bare = _TEXT_COMMANDS.sub("", undressed(text))
     kept = "".join(letter for letter in bare if not letter.isspace() and letter not in "{}\\")
     return re.sub(r"(?<!\d)\.(?!\d)|\.$", "", kept).strip(",;:?")

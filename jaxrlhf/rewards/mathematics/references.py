@@ -1,4 +1,4 @@
-"""Reference answers that are no mathematics which can be read."""
+"""Search for reference answers that cannot be parsed as mathematics."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxrlhf.rewards.mathematics.values import Words
 
 
 def read_as_text(answers: Sequence[str]) -> list[str]:
-    """Return references with digits or formulas that can only be compared as text; plain words are none of them."""
+    """Return the references with digits or formulas that can only be compared as text; plain words are left out."""
     found = []
     for answer in answers:
         text = reference_text(answer)

@@ -1,4 +1,4 @@
-"""Sets of real numbers: intervals, unions, and what an inequality of one variable says."""
+"""Sets of real numbers: intervals, unions, and solutions of inequalities in one variable."""
 
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ EVERYTHING = RealInterval(operation("neg", INFINITY), INFINITY, False, False)
 
 
 def interval_of(value: Any) -> RealInterval | None:
-    """Return a pair in brackets as an interval."""
+    """Return a pair in brackets as an interval; None for other values."""
     if isinstance(value, RealInterval):
         return value
     if not isinstance(value, Items) or len(value.values) != 2 or value.bracket not in ("()", "(]", "[)", "[]"):
@@ -42,7 +42,11 @@ def joined(one: Any, other: Any) -> Union:
 
 
 def without(whole: Any, points: Any) -> Union:
-    """Return the real numbers without single points."""
+    """Return all real numbers except single points.
+
+    Raises:
+      Unread: `whole` is not the set of all real numbers, or `points` is not a set of numbers.
+    """
     if whole != Union((EVERYTHING,)) or not isinstance(points, Items) or points.bracket != "{}":
         raise Unread("a difference of sets")
     ends = sorted((_number(each) for each in points.values), key=lambda expr: float(_real(real(expr))))
@@ -63,12 +67,12 @@ def _number(value: Any) -> Expr:
 
 
 def turned(sign: str) -> str:
-    """Return the sign of a comparison whose sides change places."""
+    """Return the sign of a comparison after its sides are exchanged."""
     return {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
 
 
 def set_of(value: Any) -> Union | None:
-    """Return the numbers that a value means, if the value is a set or an inequality of one variable."""
+    """Return the set of a value that is an interval, a union or inequalities in one variable; else None."""
     if isinstance(value, Union):
         return value
     if isinstance(value, Items) and value.joiner in ("or", "and") and not value.bracket:
@@ -85,7 +89,7 @@ def set_of(value: Any) -> Union | None:
 
 
 def _solution(relation: Relation) -> Union | None:
-    """Return the interval of a chain such as 2 <= x < 5."""
+    """Return the interval that a chain such as 2 <= x < 5 describes; None for other relations."""
     if relation.named or not set(relation.signs) <= {"<", "<=", ">", ">="} or len(relation.sides) > 3:
         return None
     sides, signs = relation.sides, relation.signs
@@ -106,7 +110,7 @@ def _solution(relation: Relation) -> Union | None:
 
 
 def _intersection(sets: list[Union]) -> Union | None:
-    """Return the numbers that are in each of several sets of one interval."""
+    """Return the intersection of sets that are one interval each; None for other sets."""
     if any(len(each.parts) != 1 for each in sets):
         return None
     found = sets[0].parts[0]
@@ -122,7 +126,7 @@ def _intersection(sets: list[Union]) -> Union | None:
 
 
 def same_sets(one: Union, other: Union) -> bool:
-    """Compare unions of intervals, joined where they meet."""
+    """Compare unions of intervals after merging intervals that meet."""
     merged = [_merged(each) for each in (one, other)]
     if merged[0] is None or merged[1] is None:
         return one == other
@@ -138,7 +142,7 @@ def same_sets(one: Union, other: Union) -> bool:
 
 
 def _merged(union: Union) -> list[RealInterval] | None:
-    """Return intervals in order, those that meet as one; None where an end is no real number."""
+    """Return sorted intervals, merged where they meet; None if an interval is empty or an end is not a real number."""
     ends = [(real(part.low), real(part.high), part) for part in union.parts]
     if any(low is None or high is None for low, high, _ in ends):
         return None

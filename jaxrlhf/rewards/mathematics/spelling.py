@@ -1,4 +1,4 @@
-"""Spellings of an answer brought to one form: signs of Unicode, dress, spaces, thousands, punctuation."""
+"""Normalization of an answer's spelling: Unicode, formatting commands, spaces, thousands separators, punctuation."""
 
 import re
 
@@ -30,7 +30,7 @@ _PUNCTUATION = " \t\n.,;:?"
 
 
 def plain(text: str) -> str:
-    """Return a text with signs of Unicode as LaTeX and ASCII, and numbers without gaps between thousands."""
+    """Return a text with Unicode characters as LaTeX or ASCII, and numbers without gaps between thousands."""
     text = without_gaps(text)
     text = re.sub(rf"(?<=\d)\s*(?=[{''.join(FRACTIONS)}])", " ", text)
     text = text.translate(_TABLE)
@@ -38,12 +38,12 @@ def plain(text: str) -> str:
 
 
 def _joined(found: re.Match[str]) -> str:
-    """Return raised figures that stand side by side as one exponent."""
+    """Join adjacent superscripts, or adjacent subscripts, into one."""
     return found[0][0] + "{" + re.sub(r"[\^_{}]", "", found[0]) + "}"
 
 
 def undressed(text: str) -> str:
-    """Return an answer without what only changes its looks, and without punctuation around it."""
+    """Return an answer without formatting commands and without punctuation at its ends."""
     text = plain(text)
     text = re.sub(r"\\begin\{(array|tabular)\}\s*\{[^{}]*\}", r"\\begin{\1}", text)
     text = _ENVIRONMENT.sub(" ", text)
@@ -65,9 +65,9 @@ def undressed(text: str) -> str:
 
 
 def without_commas(text: str) -> str:
-    """Return a text whose numbers have no commas between thousands.
+    """Remove commas between the thousands of numbers.
 
-    Between brackets a comma without a space is one between values, unless other commas have spaces behind them.
+    A text with brackets stays unchanged, because its commas separate values, unless a comma is followed by a space.
     """
     if re.search(r"[(\[]|\\\{|langle", text) and not re.search(r",\s", text):
         return text
@@ -75,7 +75,7 @@ def without_commas(text: str) -> str:
 
 
 def stripped(text: str) -> str:
-    """Return a text without punctuation and empty braces at its ends."""
+    """Return a text without punctuation and backslashes at its ends, and without braces around the whole text."""
     before = None
     while before != text:
         before = text
@@ -87,7 +87,7 @@ def stripped(text: str) -> str:
 
 
 def closes(text: str, place: int) -> int | None:
-    """Return the place of the bracket that closes the one at `place`; None if there is none."""
+    """Return the index of the bracket that closes the bracket at `place`; None if there is none."""
     opened, closed = text[place], {"{": "}", "(": ")", "[": "]"}[text[place]]
     depth = 0
     for index in range(place, len(text)):

@@ -1,4 +1,4 @@
-"""Finds the final answer that a response states."""
+"""Search for the final answer that a response states."""
 
 import re
 
@@ -21,16 +21,21 @@ _SENTENCES = re.compile(r"(?<=[.!?])[ \t]+|\n+")
 _WORD = re.compile(r"[^ \t\n]+")
 _MATH = re.compile(rf"[\d\\^\u03c0\u221a\u221e{''.join(FRACTIONS)}]")
 _MOST_WORDS = 24
-"""Words of a sentence among which an answer in plain text is searched."""
+"""Maximum number of words of a sentence that are searched for an answer in plain text."""
 _MARK = "####"
 
 
 def stated_answer(text: str) -> str | None:
     """Return the final answer of a text; None if the text states none.
 
-    The last box counts, with boxes before it that commas or `and` join to it; then what `<answer>` tags hold, what is
-    behind the last `####`, a formula behind the last "answer is", the last formula, and what "answer is" says in plain
-    text; at last the last number with all that belongs to it.
+    The first of these that exists is the answer:
+
+    - the last box, with earlier boxes that commas or `and` join to it
+    - the content of the last `<answer>` tags
+    - the text after the last `####`
+    - the first formula after the last "answer is", else the plain text after it
+    - the last formula
+    - the last number, with all that belongs to it
     """
     boxes = _boxes(text)
     if boxes is not None:
@@ -57,7 +62,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def reference_text(answer: str) -> str | None:
-    """Return the answer of a reference: of its boxes or formulas, else the whole reference; None of an empty one."""
+    """Return the answer in a reference: its boxes or formulas, else the whole reference; None if it is empty."""
     boxes = _boxes(answer)
     if boxes is not None:
         return boxes or None
@@ -77,12 +82,12 @@ def reference_text(answer: str) -> str | None:
 
 
 def _without_stop(text: str) -> str:
-    """Return plain text without the punctuation at its end, where an exclamation mark is no factorial."""
+    """Strip punctuation from the end of plain text; an exclamation mark there is not a factorial."""
     return text.rstrip(" \t\n.,;:?!")
 
 
 def _boxes(text: str) -> str | None:
-    """Return what the last boxes hold that belong together."""
+    """Return the content of the last box, with earlier boxes that belong to it; None without a box."""
     found: list[tuple[int, int, str]] = []
     for box in _BOX.finditer(text):
         end = closes(text, box.end())
@@ -102,7 +107,7 @@ def _boxes(text: str) -> str | None:
 
 
 def _formulas(text: str) -> list[str]:
-    """Return what stands between dollar signs or brackets of formulas, but for amounts of money."""
+    """Return the formulas between dollar signs or LaTeX's formula brackets, except amounts of money."""
     found = []
     for match in _FORMULA.finditer(text):
         inner = next(group for group in match.groups() if group is not None)
@@ -113,7 +118,7 @@ def _formulas(text: str) -> list[str]:
 
 
 def _formula(text: str, *, first: bool = False) -> str | None:
-    """Return the last formula, or the first one."""
+    """Return the last formula or, with `first`, the first formula; None if there is none."""
     found = _formulas(text)
     return None if not found else found[0 if first else -1]
 
@@ -124,7 +129,7 @@ def _sentence(text: str) -> str:
 
 
 def _beginning(sentence: str) -> str | None:
-    """Return the longest beginning of a sentence that is mathematics; the sentence where none is."""
+    """Return the longest beginning of a sentence that is mathematics; the whole sentence if there is none."""
     words = _WORD.findall(sentence)
     for end in range(min(len(words), _MOST_WORDS), 0, -1):
         found = _readable(" ".join(words[:end]))
@@ -134,7 +139,7 @@ def _beginning(sentence: str) -> str | None:
 
 
 def _ending(text: str) -> str | None:
-    """Return the longest end of the last sentence with a number that is mathematics."""
+    """Return the longest end, if it is mathematics, of the last sentence that contains a number or formula sign."""
     for sentence in reversed(_SENTENCES.split(_EMPHASIS.sub(r"\2", text))):
         words = _WORD.findall(sentence)[-_MOST_WORDS:]
         if not _MATH.search(" ".join(words)):
@@ -150,6 +155,6 @@ def _ending(text: str) -> str | None:
 
 
 def _readable(text: str) -> str | None:
-    """Return plain text, without its punctuation, if the text is mathematics."""
+    """Return plain text without its final punctuation if the text is mathematics, else None."""
     bare = _without_stop(text)
     return bare if bare and is_mathematics(bare) else None

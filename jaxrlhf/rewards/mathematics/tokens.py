@@ -1,4 +1,4 @@
-"""Tokens of an answer in LaTeX or plain text."""
+"""Tokenizer for answers in LaTeX or plain text."""
 
 import re
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ _DRESSED = ("mathbf", "vec", "hat", "overrightarrow", "mathcal")
 
 
 class Unread(ValueError):
-    """A text that is no answer of a known form."""
+    """Error: a text is not an answer of a known form."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A number, a letter, a word, a command or a sign.
+    """Number, letter, word, command or sign.
 
     Attributes:
       kind: `number`, `letter`, `word`, `function`, `constant`, `vector`, `command` or `sign`.
       text: Name or sign.
       value: Value of a number.
-      spaced: Whether a space is before the token.
+      spaced: True if a space precedes the token.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Token:
 
 
 def is_word(letters: str) -> bool:
-    """Return whether letters in a row are a word or a unit rather than a product of variables."""
+    """Return whether consecutive letters are a word or a unit rather than a product of variables."""
     if (letters in UNITS and len(letters) > 1) or letters.lower() in SHORT_WORDS:
         return True
     if len(letters) < 3 or set(letters) <= set("abcdxyzABCDXYZ"):
@@ -134,7 +134,7 @@ def _letters(part: str, spaced: bool) -> list[Token]:
 
 
 def _text_tokens(command: str, inside: str, spaced: bool) -> list[Token]:
-    """Tokens of a text command: its words, or what is in it where that is a formula."""
+    """Tokenize the argument of a text command, as a formula if it is one, else as words."""
     bare = inside.strip()
     if command in _DRESSED and re.fullmatch(r"[A-Za-z]{1,2}", bare):
         return [Token("vector", f"{command} {bare}", None, spaced)]
@@ -156,7 +156,7 @@ def _text_tokens(command: str, inside: str, spaced: bool) -> list[Token]:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Return the exact value of a repeating decimal."""
+    """Return a repeating decimal as an exact fraction, in the internal command `rationalnumber`."""
     whole, fixed, *cycles = found.groups()
     cycle = next(each for each in cycles if each)
     shift, nines = 10 ** len(fixed), 10 ** len(cycle) - 1

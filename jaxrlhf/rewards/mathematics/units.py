@@ -1,4 +1,4 @@
-"""Units of quantities: names that mean the same, and amounts in one unit."""
+"""Units of quantities: synonyms, and conversion of amounts to a common unit."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -32,7 +32,7 @@ _SQUARED, _CUBED = ("square", "squared", "sq"), ("cubic", "cubed")
 
 
 def unit_of(text: str) -> str:
-    """Return a unit's name in one spelling, whatever its number."""
+    """Return the canonical name of a unit, in the singular."""
     words = []
     for word in text.split():
         power = ""
@@ -57,7 +57,10 @@ def _singular(word: str) -> str:
 
 
 def amount_of(parts: Sequence[Quantity]) -> tuple[str, Expr] | None:
-    """Return the kind of an amount and its size in the smallest common unit; None of units of several kinds."""
+    """Return the kind of an amount, such as `time`, and its total in the kind's base unit, the unit with factor 1.
+
+    The result is None if a unit is unknown or the units are of several kinds.
+    """
     for kind, factors in _FACTORS.items():
         if all(unit_of(part.unit) in factors for part in parts):
             sizes = [operation("mul", part.expr, number(factors[unit_of(part.unit)])) for part in parts]

@@ -8,13 +8,13 @@ from jaxrlhf.rewards.mathematics.expressions import Expr
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number or formula, with what stands beside it.
+    """Number or formula, with its unit, percent sign or number base.
 
     Attributes:
-      unit: Unit or word behind the number, empty without one.
-      percent: Whether a percent sign is behind the number.
-      base: Base of a number system that is written below the digits.
-      digits: Digits of a number in such a base.
+      unit: Unit or word after the number; empty without a unit.
+      percent: True if a percent sign follows the number.
+      base: Base of the number system, if it is written as a subscript; else None.
+      digits: Digits of the number in this base.
     """
 
     expr: Expr
@@ -26,18 +26,18 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Compound:
-    """Quantities of several units that are one amount, such as 3 hours 20 minutes."""
+    """One amount in several units, such as 3 hours 20 minutes."""
 
     parts: tuple[Quantity, ...]
 
 
 @dataclass(frozen=True)
 class Items:
-    """Several values.
+    """Several values: a point, a set or a list.
 
     Attributes:
-      bracket: Both brackets: `()` and the like of points, whose order counts, `{}` of sets; empty for a plain list.
-      joiner: `or` or `and` where one of these words is between the values, else a comma.
+      bracket: Both brackets: `{}` for sets, other brackets such as `()` for ordered values; empty for a plain list.
+      joiner: `or` or `and` if the word is between the values, else a comma.
     """
 
     values: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Items:
 
 @dataclass(frozen=True)
 class RealInterval:
-    """Numbers between two ends."""
+    """Interval of real numbers; `has_low` and `has_high` are True if the end belongs to the interval."""
 
     low: Expr
     high: Expr
@@ -57,24 +57,24 @@ class RealInterval:
 
 @dataclass(frozen=True)
 class Union:
-    """Intervals and single numbers; none is the empty set."""
+    """Union of intervals; a single number is an interval with equal ends, and no parts are the empty set."""
 
     parts: tuple[RealInterval, ...]
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A chain of comparisons, such as 2 <= x < 5 or y = 2 x + 1; `signs` has one less than `sides`."""
+    """Chain of comparisons, such as 2 <= x < 5 or y = 2 x + 1; `signs` has one entry less than `sides`."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
     named: bool = False
-    """True where the first side is a name, and the last side its value."""
+    """True if the first side is a name and the last side is the value of the name."""
 
 
 @dataclass(frozen=True)
 class Congruence:
-    """A residue class."""
+    """Residue class: `left` is congruent to `right` modulo `modulus`."""
 
     left: Expr
     right: Expr
@@ -83,7 +83,13 @@ class Congruence:
 
 @dataclass(frozen=True)
 class SolutionFamily:
-    """Values of a formula for all whole numbers, such as the solutions of a trigonometric equation."""
+    """Values of a formula for all integers, such as the solutions of a trigonometric equation.
+
+    Attributes:
+      value: Formula or formulas; None if only the membership, such as `k in Z`, was read.
+      name: Name of the integer variable.
+      domain: Words for the set of the variable, such as `numbersz`.
+    """
 
     value: Any
     name: str
@@ -92,11 +98,11 @@ class SolutionFamily:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Numbers between colons.
+    """Numbers separated by colons: a ratio or a time of day.
 
     Attributes:
-      clock: Whether it looks like a time of day, hours and two digits of minutes.
-      suffix: `am` or `pm`, empty without one.
+      clock: True if the numbers look like a time of day, hours and two digits of minutes.
+      suffix: `am` or `pm`; empty without a suffix.
     """
 
     parts: tuple[Expr, ...]
@@ -106,7 +112,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a matrix, or of a case distinction or system of equations (`cases`)."""
+    """Rows of a matrix or, if `cases` is True, of a case distinction or a system of equations."""
 
     rows: tuple[tuple[Any, ...], ...]
     cases: bool = False
@@ -114,6 +120,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Words:
-    """Text, in small letters and without spaces."""
+    """Text in lower case and without spaces."""
 
     text: str

@@ -9,8 +9,8 @@ _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_
 FUNCTIONS, SHORT_WORDS, UNITS, GREEK, NOISE, VERBS = (
     frozenset(_TABLE[name].split()) for name in ("functions", "short_words", "units", "greek", "noise", "verbs")
 )
-"""Sets of words; words.toml says what each is."""
+"""Sets of words; words.toml describes each set."""
 SIGNS: dict[str, str] = _TABLE["signs"]
-"""LaTeX by sign of Unicode."""
+"""LaTeX or ASCII spelling of Unicode characters."""
 FRACTIONS: dict[str, tuple[int, int]] = {sign: (top, bottom) for sign, (top, bottom) in _TABLE["fractions"].items()}
-"""Numerator and denominator by sign of Unicode."""
+"""Numerator and denominator of Unicode fraction characters."""

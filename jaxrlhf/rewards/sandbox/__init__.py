@@ -1,1 +1,1 @@
-"""Programs in responses: run in a sandbox, held against tests."""
+"""Sandbox for programs in responses: runs them and checks them against tests."""

@@ -1,10 +1,9 @@
-"""The program that `sandbox.py` starts: it confines its own process for ever, then runs foreign code in it.
+"""Sandbox entry program, started by `sandbox.py`: confines its own process for good, then runs foreign code in it.
 
-Nothing here needs root. Landlock keeps the process from files other than its directory and the
-interpreter's. A seccomp filter refuses the system calls that make sockets, processes or shared
-memory, that signal or steer other processes, and that change who may use a file. Without
-processes the limits below hold for all that the code does. Started as a file, so it imports
-nothing of the package.
+Nothing here needs root. Landlock denies access to files other than the process's directory and the interpreter's
+files. A seccomp filter refuses system calls that create sockets, processes or shared memory, that signal or control
+other processes, or that change a file's permissions. The code cannot start processes, so the limits below hold for all
+that it does. This program is started as a file, so it imports nothing of the package.
 """
 
 import ctypes
@@ -19,12 +18,12 @@ import struct
 import sys
 import types
 
-LANDLOCK_ABI = 3  # the first that knows of truncation
+LANDLOCK_ABI = 3  # the first version that restricts truncation
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
 READ = 0b1100  # files and directories
 WRITE_FILE = 1 << 1
 EVERYTHING = (1 << 15) - 1  # execute, read, write, make, remove, link, truncate
-DEVICES = 1 << 6 | 1 << 11  # of `EVERYTHING`: making device files
+DEVICES = 1 << 6 | 1 << 11  # rights in `EVERYTHING` to make device files
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
@@ -32,9 +31,9 @@ LOAD, AND, EQUAL, ANY_BIT, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 X32 = 0x40000000
 CLONE_THREAD = 0x10000
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, and what the kernel calls it
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, kernel's architecture id
 # fmt: off
-REFUSED = {  # numbers on x86-64 and on arm64, where a call may be missing
+REFUSED = {  # call numbers on x86-64 and on arm64; None where the call does not exist
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
@@ -56,24 +55,24 @@ REFUSED = {  # numbers on x86-64 and on arm64, where a call may be missing
 CLONE3, CAPSET = (435, 435), (126, 91)
 
 DENY, PASS = (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, ALLOW)
-FIRST, SECOND = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24)  # arguments of the call
-EXAMINED = {  # allowed, but for some arguments
+FIRST, SECOND = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24)  # load an argument of the call
+EXAMINED = {  # calls that are allowed except for some arguments
     "clone": ((56, 220), [FIRST, (ANY_BIT, 1, 0, CLONE_THREAD), DENY]),  # a thread, not a process
-    "prlimit": ((302, 261), [FIRST, (EQUAL, 1, 0, 0), DENY]),  # of this process
+    "prlimit": ((302, 261), [FIRST, (EQUAL, 1, 0, 0), DENY]),  # only for this process
     "prctl": ((157, 167), [FIRST, (EQUAL, 0, 1, PR_SET_PDEATHSIG), DENY]),
     "socketpair": (
-        (53, 199),  # two local ends, which reach nothing else as long as they are streams
+        (53, 199),  # two local ends; as streams they can reach no other socket
         [FIRST, (EQUAL, 1, 0, socket.AF_UNIX), DENY, SECOND, (AND, 0, 0, 15), (EQUAL, 1, 0, socket.SOCK_STREAM), DENY],
     ),
-    "fcntl": ((72, 25), [SECOND, (EQUAL, 0, 1, 8), DENY, (EQUAL, 0, 1, 15), DENY]),  # whom a file signals
-    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # the same
+    "fcntl": ((72, 25), [SECOND, (EQUAL, 0, 1, 8), DENY, (EQUAL, 0, 1, 15), DENY]),  # sets a file's signal receiver
+    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # does so too
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(fd: int) -> None:
-    """Run the job in the file `fd`; the file then holds the job's secret if all of it ran."""
+    """Run the job in the file `fd`; afterwards the file holds the job's secret if the whole job ran."""
     with open(fd, "r+b", buffering=0, closefd=False) as file:
         job = json.loads(file.read())
         file.seek(0)
@@ -120,7 +119,7 @@ def _machine() -> tuple[int, int]:
 
 
 def _call(function: str, *arguments: int | bytes, what: str) -> int:
-    _machine()  # the numbers are Linux's
+    _machine()  # the call numbers are for Linux
     values = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
     result = getattr(_libc, function)(*values)
     if result < 0:
@@ -155,7 +154,7 @@ def _restrict_calls(job: dict) -> None:
         number = numbers[column]
         if number is not None:
             steps += [(EQUAL, 0, 1, number), DENY]
-    # Its flags are behind a pointer; told that it is missing, the C library takes clone.
+    # The filter cannot see clone3's flags behind a pointer; if clone3 is reported missing, the C library uses clone.
     steps += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     for numbers, examination in EXAMINED.values():
         steps += [(EQUAL, 0, len(examination) + 1, numbers[column]), *examination, PASS]
@@ -166,7 +165,7 @@ def _restrict_calls(job: dict) -> None:
 
 
 def _check_closed(job: dict) -> None:
-    """See that neither a socket nor a file outside can be made."""
+    """Check that neither a socket nor a file outside the directory can be created."""
     try:
         os.close(os.open(job["outside"], os.O_WRONLY | os.O_CREAT))
     except PermissionError:
@@ -181,7 +180,7 @@ def _check_closed(job: dict) -> None:
 
 
 def _run(job: dict) -> None:
-    name = "__main__" if job["test"] is None else "program"  # a program under test is imported, not started
+    name = "__main__" if job["test"] is None else "program"  # a program under test runs as if imported
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["program.py"]

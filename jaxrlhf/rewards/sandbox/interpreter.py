@@ -1,4 +1,4 @@
-"""Python interpreter, a tool for a policy that computes: each call is a program of its own in the sandbox."""
+"""Python interpreter as a tool for the policy: each call runs a separate program in the sandbox."""
 
 from jaxrlhf.rewards.sandbox.sandbox import Limits, run
 

@@ -1,17 +1,16 @@
-"""Does the program in a response pass its tests?
+"""Code reward: runs the program in a response against its tests.
 
-The program is the last fenced block behind the response's thinking that is marked as Python or not at all. Its
-tests are a field of the record, in one of these forms (or the JSON text of one):
+The program is the last fenced block after the response's thinking that is marked as Python or has no language mark.
+Its tests are a field of the record, in one of these forms (or as the JSON text of one of them):
 
-    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}      what it reads and is to print
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}      standard input, and expected output
     [{"input": "1 2\\n", "output": "3\\n"}, ...]              the same, pair by pair
-    ["assert add(1, 2) == 3", ...]                          code that runs after it, each line of its own
-    "def check(): ...\\ncheck()"                             the same, as one test
+    ["assert add(1, 2) == 3", ...]                          code that runs after the program, one test per entry
+    "def check(): ...\\ncheck()"                             code that runs after the program, as one test
 
-Every test is a fresh process. Printed texts are equal if their lines are, but for spaces at the
-end of lines and empty lines at the end. Code that tests a program runs in its process and
-believes what it says of itself: against a policy that learns to cheat, what is printed is the
-better test.
+Every test runs in a fresh process. Outputs are compared line by line, ignoring spaces at the end of lines and empty
+lines at the end. Test code runs in the program's process, so the program can deceive it: if a policy learns to cheat,
+tests by output are safer.
 """
 
 import json
@@ -30,7 +29,7 @@ LANGUAGES = ("", "python", "python3", "py")
 
 @dataclass(frozen=True)
 class Case:
-    """One test: code that runs after the program, or what the program reads and is to print."""
+    """One test: code that runs after the program, or the program's standard input and its expected output."""
 
     code: str | None = None
     given: str = ""
@@ -51,11 +50,11 @@ def passes(
     output_bytes: int,
     allow_unsandboxed: bool,
 ) -> float:
-    """1 if the program passes every test, or the fraction that it passes; 0 without a program.
+    """Return 1 if the program passes every test, else 0 or the fraction of passed tests; 0 without a program.
 
     Raises:
-      ValueError: If the record's tests cannot be read; the response is then unscorable, not wrong.
-      RuntimeError: If the machine cannot confine programs.
+      ValueError: The record's tests cannot be read; the response is then unscorable, not wrong.
+      RuntimeError: The machine cannot confine programs.
     """
     cases = read_cases(record.get(tests_key), tests_key)
     program = last_program(after_thinking(prompt, response))
@@ -75,14 +74,14 @@ def passes(
 
 
 def last_program(response: str) -> str | None:
-    """The last closed fenced block in Python; None if there is none."""
+    """Return the last closed fenced block in Python; None if there is none."""
     found: str | None = None
     block: list[str] | None = None
     language = ""
     for line in response.split("\n"):
         fence = line.strip()
         if block is None:
-            if fence.startswith(FENCE) and "`" not in fence.removeprefix(FENCE):  # else it is code within a line
+            if fence.startswith(FENCE) and "`" not in fence.removeprefix(FENCE):  # else it is inline code
                 block, language = [], (fence.removeprefix(FENCE).lower().split() or [""])[0]
         elif fence == FENCE:
             found = "\n".join(block) if language in LANGUAGES else found
@@ -93,10 +92,10 @@ def last_program(response: str) -> str | None:
 
 
 def read_cases(tests: Any, key: str) -> list[Case]:
-    """The tests of a record, in any of the forms of the module's text.
+    """Read the tests of a record, in any form that the module's docstring lists.
 
     Raises:
-      ValueError: If they have another form, or there are none.
+      ValueError: The tests have another form, or there are none.
     """
     if isinstance(tests, str):
         try:
@@ -123,7 +122,7 @@ def _case(test: Any) -> Case | None:
 
 
 def _of_streams(more: Mapping[Any, Any]) -> bool:
-    """True unless LiveCodeBench's or PrimeIntellect's mark of a test says that it calls a function."""
+    """Return False if a LiveCodeBench or PrimeIntellect field marks the test as a function call."""
     return more.get("testtype", "stdin") == "stdin" and more.get("type", "stdin_stdout") == "stdin_stdout"
 
 

@@ -1,4 +1,4 @@
-"""Runs a Python program in a process of its own that is limited and confined; see `confined.py`."""
+"""Sandbox that runs a Python program in a separate, limited and confined process; see `confined.py`."""
 
 import json
 import logging
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that one program may take.
+    """Resource limits of one program.
 
     Attributes:
-      time_s: Wall-clock time, the start of the interpreter included.
-      memory_bytes: Address space.
-      output_bytes: What it prints, and the size of any file that it writes.
-      allow_unsandboxed: Run it also where the machine cannot confine it.
+      time_s: Wall-clock time in seconds, including the start of the interpreter.
+      memory_bytes: Address space in bytes.
+      output_bytes: Size in bytes of the printed output, and of any file that the program writes.
+      allow_unsandboxed: Run the program even if the machine cannot confine it.
     """
 
     time_s: float
@@ -39,12 +39,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a program.
+    """Result of running a program.
 
     Attributes:
-      status: Exit status of the process; None if it was ended at the time limit.
-      output: What it printed.
-      whole: It ran to the end of its test.
+      status: Exit status of the process; None if it was killed at the time limit.
+      output: Printed output.
+      whole: True if the program and its test ran to the end.
     """
 
     status: int | None
@@ -53,19 +53,19 @@ class Ended:
 
 
 def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = None) -> Ended:
-    """Run `program`, and after it `test` among its names.
+    """Run `program`, then `test` in the same namespace.
 
     Args:
-      test: With a test the program is not `__main__`.
+      test: Test code; with a test the program's `__name__` is not `__main__`.
 
     Raises:
-      RuntimeError: If the machine cannot confine the program and `limits` does not allow that.
+      RuntimeError: The machine cannot confine the program and `limits` does not allow that.
     """
-    secret = secrets.token_hex(16)  # so that a program cannot say by accident that it ran to the end
+    secret = secrets.token_hex(16)  # a program cannot report by accident that it ran to the end
     with (
         _folder("program_") as directory,
         tempfile.TemporaryFile() as job,
-        tempfile.TemporaryFile(dir=directory) as given,  # where the program may open them again, as /dev/stdin
+        tempfile.TemporaryFile(dir=directory) as given,  # in this folder the program may reopen it as /dev/stdin
         tempfile.TemporaryFile(dir=directory) as printed,
         _folder("outside_") as outside,
     ):
@@ -88,10 +88,10 @@ def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = Non
 
 
 def check_sandbox(limits: Limits) -> None:
-    """See that this machine confines programs.
+    """Check that this machine confines programs.
 
     Raises:
-      Refusal: If it does not and `limits` does not allow that, or if a program cannot run within the limits.
+      Refusal: Programs cannot be confined and `limits` does not allow that, or a small program exceeds the limits.
     """
     probe = "print(len(bytearray(1 << 24)))"
     try:
@@ -110,7 +110,7 @@ def check_sandbox(limits: Limits) -> None:
 
 @contextmanager
 def _folder(prefix: str) -> Iterator[str]:
-    """A temporary folder whose removal is not waited for, however much a program puts into it, and how deep."""
+    """Create a temporary folder; its removal runs in the background if a program has left files in it."""
     folder = tempfile.mkdtemp(prefix=prefix)
     try:
         yield folder
@@ -122,9 +122,10 @@ def _folder(prefix: str) -> Iterator[str]:
 
 
 def _remove_beside(folder: str) -> None:
-    """Have a process remove a folder; it may be nested too deeply for Python's recursion, or unreadable.
+    """Remove a folder in a background process; the folder may be too deep for Python's recursion, or unreadable.
 
-    It is no child of this one and has none of its environment, so it goes on when this reward process is ended.
+    The background process is not a child of this process and does not inherit its environment, so it survives the end
+    of this reward process.
     """
     command = '{ chmod -R u+rwX -- "$1" 2>/dev/null; rm -rf -- "$1"; } &'
     quiet, environment = subprocess.DEVNULL, {"PATH": os.environ.get("PATH", os.defpath)}
@@ -143,7 +144,7 @@ def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Pop
         stdout=printed,
         stderr=subprocess.DEVNULL,
         pass_fds=[job],
-        start_new_session=True,  # unsandboxed, it may have children; they are ended with it
+        start_new_session=True,  # an unsandboxed program's children are killed with it
     )
 
 

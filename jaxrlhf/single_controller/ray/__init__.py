@@ -1,4 +1,4 @@
-"""Host processes on the machines of a Ray cluster: started, called together, and told apart when they fail.
+"""Host processes on the machines of a Ray cluster: start, collective calls, and diagnosis of failures.
 
-Ray is imported where it is used. Nothing here knows what the processes compute.
+Ray is imported only where it is used. Nothing in this package depends on the computation in the processes.
 """

@@ -1,7 +1,6 @@
-"""The Ray actor of a host process: holds one object whose methods the controller calls.
+"""Ray actor of a host process: holds one object whose methods the controller calls.
 
-Ray starts it with its environment (`cluster.environment`) already in place, so nothing
-here has to come before JAX.
+Ray starts the process with its environment variables (`cluster.environment`) set, so JAX may be imported at any time.
 """
 
 import faulthandler
@@ -27,13 +26,13 @@ STACK_FRAMES = 8
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings that the processes of a pool start with.
+    """Settings with which the processes of a pool start.
 
     Attributes:
       hosts: Hosts in the order of their numbers.
-      coordinator: `ip:port` where JAX processes meet.
+      coordinator: Address `ip:port` of JAX's coordination service.
       factory: Pickled function of rank and number of hosts that makes the object.
-      directory: The controller's working directory, taken where this machine has it.
+      directory: Working directory of the controller, used if it exists on this machine.
       secrets: Environment variables that are kept out of Ray's records.
     """
 
@@ -49,7 +48,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Machine and process id of a host. `worker` is the machine's number in a TPU slice, if it is in one."""
+    """Machine and process id of a host. `worker` is the machine's number in a TPU slice; None outside of one."""
 
     node_ip: str
     pid: int
@@ -58,11 +57,11 @@ class ProcessLocation:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a call ended with.
+    """Exception raised by a call on a host.
 
     Attributes:
-      pickled: The exception; None if it does not pickle.
-      lost_peer: True if it may only follow from the death of another host.
+      pickled: Pickled exception; None if the exception does not pickle.
+      lost_peer: True if the exception may only be a consequence of the death of another host.
     """
 
     pickled: bytes | None
@@ -74,11 +73,11 @@ class Raised:
 
 @dataclass(frozen=True)
 class Activity:
-    """A call in progress.
+    """Call in progress on a host.
 
     Attributes:
-      stack: Its innermost lines.
-      in_jax: True if it waits for JAX, as all of a pool do when one keeps away from a collective.
+      stack: Innermost lines of the call's stack.
+      in_jax: True if the call waits in JAX, as all hosts do if one host misses a collective.
     """
 
     label: str
@@ -88,7 +87,7 @@ class Activity:
 
 
 class HostProcess:
-    """The Ray actor. Calls run in threads, so that `status` answers while they do."""
+    """Ray actor of a host process. Calls run in threads, so that `status` answers while calls run."""
 
     def __init__(self) -> None:
         self._object: Any = None
@@ -97,14 +96,14 @@ class HostProcess:
         self._calls: dict[int, tuple[str, float]] = {}
 
     def place(self) -> ProcessLocation:
-        """Location of this process."""
+        """Return the location of this process."""
         import ray
 
         worker = os.environ.get("TPU_WORKER_ID", "")
         return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), int(worker) if worker.isdigit() else None)
 
     def free_address(self) -> str:
-        """An `ip:port` of this machine that nobody listens on."""
+        """Return an unused `ip:port` of this machine."""
         import ray
 
         with socket.socket() as probe:
@@ -112,7 +111,7 @@ class HostProcess:
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, setup: Setup, number: int, label: str) -> Stored | Raised:
-        """Join the pool's other processes under a number; the value is the rank that JAX gives."""
+        """Join the pool's other processes under a number; return the rank that JAX assigns."""
         self._setup = setup
         self._host = setup.hosts[number]
         return self._run(label, lambda: self._join(setup, number))
@@ -123,7 +122,7 @@ class HostProcess:
         return self._run(label, lambda: self._start(self._setup, host))
 
     def call(self, method: str, args: list[Any], label: str) -> Stored | Raised:
-        """Run a method of the object. `args` is a list of one reference, which Ray would otherwise resolve itself."""
+        """Run a method of the object. `args` is a list with one reference, because Ray would resolve a bare one."""
         import ray
 
         def run() -> Any:
@@ -132,11 +131,11 @@ class HostProcess:
         return self._run(label, run)
 
     def peek(self, name: str) -> Any:
-        """Attribute of the object, while calls run."""
+        """Return an attribute of the object, also while calls run."""
         return getattr(self._object, name)
 
     def status(self) -> tuple[Activity, ...]:
-        """The calls in progress."""
+        """Return the calls in progress."""
         frames = sys._current_frames()
         now = time.time()
         return tuple(
@@ -154,7 +153,7 @@ class HostProcess:
         return _join_jax(setup, number) if len(setup.hosts) > 1 else number
 
     def _start(self, setup: Setup, host: HostId) -> None:
-        if host not in setup.hosts:  # its rank is another now
+        if host not in setup.hosts:  # JAX assigned another rank
             _open_log(setup.log_directory, host)
         self._object = pickle.loads(setup.factory)(host.rank, len(setup.hosts))
 
@@ -166,7 +165,7 @@ class HostProcess:
         try:
             value = function()
             reference = ray.put(value)
-        except BaseException as error:  # SystemExit too: it would end this process without a reason
+        except BaseException as error:  # also SystemExit, which would end this process without a reason
             return _raised(error)
         finally:
             del self._calls[thread]
@@ -174,17 +173,17 @@ class HostProcess:
 
 
 def log_path(directory: Path, host: HostId) -> Path:
-    """Log file of a host."""
+    """Return the path of a host's log file."""
     return directory / f"{host.pool}-{host.rank}.log"
 
 
 def log_header(host: HostId) -> str:
-    """First line of this process in a log that earlier processes wrote to as well."""
+    """Return the first line of a host process in a log, which may also hold the output of earlier processes."""
     return f"== {host}"
 
 
 def _open_log(directory: Path, host: HostId) -> None:
-    """Send everything that is printed, by C code too and in a crash, to the log of a host."""
+    """Redirect all printed output to the host's log, including output of C code and of crashes."""
     log = log_path(directory, host)
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -199,7 +198,7 @@ def _open_log(directory: Path, host: HostId) -> None:
 
 
 def _join_jax(setup: Setup, number: int) -> int:
-    """Make the pool's processes one JAX world; returns this one's rank in it."""
+    """Join the pool's processes into one JAX distributed world; return the rank of this process."""
     import jax
 
     jax.distributed.initialize(
@@ -215,7 +214,7 @@ def _join_jax(setup: Setup, number: int) -> int:
 
 
 def _stack(frame: FrameType) -> str:
-    """Innermost lines of a stack, without those of this file."""
+    """Return the innermost lines of a stack, without lines of this file."""
     entries = traceback.extract_stack(frame)
     own = max((index for index, entry in enumerate(entries) if entry.filename == __file__), default=-1)
     return "".join(traceback.format_list(entries[own + 1 :][-STACK_FRAMES:]))
@@ -226,7 +225,7 @@ def _in_jax(frame: FrameType) -> bool:
 
 
 def _raised(error: BaseException) -> Raised:
-    from ray import cloudpickle  # unlike pickle it knows classes of the user's main module
+    from ray import cloudpickle  # unlike pickle, it sends classes of the main module
 
     trace = error.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
@@ -238,6 +237,6 @@ def _raised(error: BaseException) -> Raised:
         try:
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # hooks of the object may raise anything; its text is then what is left
+        except Exception:  # pickling hooks may raise anything; the text still travels
             pickled = None
     return Raised(pickled, type(error).__qualname__, str(error), stack, may_have_lost_peer(error))

@@ -1,4 +1,4 @@
-"""Answers of the hosts of a pool to one call."""
+"""Answers of a pool's hosts to one call."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxrlhf.single_controller.ray.actor import Raised
 
-GRACE_S = 3.0  # after a failure, for the other hosts' answers and for deaths that follow
-NEWS_S = 30.0  # for the news of a death, after an exception that may come from it
+GRACE_S = 3.0  # after a failure, for the other hosts' answers and for further deaths
+NEWS_S = 30.0  # for Ray's report of a death, after an exception that the death may have caused
 POLL_S = 1.0
 
 
@@ -17,8 +17,10 @@ class Answers:
     """Answers by rank, in the order of arrival.
 
     Attributes:
-      died: Ray's reason, for hosts that died.
-      missing: Ranks that did not answer.
+      values: Results of the hosts that returned.
+      raised: Exceptions of the hosts that raised.
+      died: Ray's reasons for the hosts that died.
+      missing: Ranks of the hosts that did not answer.
     """
 
     values: dict[int, Any] = field(default_factory=dict)
@@ -36,17 +38,17 @@ class Answers:
 
     @property
     def lost_peer(self) -> bool:
-        """True if hosts raised, but maybe only because another died."""
+        """True if all exceptions may only be consequences of the death of another host."""
         return bool(self.raised) and not self.died and all(raised.lost_peer for raised in self.raised.values())
 
 
 def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], bool]) -> Answers:
-    """Wait until every host has answered, or one has failed and the others had a moment to follow.
+    """Wait until every host has answered, or until some time after the first failure.
 
     Args:
-      references: Ray's references to the answers, in order of ranks.
-      deadline: End of the wait while no host has failed, as `time.monotonic()`.
-      ended: Returns true once there is nothing to wait for any more.
+      references: Ray's references to the answers, in order of rank.
+      deadline: End of the wait while no host has failed, on the clock of `time.monotonic()`.
+      ended: Function that returns True once the wait is pointless.
     """
     import ray
 
@@ -81,7 +83,7 @@ def _take(reference: Any, rank: int, answers: Answers) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's reason for a death, without its table of identifiers and its guesses."""
+    """Return Ray's reason for a death, without Ray's table of identifiers and list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     found, guesses, _ = " ".join(lines[1:] or lines).rpartition("Worker exit detail: ")[2].partition("Some common")
     return found + "It was killed (the kernel does that when memory runs out), or it crashed." * bool(guesses)

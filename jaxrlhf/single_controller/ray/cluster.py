@@ -1,4 +1,4 @@
-"""The Ray cluster that a run's host processes are started on."""
+"""Ray cluster on which a run's host processes are started: connection, resources, environment."""
 
 import logging
 import os
@@ -18,20 +18,20 @@ from jaxrlhf.single_controller.ray.failure import HostId, HostNotStarted
 
 # Prefixes of environment variables that host processes inherit.
 SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
-SECRETS = ("HF_TOKEN",)  # but not by way of Ray's records
+SECRETS = ("HF_TOKEN",)  # inherited too, but kept out of Ray's records
 DEVICE_COUNT = "xla_force_host_platform_device_count"
-LOCAL_HOSTS = 256  # host processes that a local cluster takes; its cores are not counted, only shared
+LOCAL_HOSTS = 256  # maximum host processes of a local cluster; they share its cores, which are not counted
 REACH_S = 10.0
 ACCELERATORS = {"cuda": "GPU", "tpu": "TPU"}  # Ray's names
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A cluster that this process is connected to.
+    """Connection of this process to a cluster.
 
     Attributes:
-      dashboard: Its address, or in words why there is none.
-      nodes: Machines that are up.
+      dashboard: URL of the dashboard, or the reason why there is none.
+      nodes: Number of machines that are up.
       owned: True if `disconnect` ends the connection, and with it a local cluster.
     """
 
@@ -42,9 +42,9 @@ class Connection:
 
 
 def connect(cluster: RayCluster) -> Connection:
-    """Connect to a cluster, or start one on this machine.
+    """Connect to a cluster, or start a cluster on this machine.
 
-    A connection that this process already has is used, and left when the run ends.
+    An existing connection of this process is used, and left open when the run ends.
 
     Raises:
       Refusal: Ray is not installed, or no cluster answers at the address.
@@ -73,7 +73,7 @@ def disconnect(connection: Connection) -> None:
 
 
 def platform(cluster: RayCluster) -> str:
-    """Platform that host processes compute on."""
+    """Return the platform that host processes compute on."""
     import ray
 
     if cluster.platform != "auto":
@@ -86,16 +86,16 @@ _MORE_ROOM = "join more machines with `ray start --address=...`, or set smaller 
 
 
 def needs(cluster: RayCluster) -> dict[str, float]:
-    """Ray resources of one host process."""
+    """Return the Ray resources of one host process."""
     accelerator = ACCELERATORS.get(platform(cluster))
     return {"CPU": cluster.cpus_per_host} | ({accelerator: float(cluster.devices_per_host)} if accelerator else {})
 
 
 def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> Any:
-    """Reserve room for a pool's host processes, on machines of their own as far as there are enough.
+    """Reserve a placement group for a pool's host processes, spread over machines as far as possible.
 
     Raises:
-      HostNotStarted: The cluster has no such room, or none that is free in time.
+      HostNotStarted: The cluster lacks the resources, or they do not become free in time.
     """
     import ray
 
@@ -115,18 +115,18 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
 
 
 def is_vacant(group: Any) -> bool:
-    """True if Ray has seen the end of every process in a pool's room."""
+    """Return True if Ray has seen the end of every process in a pool's placement group."""
     import ray
 
-    room = f"CPU_group_{group.id.hex()}"  # Ray's name for what is set aside on all machines together
+    room = f"CPU_group_{group.id.hex()}"  # Ray's name for the group's CPUs on all machines
     return ray.available_resources().get(room, 0) >= ray.cluster_resources().get(room, 0)
 
 
 def environment(cluster: RayCluster) -> dict[str, str]:
-    """Environment variables of host processes, set before Python starts."""
+    """Return the environment variables of host processes, which are set before Python starts."""
     kind = platform(cluster)
     settings = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS) and name not in SECRETS}
-    if "XLA_FLAGS" in settings:  # JAX refuses both ways of asking for fake devices at once
+    if "XLA_FLAGS" in settings:  # JAX refuses two settings of the number of CPU devices at once
         flags = settings["XLA_FLAGS"].split()
         settings["XLA_FLAGS"] = " ".join(flag for flag in flags if DEVICE_COUNT not in flag)
     settings["NPROC"] = os.environ.get("NPROC", "32")
@@ -142,8 +142,8 @@ def _text(resources: dict[str, float], kinds: Iterable[str] | None = None) -> st
 
 
 def _ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or each start prints that usage is reported
-    # Or a call of another thread that comes after `disconnect` would start a cluster of its own.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else each start prints a notice about usage reports
+    # Without this, a Ray call of another thread after `disconnect` would start a new cluster.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
@@ -155,7 +155,7 @@ def _ray() -> Any:
 
 
 def _check_reachable(address: str | None) -> None:
-    """Ray itself waits for minutes and then ends the process."""
+    """Raise `Refusal` if nothing listens at the address; Ray itself would wait for minutes and end the process."""
     if address in (None, "auto"):
         return
     host, _, port = address.rpartition(":")
@@ -171,10 +171,10 @@ def _check_reachable(address: str | None) -> None:
 def _start(ray: Any, cluster: RayCluster) -> Any:
     options: dict[str, Any] = {"address": cluster.address or "local"}
     if cluster.address is None:
-        # Ray gives way to everything else on a machine: its processes are nice by 15. Host processes compute.
+        # By default Ray's worker processes have niceness 15 and yield to everything else; host processes compute.
         os.environ.setdefault("RAY_worker_niceness", "0")
         options["num_cpus"] = round(LOCAL_HOSTS * max(1.0, cluster.cpus_per_host))
-    ray._private.worker._worker_logs_enabled = False  # it prints deaths, which the errors here tell
+    ray._private.worker._worker_logs_enabled = False  # it prints deaths, which the errors here report
     try:
         return ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
     except ConnectionError as error:
@@ -187,9 +187,9 @@ def _dashboard(url: str | None) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Ray's advice on its own settings away from the user, and the user's handler of SIGTERM in place.
+    """Suppress Ray's warnings about its own settings within the block, and restore the user's handler of SIGTERM.
 
-    Where there was none, Ray's stays: it exits, and so ends a local cluster.
+    Without a handler of the user, Ray's handler stays: it exits the process, which ends a local cluster.
     """
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     with warnings.catch_warnings():

@@ -1,14 +1,14 @@
-"""Errors of a pool's host processes, which name the host, the call and the cause."""
+"""Errors of a pool's host processes; each names the host, the call and the cause."""
 
 from dataclasses import dataclass
 
 JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
-OWN_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")  # not a peer's doing
+OWN_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")  # not caused by a peer
 
 
 @dataclass(frozen=True)
 class HostId:
-    """A host process, or, where only the pool's name is known, the pool."""
+    """Identity of a host process, or of its pool if only the pool's name is known."""
 
     pool: str
     rank: int | None = None
@@ -22,15 +22,15 @@ class HostId:
 
 
 class HostFailure(RuntimeError):
-    """A pool of host processes cannot go on; all of its processes are ended.
+    """Error: a pool of host processes cannot continue, and all of its processes are ended.
 
     Args:
-      host: The host to blame, or the first of several.
-      label: The call, such as `actor.update_actor`.
+      host: Host that failed, the first of several.
+      label: Name of the call, such as `actor.update_actor`.
     """
 
     def __init__(self, host: HostId, label: str, cause: str) -> None:
-        super().__init__(host, label, cause)  # all of them, so that the error pickles
+        super().__init__(host, label, cause)  # all arguments, so that the error pickles
         self.host = host
         self.label = label
         self.cause = cause
@@ -40,26 +40,29 @@ class HostFailure(RuntimeError):
 
 
 class HostNotStarted(HostFailure):
-    """A pool could not be placed, or its processes were not up within the bound."""
+    """Error: a pool could not be placed, or its processes were not up within the time limit."""
 
 
 class HostDied(HostFailure):
-    """A host process ended: killed, out of memory, crashed, or its machine is gone."""
+    """Error: a host process ended because it was killed, ran out of memory or crashed, or its machine is gone."""
 
 
 class HostHung(HostFailure):
-    """A call did not end within its bound."""
+    """Error: a call did not end within its time limit."""
 
 
 class HostRaised(HostFailure):
-    """A call beside or after one that raised on a host. That one's caller got the exception; here it is the cause."""
+    """Error of a call that was concurrent with, or later than, a call that raised on a host.
+
+    The caller of the raising call gets the exception itself; here the exception is the cause.
+    """
 
 
 class HostClosed(HostFailure):
-    """A call on a pool that its owner has closed."""
+    """Error of a call on a pool that its owner has closed."""
 
 
 def may_have_lost_peer(error: BaseException) -> bool:
-    """True if JAX may have raised this, or its cause, because another process is gone."""
+    """Return True if JAX may have raised this error, or its cause, because another process is gone."""
     links = (error, error.__cause__, error.__context__)
     return any(type(link).__name__ in JAX_ERRORS and not str(link).startswith(OWN_STATUS) for link in links)

@@ -1,8 +1,8 @@
 """Host processes of one pool, started by Ray and joined by JAX.
 
-Ray starts them, carries calls and handles, and tells which of them are dead. What they compute
-with each other goes through JAX. Whatever fails, all of a pool's processes are ended: a process
-whose peers are gone may wait in a collective for ever.
+Ray starts the processes, carries calls and handles, and reports dead processes. Joint computation goes through JAX.
+After any failure all processes of the pool are ended, because a process without its peers may wait in a collective
+forever.
 """
 
 import os
@@ -39,28 +39,29 @@ from jaxrlhf.single_controller.ray.failure import (
 from jaxrlhf.single_controller.ray.stored import Stored
 
 CALL_THREADS = 16  # calls that a host runs at once; more wait
-STATUS_S = 3.0  # for a host to say what it is doing
-END_S = 10.0  # for killed processes to be gone
+STATUS_S = 3.0  # maximum wait for a host to report its activity
+END_S = 10.0  # maximum wait until killed processes are gone
 LOG_LINES = 20
 
 
 class HostProcesses:
-    """`hosts` processes, each with an object made by `factory(rank, hosts)`, in one JAX world.
+    """Processes of one pool, in one JAX distributed world; each holds an object made by `factory(rank, hosts)`.
 
-    A rank is `jax.process_index()` where there are several.
+    With several processes, the rank is `jax.process_index()`.
 
-    Calls may come from several threads; each runs on all hosts. Calls in which hosts communicate
-    have to come one after another.
+    Calls may come from several threads, and each call runs on all hosts. Calls in which hosts communicate must come one
+    after another.
 
     Args:
-      name: The pool's, for messages and logs.
-      factory: Any function that pickles, lambdas and those of the main module included.
-      log_directory: Receives `<name>-<rank>.log`, all that a host prints, on the host's machine.
+      name: Name of the pool, for messages and logs.
+      factory: Function that cloudpickle can send, including lambdas and functions of the main module.
+      hosts: Number of processes.
+      log_directory: Folder of `<name>-<rank>.log`, the printed output of each host, on the host's machine.
 
     Raises:
       HostNotStarted: The cluster has no room, or processes are not up in time.
-      HostDied: One ends while it starts.
-      Exception: The factory's, with a note of where.
+      HostDied: A process ends while it starts.
+      Exception: The factory raised; a note names the host.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class HostProcesses:
 
     @property
     def hosts(self) -> tuple[HostId, ...]:
-        """The processes, in order of their rank."""
+        """Identities of the processes, in order of rank."""
         return tuple(self._hosts)
 
     def call(self, method: str, *args: Any, label: str, timeout_s: float | None = None) -> list[Stored]:
-        """Run `object.method(*args)` on every host, and wait for all of them.
+        """Run `object.method(*args)` on every host, and wait for all hosts.
 
         Args:
-          args: Sent once, whatever the number of hosts. Handles among them, alone or in lists
-            and tuples, are loaded by the hosts themselves.
-          label: For messages, such as `actor.update_actor`.
-          timeout_s: None is the cluster's `call_timeout_s`.
+          args: Arguments, stored once for all hosts. Handles among the arguments, alone or in lists and tuples, are
+            loaded by the hosts themselves.
+          label: Name of the call for messages, such as `actor.update_actor`.
+          timeout_s: Time limit in seconds; None is the cluster's `call_timeout_s`.
 
         Returns:
-          One handle per host, in order of their rank.
+          One handle per host, in order of rank.
 
         Raises:
           HostDied: A host process ended.
           HostHung: A host did not answer in time.
-          Exception: The method's on a host, with a note of where.
+          Exception: The method raised on a host; a note names the host.
         """
         import ray
 
@@ -111,7 +112,7 @@ class HostProcesses:
         return self._ask("call", [(method, [ray.put(args)], label)] * len(self._actors), label, deadline)
 
     def peek(self, name: str) -> Any:
-        """Attribute of the first host's object, while calls run; None if that host does not say in time."""
+        """Return an attribute of the first host's object, also while calls run; None if the host is late or gone."""
         import ray
 
         if self._failure is not None:
@@ -121,7 +122,7 @@ class HostProcesses:
         return _value_now(reference)
 
     def close(self) -> None:
-        """End the processes, whatever they are doing. Calls in progress in other threads raise `HostClosed`."""
+        """End the processes, even if calls are running. Calls in progress in other threads raise `HostClosed`."""
         self._end(HostClosed(HostId(self.name), f"{self.name}.close", "was closed by its owner"))
 
     def _start(self, factory: Callable[[int, int], Any], cluster: RayCluster) -> None:
@@ -133,9 +134,9 @@ class HostProcesses:
         self._group = ray_cluster.place(self.name, len(self._hosts), cluster, timeout_s=timeout_s)
         self._actors = _launch(self._group, len(self._hosts), cluster)
         places = self._ask("place", [()] * len(self._actors), label, deadline)
-        # A TPU slice ranks its processes by their machines, whatever numbers they join with; elsewhere the number
-        # is the rank. So they join in the order of the machines as far as those tell, which lets JAX's service and
-        # its devices agree on numbers, and are then put in the order of the ranks that JAX reports.
+        # A TPU slice ranks its processes by machine, regardless of the numbers that they join with; elsewhere the
+        # number is the rank. Processes therefore join in the order of their machines, if known, so that JAX's service
+        # and its devices agree on the numbers. Afterwards they are sorted by the ranks that JAX reports.
         order = sorted(range(len(places)), key=lambda index: (places[index].worker or 0, index))
         self._number(order, places)
         [coordinator] = self._ask("free_address", [()], label, deadline)
@@ -155,23 +156,23 @@ class HostProcesses:
         self._ask("start", [(host, label) for host in self._hosts], label, deadline)
 
     def _number(self, order: Sequence[int], places: Sequence[ProcessLocation]) -> None:
-        """Put the processes in an order; `places` are their locations in it."""
+        """Put the processes in this order; `places` are their locations, already in the new order."""
         self._actors = [self._actors[index] for index in order]
         self._hosts = [HostId(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
     def _ask(self, method: str, args_by_host: Sequence[tuple[Any, ...]], label: str, deadline: float) -> list[Any]:
-        """Answers of the first hosts, as many as there are arguments for."""
+        """Call a method on the first hosts, one per entry of `args_by_host`; return the answers, or end the pool."""
         start = time.monotonic()
         asked = zip(self._actors, args_by_host, strict=False)
         references = [getattr(actor, method).remote(*args) for actor, args in asked]
         try:
             answers = collect(references, deadline=deadline, ended=lambda: self._failure is not None)
-        except BaseException as error:  # Ctrl-C for one: hosts are in a call that nobody waits for
+        except BaseException as error:  # such as Ctrl-C: hosts are in a call that nobody waits for
             self._end(HostClosed(HostId(self.name), label, f"was interrupted by {error!r}"))
             raise
         if answers.complete:
             return [answers.values[rank] for rank in range(len(references))]
-        self._check_open(label)  # what another thread has found is then the cause here
+        self._check_open(label)  # if another thread has found a failure, it is the cause here
         if answers.lost_peer:
             answers.died |= self._found_dead([*answers.values, *answers.raised])
         if answers.died:
@@ -181,7 +182,7 @@ class HostProcesses:
             self._fail_with(raised, self._hosts[rank], label)
         self._fail(self._hung(answers, label, waited_s=time.monotonic() - start))
 
-    # What went wrong
+    # Failures
 
     def _check_open(self, label: str) -> None:
         first = self._failure
@@ -192,12 +193,12 @@ class HostProcesses:
 
     def _fail(self, failure: HostFailure) -> NoReturn:
         self._end(failure)
-        if self._failure is not failure:  # another thread was first
+        if self._failure is not failure:  # another thread found a failure first
             self._check_open(failure.label)
         raise failure
 
     def _fail_with(self, raised: Raised, host: HostId, label: str) -> NoReturn:
-        """Raise what a host's method raised, and keep it as the cause of what calls of other threads will say."""
+        """Raise the exception of a host's method, and keep it as the cause of the errors of other threads' calls."""
         error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
@@ -209,13 +210,13 @@ class HostProcesses:
         raise error
 
     def _found_dead(self, ranks: list[int]) -> dict[int, str]:
-        """Reasons of the hosts among `ranks` that have died since they answered. A living one answers at once."""
+        """Return Ray's reasons for the hosts of `ranks` that died after answering; a living host answers at once."""
         references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
         asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
         return {ranks[index]: reason for index, reason in asked.died.items()}
 
     def _died(self, answers: Answers, label: str) -> HostDied:
-        # Host 0 runs the service that JAX processes join; they abort when it is gone.
+        # Host 0 runs JAX's coordination service; the other processes abort when the service is gone.
         ranks = sorted(answers.died, key=bool)
         cause = f"died: {answers.died[ranks[0]]}"
         if ranks[1:]:
@@ -224,7 +225,7 @@ class HostProcesses:
 
     def _hung(self, answers: Answers, label: str, *, waited_s: float) -> HostFailure:
         activities = self._activities()
-        # Those that JAX holds up may wait for the others.
+        # Hosts that wait in JAX may only wait for the other hosts, so they come last.
         ranks = sorted(answers.missing, key=lambda rank: _in_jax(activities[rank]))
         lines = [f"has not answered after {waited_s:.1f} s; hosts that have: {sorted(answers.values) or 'none'}"]
         for rank in ranks:
@@ -234,7 +235,7 @@ class HostProcesses:
         return kind(self._hosts[ranks[0]], label, "\n".join(lines))
 
     def _activities(self) -> list[tuple[Activity, ...] | None]:
-        """Calls in progress on each host; None for a host that does not say, held up in C code or stopped."""
+        """Return the calls in progress on each host; None for a host that does not answer, in C code or stopped."""
         import ray
 
         references = [actor.status.options(concurrency_group="watch").remote() for actor in self._actors]
@@ -247,13 +248,13 @@ class HostProcesses:
         if not log.exists():
             return f"Its log is on its machine, if it came to write one: {log}"
         lines = log.read_text(errors="replace").rpartition(log_header(host))[2].splitlines()[1:]
-        lines = [line for line in lines if not line.startswith("Extension modules: ")]  # of a crash; long, and no cause
+        lines = [line for line in lines if not line.startswith("Extension modules: ")]  # long line of a crash dump
         return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["nothing of it"])])
 
-    # The end
+    # End of the processes
 
     def _end(self, failure: HostFailure) -> None:
-        """Kill every process, once; `failure` is what later calls say."""
+        """Kill every process, once; later calls raise `failure`."""
         with self._ending:
             if self._failure is not None:
                 return
@@ -267,10 +268,10 @@ class HostProcesses:
                 ray.util.remove_placement_group(self._group)
 
     def _await_end(self) -> None:
-        """Wait for killed processes to be gone, so that whoever comes next finds devices and memory free.
+        """Wait until killed processes are gone, so that their devices and memory are free for the next user.
 
-        Those of this machine can be seen. Of others Ray tells by giving back their room; a call on a
-        killed actor would not tell, it fails as soon as the actor is to be killed.
+        Processes of this machine are visible in /proc. For other machines, Ray frees the placement group's resources. A
+        call on a killed actor is no test, because it fails as soon as the kill is requested.
         """
         import ray
 
@@ -295,7 +296,7 @@ def _launch(group: Any, hosts: int, cluster: RayCluster) -> list[Any]:
         "runtime_env": {"env_vars": ray_cluster.environment(cluster)},
         "max_concurrency": CALL_THREADS,
     }
-    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    remote: Any = ray.remote  # its type annotations lack concurrency groups
     actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # these threads answer while all others are busy
     return [
         actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **options).remote()

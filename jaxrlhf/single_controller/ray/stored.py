@@ -1,4 +1,4 @@
-"""Handles of values in Ray's object store, which travel from there straight to whoever loads them."""
+"""Handles of values in Ray's object store; a value travels directly from its host to the process that loads it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ from jaxrlhf.single_controller.ray.failure import HostDied, HostId
 class Stored:
     """Handle of a value that one host returned, in the object store of the host's machine.
 
-    Arguments of a call may hold it, alone or in lists and tuples: the receiving host loads the value from
-    where it is. It lives as long as its host process and a handle do.
+    Arguments of a call may contain handles, alone or in lists and tuples; the receiving host loads the values. A value
+    lives as long as its host process and at least one handle.
 
     Attributes:
       rows: First dimension of all arrays of the value; None if they differ.
@@ -24,10 +24,10 @@ class Stored:
     rows: int | None = None
 
     def load(self) -> Any:
-        """The value. Its NumPy arrays are read-only.
+        """Return the value; its NumPy arrays are read-only.
 
         Raises:
-          HostDied: The value is lost with its host.
+          HostDied: The value is lost because its host ended.
         """
         import ray
 
@@ -38,7 +38,7 @@ class Stored:
 
 
 def loaded(value: Any) -> Any:
-    """A value with each handle in it, alone or in lists and tuples, replaced by the handle's value."""
+    """Replace handles by their values, alone or within lists and tuples."""
     if isinstance(value, Stored):
         return value.load()
     if type(value) in (list, tuple):
@@ -48,15 +48,15 @@ def loaded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """Handle of an image that an episode showed, in the object store of the machine where it did."""
+    """Handle of an image that an episode showed, in the object store of the episode's machine."""
 
     reference: Any
 
     def __call__(self) -> str:
-        """The image as a data URL.
+        """Return the image as a data URL.
 
         Raises:
-          RuntimeError: It is lost with the process of the host that it was shown on.
+          RuntimeError: The image is lost because its host process ended.
         """
         import ray
 
@@ -70,14 +70,14 @@ class StoredImage:
 
 
 def hand_on_images() -> None:
-    """Have Ray carry handles of images that episodes show, between this process and others."""
+    """Make Ray send images of episodes as handles between this process and others."""
     import ray
 
     ray.util.register_serializer(ShownImage, serializer=_handle_of, deserializer=_image_of)
 
 
 def store_images() -> None:
-    """Have Ray's object store keep images that episodes show in this process."""
+    """Make this process keep images of episodes in Ray's object store."""
     import ray
 
     ShownImage.keep = staticmethod(lambda url: StoredImage(ray.put(url)))

@@ -1,4 +1,4 @@
-"""Trackers of a run: TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio."""
+"""Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio."""
 
 from jaxrlhf.tracking.trackers.tracker import COLUMNS, TrackedRun
 from jaxrlhf.tracking.trackers.trackers import Trackers, require_packages

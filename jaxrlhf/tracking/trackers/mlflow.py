@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracker for MLflow."""
 
 import os
 import time
@@ -8,15 +8,15 @@ from typing import Any
 from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, finite
 
 _PARAMETERS = 100
-"""Parameters in one request, at most."""
+"""Most parameters in one request."""
 _LONGEST = 6000
-"""Characters of a parameter's value, at most."""
+"""Most characters of a parameter's value."""
 
 
 class MLflow:
     """Run of MLflow, at `MLFLOW_TRACKING_URI` or in MLflow's local store.
 
-    Steps that a resumed run makes again are in a metric's history twice.
+    Steps that a resumed run repeats are in a metric's history twice.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -44,7 +44,7 @@ class MLflow:
         self._client.log_batch(self._id, metrics=kept)
 
     def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
-        table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}  # that of pandas, orient="split"
+        table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}  # the format of pandas, orient="split"
         self._client.log_dict(self._id, table, f"{name}/step_{step}.json")
 
     def close(self) -> None:
@@ -52,12 +52,12 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """Name of a metric with a dash where MLflow allows no such character, as in `eval/pass@8`."""
+    """Replace characters that MLflow does not allow in a metric's name with dashes, as in `eval/pass@8`."""
     return "".join(one if one.isalnum() or one in "_-. :/" else "-" for one in name)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting by its dotted name."""
+    """Yield each setting with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

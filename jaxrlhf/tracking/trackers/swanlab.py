@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""Tracker for SwanLab."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, fini
 
 
 class SwanLab:
-    """Experiment of SwanLab; `SWANLAB_MODE=offline` keeps it in the phase's folder until `swanlab sync`."""
+    """Experiment of SwanLab; `SWANLAB_MODE=offline` stores it in the phase's folder until `swanlab sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab

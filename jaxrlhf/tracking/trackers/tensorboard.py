@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""Tracker for TensorBoard."""
 
 import html
 import sys
@@ -11,7 +11,7 @@ from jaxrlhf.tracking.trackers.tracker import COLUMNS, TrackedRun, finite
 class TensorBoard:
     """Event files in the phase's folder `tensorboard`, written by a thread.
 
-    TensorBoard hides what was logged there after the step that the run goes on from; of a new run, all of it.
+    TensorBoard hides older events after the step from which the run is resumed; for a new run, all older events.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -24,7 +24,7 @@ class TensorBoard:
             finally:
                 del sys.modules["torch"]
         hidden_from = 0 if run.resumed_step is None else run.resumed_step + 1
-        # A queue that takes a step's numbers at once: with the default of 10 the controller waits for the thread.
+        # The queue holds all numbers of a step: with the default of 10 the controller would wait for the thread.
         folder = str(run.directory / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=hidden_from, max_queue=1000, flush_secs=1)
 
@@ -41,5 +41,5 @@ class TensorBoard:
 
 
 def _cell(value: Any) -> str:
-    """Text within a cell of a Markdown table."""
+    """Format a value as the text of a cell of a Markdown table."""
     return html.escape("" if value is None else str(value)).replace("|", "&#124;").replace("\n", "<br>")

@@ -1,4 +1,4 @@
-"""Trackers: services that keep the numbers and samples of many runs."""
+"""Interface of trackers: services that store the numbers and samples of many runs."""
 
 import json
 import math
@@ -12,17 +12,17 @@ from jaxrlhf.tracking.records import write_json
 from jaxrlhf.tracking.samples import Sample
 
 PROJECT = "jaxrlhf"
-"""Project, or experiment, of runs; the packages' own environment variables name another."""
+"""Default project, or experiment, of runs; the packages' own environment variables override it."""
 IDS = "trackers.json"
 COLUMNS = ("step", "prompt", "response", "score", "parts", "answer", "response_length", "truncated")
 """Columns of a table of samples."""
 
 
 class Tracker(Logger, Protocol):
-    """Logger that takes samples too, as tables."""
+    """Logger that also takes samples, as tables."""
 
     def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Keep rows of `COLUMNS` under a name."""
+        """Store rows of `COLUMNS` under a name."""
         ...
 
 
@@ -31,9 +31,9 @@ class TrackedRun:
     """Phase of a run, as trackers know it.
 
     Attributes:
-      directory: Folder of the phase, where trackers leave their own files and `trackers.json` its identities.
+      directory: Folder of the phase, for the trackers' own files and for `trackers.json` with the ids of the run.
       settings: Configuration in JSON's types.
-      resumed_step: Last step that is kept of what a tracker knows already; None starts a new run in every tracker.
+      resumed_step: Last step that is kept of the data that a tracker has; None starts a new run in every tracker.
     """
 
     name: str
@@ -42,11 +42,11 @@ class TrackedRun:
     resumed_step: int | None = None
 
     def known_id(self, tracker: str) -> str | None:
-        """Identity under which a tracker goes on with this run; None for a run that it does not know."""
+        """Return the id under which a tracker continues this run; None for a run that the tracker does not know."""
         return None if self.resumed_step is None else self._ids().get(tracker)
 
     def keep_id(self, tracker: str, identity: str) -> None:
-        """Write down the identity that a tracker knows this run by."""
+        """Store the id by which a tracker knows this run."""
         write_json(self.directory / IDS, {**self._ids(), tracker: identity})
 
     def _ids(self) -> dict[str, str]:
@@ -55,12 +55,12 @@ class TrackedRun:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that are finite."""
+    """Return the metrics that are finite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def row_of(sample: Sample) -> tuple[Any, ...]:
-    """Cells of a sample, one for each of `COLUMNS`; an episode's response is its conversation."""
+    """Return the cells of a sample, one for each of `COLUMNS`; the response of an episode is its conversation."""
     response, parts = sample.response, json.dumps(sample.parts)
     if sample.episode is not None:
         response = json.dumps(sample.episode["messages"], ensure_ascii=False, indent=1)

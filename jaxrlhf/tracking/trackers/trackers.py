@@ -1,4 +1,4 @@
-"""The trackers that a run names."""
+"""Trackers that a run's settings name."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ KNOWN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 }
 PACKAGES = {name: name for name in KNOWN} | {"tensorboard": "tensorboardX"}
 ROWS = 8
-"""Samples in a table, at most."""
+"""Most samples in a table."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,16 +40,17 @@ def require_packages(names: Sequence[str]) -> None:
 
 def _installed(package: str) -> bool:
     found = find_spec(package)
-    return found is not None and found.origin is not None  # a folder without code, such as trackers leave, has none
+    return found is not None and found.origin is not None  # folders without code, as trackers leave, have no origin
 
 
 class Trackers:
-    """Trackers of a phase, as one.
+    """Group of all trackers of a phase, used as a single tracker.
 
-    A service that fails in the middle costs no run: its failure is a warning, and the phase's own files have all.
+    A service that fails in the middle does not stop the run: its failure is a warning, and the phase's own files have
+    all numbers and samples.
 
     Raises:
-      Refusal: One does not begin, such as for want of a key.
+      Refusal: A tracker cannot be started, for example without its API key.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
@@ -67,7 +68,7 @@ class Trackers:
         self._each("the metrics", step, lambda tracker: tracker.log(step, metrics))
 
     def samples(self, name: str, samples: Sequence[Sample]) -> None:
-        """Keep some of a step's samples as a table, spread over all of them."""
+        """Store some of a step's samples as a table, spread over all samples."""
         if not samples:
             return
         chosen = samples if len(samples) <= ROWS else [samples[i * len(samples) // ROWS] for i in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Tracker for Trackio."""
 
 import os
 import secrets
@@ -9,9 +9,9 @@ from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, fini
 
 
 class Trackio:
-    """Run of Trackio, in the local data base that `trackio show` opens; `TRACKIO_DIR` names its folder.
+    """Run of Trackio, in the local database that `trackio show` opens; `TRACKIO_DIR` names its folder.
 
-    Trackio goes on with a run by its name, so a new run's has a suffix of its own.
+    Trackio resumes a run by its name, so the name of a new run has a random suffix.
     """
 
     def __init__(self, run: TrackedRun) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 import os
 import secrets
@@ -9,9 +9,9 @@ from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, fini
 
 
 class WandB:
-    """Run of Weights & Biases; `WANDB_MODE=offline` keeps it in the phase's folder until `wandb sync`.
+    """Run of Weights & Biases; `WANDB_MODE=offline` stores it in the phase's folder until `wandb sync`.
 
-    Its own count of steps cannot go back as a resumed run does, so all is plotted over a metric `step`.
+    The step counter of wandb cannot go back as a resumed run does, so all metrics are plotted over a metric `step`.
     """
 
     def __init__(self, run: TrackedRun) -> None:

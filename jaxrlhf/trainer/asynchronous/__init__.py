@@ -1,1 +1,1 @@
-"""Schedules that learn from responses of older policies while newer ones are drawn."""
+"""Asynchronous schedules: steps learn from responses of older policies while newer responses are generated."""

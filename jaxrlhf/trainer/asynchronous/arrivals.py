@@ -1,4 +1,4 @@
-"""Arrivals of episodes, step by step: written down as a run goes, and read to repeat them in another."""
+"""Arrivals of episodes, step by step: recorded by one run, and replayed by another."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,15 @@ from jaxrlhf.tracking.records import RecordFile, read_records
 from jaxrlhf.trainer.failures import writing
 
 Rounds = Sequence[ArrivedRound]
-"""Rounds of a step; more than one with dynamic sampling."""
+"""Rounds of one step; more than one with dynamic sampling."""
 
 
 class ArrivalFile:
-    """The file `arrivals.jsonl` of a run: a line a step.
+    """File `arrivals.jsonl` of a run, with one line per step.
 
     Attributes:
-      kept: Steps whose lines stay, since a checkpoint holds what arrived in them; later lines are of a run that was
-        killed.
+      kept: Number of steps whose lines are kept, because the resumed checkpoint contains their arrivals. Later lines
+        are from a run that was killed, and are removed.
     """
 
     def __init__(self, config: Config, loader: Loader) -> None:
@@ -29,7 +29,7 @@ class ArrivalFile:
         self.kept = 0
 
     def append(self, step: int, rounds: Rounds) -> None:
-        """Write a step, 0 for the first; it stays when the process is killed."""
+        """Write the rounds of a step, 0 for the first; the line survives a kill of the process."""
         with writing(self._path):
             self._file = self._file or RecordFile(self._path, resumed_step=self.kept or None)
             self._file.append([{"step": step + 1, **self._identity, "rounds": [_written(one) for one in rounds]}])
@@ -40,10 +40,10 @@ class ArrivalFile:
 
 
 def read_arrivals(config: Config, loader: Loader) -> Sequence[Rounds] | None:
-    """Rounds of every step, of the file that the configuration names; None if it names none.
+    """Read the rounds of every step from `rollout.replay_arrivals`; None if the setting is None.
 
     Raises:
-      Refusal: The file cannot be read, is this run's own, of a run with other settings, or has too few steps.
+      Refusal: The file cannot be read, is this run's own file, is of a run with other settings, or has too few steps.
     """
     if (given := config.rollout.replay_arrivals) is None:
         return None
@@ -77,7 +77,7 @@ def read_arrivals(config: Config, loader: Loader) -> Sequence[Rounds] | None:
 
 
 def _identity(config: Config, loader: Loader) -> dict[str, Any]:
-    """Settings by which a step has the same groups under way."""
+    """Return the settings that determine which groups are in flight in a step."""
     data, rollout = loader.state(), config.rollout
     return {
         "seed": data["seed"],

@@ -1,4 +1,4 @@
-"""Collector: makes a schedule's collections, one after another, beside the learning where other devices generate."""
+"""Collector of a schedule: runs collections one after another, in a thread if separate devices generate."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ Collected = TypeVar("Collected")
 
 
 class Collector:
-    """Makes collections in the order in which they are asked for.
+    """Queue of collections, run in the order of submission.
 
     Args:
-      apart: Collect in a thread, since the devices that generate are not those that learn; else at once.
+      apart: True collects in a thread, because separate devices generate; False collects at once in the caller.
     """
 
     def __init__(self, *, apart: bool) -> None:
@@ -24,7 +24,7 @@ class Collector:
         self._may_begin.set()
 
     def submit(self, collect: Callable[[], Collected]) -> "Future[Collected]":
-        """Ask for a collection. It is done once its responses are there; their scores may be on their way."""
+        """Submit a collection. The future is done once the responses exist; their scores may still be pending."""
         if self._thread is not None:
             return self._thread.submit(self._in_turn, collect)
         future: Future[Collected] = Future()
@@ -40,7 +40,7 @@ class Collector:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Begin no collection within the block, which begins when the one under way is done."""
+        """Wait for the running collection, then start no collection within the block."""
         self._may_begin.clear()
         try:
             with self._turn:
@@ -49,6 +49,6 @@ class Collector:
             self._may_begin.set()
 
     def close(self) -> None:
-        """Begin none of those that wait."""
+        """Cancel the waiting collections."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Off-policy schedule: steps learn from responses that were begun some steps before, by counts and never by clocks."""
+"""Off-policy schedule: steps learn from responses that were started some steps earlier."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem
 from jaxrlhf.trainer.schedule import Synchronous, learn_from
 
 IN_FLIGHT = "in_flight"
-"""Name of the checkpoint's item with the groups that go on, and so of its folder."""
+"""Name of the checkpoint item with the groups in flight, and of the item's folder."""
 
 
 class Collection(NamedTuple):
-    """Input of a step, what was collected for it, and numbers of the rounds that this took."""
+    """Input of a step, the data collected for it, and metrics of the collection's rounds."""
 
     work: StepInput[Any]
     collected: Any
@@ -37,13 +37,15 @@ class Collection(NamedTuple):
 
 @dataclass
 class OffPolicy(Synchronous):
-    """Step i learns from what was collected with the weights of step i - k, of k = `config.steps_ahead`.
+    """Off-policy schedule: step i learns from responses collected with the weights of step i - k.
 
-    That is `rollout.staleness` where whole batches are collected: the first k + 1 steps learn from responses of the
-    first weights. Under over-provision responses go on from one collection to the next, which are fewer steps ahead.
-    Which weights draw which tokens hangs on the numbers of steps and on counts of tokens alone: a run that is repeated,
-    or killed and resumed, has the same numbers. Where a pool of its own generates, that goes on while models are
-    updated; on one pool they take turns.
+    k is `config.steps_ahead`. Without over-provision, k is `rollout.staleness`, and the first k + 1 steps learn from
+    responses of the first weights. With over-provision, responses continue from one collection to the next, and k is at
+    most 1.
+
+    The weights that sample a token depend on step numbers and token counts alone, so a repeated or resumed run has the
+    same numbers. The exception is `rollout.order='arrival'`, which follows the clock. A separate generation pool
+    generates while models are updated; on a single pool, generation and updates take turns.
     """
 
     _collector: Collector = field(init=False)
@@ -61,7 +63,7 @@ class OffPolicy(Synchronous):
             self._arrivals = ArrivalFile(self.config, self.loader)
 
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
-        """One step; see `Synchronous.step`. Collections of later steps may be under way as it returns."""
+        """Run one step; see `Synchronous.step`. Collections of later steps may still be running when it returns."""
         ahead = self.config.steps_ahead
         doing("beginning the responses of later steps")
         self._begun = max(self._begun, index)
@@ -85,7 +87,7 @@ class OffPolicy(Synchronous):
         turns = [roles]
 
         def of_this_turn() -> Roles:
-            """Roles as of when this was asked for, or of now where hosts were launched anew."""
+            """Return the roles as of the submission or, after a relaunch of hosts, as of now."""
             if flight is not None and before is not None:
                 flight.restore(before)
                 flight.begin_step()
@@ -98,32 +100,32 @@ class OffPolicy(Synchronous):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Begin no collection within the block; those that wait go on waiting."""
+        """Start no collection within the block; submitted collections keep waiting."""
         with self._collector.resting():
             yield
 
     def metrics(self) -> Metrics:
-        """Responses that were ready, and the age of those that the step learnt from."""
+        """Return the number of ready batches, the metrics of rounds, and the ages of the step's tokens."""
         return self._metrics
 
     def items(self) -> dict[str, Item]:
-        """The collections that no step has learnt from, and the groups that go on."""
+        """Return the checkpoint items: collections that no step has learned from, and the groups in flight."""
         queue: dict[str, Item] = {QUEUE: QueueItem(self._waiting, self._wait)}
         flight = self._in_flight
         return queue if flight is None else queue | {IN_FLIGHT: QueueItem(flight.saved, flight.restore)}
 
     def state(self) -> dict[str, Any]:
-        """Position in the data behind what was collected; waits for what is under way."""
+        """Return the position in the data after the collected records; waits for the submitted collections."""
         for future in self._queue:
             future.result()
         under_way = 0 if self._in_flight is None else self._in_flight.groups
         return super().state() | {"begun": self._begun, "queued": len(self._queue), "under_way": under_way}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint's position.
+        """Continue from a checkpoint's position.
 
         Raises:
-          Refusal: More was collected ahead than the staleness allows now.
+          Refusal: The checkpoint has more collections ahead than the staleness allows now.
         """
         queued, ahead = saved.get("queued", 0), self.config.steps_ahead
         if queued > ahead:
@@ -140,13 +142,13 @@ class OffPolicy(Synchronous):
             self._arrivals.kept = self._begun
 
     def close(self) -> None:
-        """Begin no more."""
+        """Cancel the waiting collections, and close the arrivals file."""
         self._collector.close()
         if self._arrivals is not None:
             self._arrivals.close()
 
     def _waiting(self) -> list[tuple[dict[str, Any], Any, Metrics]]:
-        """Collections to save, each with the part of its step's input that is not the schedule's own."""
+        """Return the collections to save, each with the fields of its step's input that are data."""
         done = [future.result() for future in self._queue]
         return [
             ({name: getattr(work, name) for name in ("problems", "index", "state", "examples")}, collected, rounds)
@@ -155,7 +157,7 @@ class OffPolicy(Synchronous):
 
     def _wait(self, saved: list[tuple[dict[str, Any], Any, Metrics]]) -> None:
         self._queue.clear()
-        for given, collected, *rounds in saved:  # older checkpoints have no numbers of rounds
+        for given, collected, *rounds in saved:  # older checkpoints have no metrics of rounds
             future: Future[Collection] = Future()
             work: StepInput[Any] = StepInput(self.config, draw_more=self.loader.next, **given)
             future.set_result(Collection(work, collected, rounds[0] if rounds else {}))
@@ -163,7 +165,7 @@ class OffPolicy(Synchronous):
 
 
 class _LearningActor:
-    """An actor whose updates are counted: each is a version of the policy."""
+    """Actor that counts its updates; each update makes a new version of the policy."""
 
     def __init__(self, actor: Any) -> None:
         self._actor, self.updates = actor, 0
@@ -183,7 +185,9 @@ def _with_actor(roles: Roles, actor: Any) -> Roles:
 
 
 def age_metrics(collected: Any, version: int) -> Metrics:
-    """Versions by which the policy is ahead of that which drew each token: mean, most, and the share of each.
+    """Return the mean, the maximum and the distribution of token ages.
+
+    The age of a token is the number of policy versions between the policy that sampled it and the policy that learns.
 
     Args:
       version: Version of the policy that learns.

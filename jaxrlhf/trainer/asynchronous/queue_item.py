@@ -1,4 +1,4 @@
-"""Responses that wait to be learnt from, as an item of a checkpoint."""
+"""Checkpoint item of an off-policy schedule, a pickle: collected responses, or groups in flight."""
 
 import dataclasses
 import pickle
@@ -11,19 +11,19 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 
 QUEUE = "queue"
-"""Name of the item, and so of its folder in a checkpoint."""
+"""Name of the item, and of its folder in a checkpoint."""
 
 _FILE = "collected.pickle"
 
 
 class QueueItem:
-    """Responses that were collected and not learnt from yet. No array in it has to fit one that is restored.
+    """Checkpoint item stored as a pickle. Restored arrays may have any shape.
 
-    It is a pickle, so go on from checkpoints of runs that you trust, as you would from their configurations.
+    A pickle can run code: resume only from checkpoints of runs that you trust, as you would with their configurations.
 
     Args:
-      get: Gives all there is to save; futures in it are waited for.
-      put: Takes over what was saved.
+      get: Returns the value to save; futures in the value are waited for.
+      put: Takes the restored value.
     """
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
@@ -36,16 +36,16 @@ class QueueItem:
         (directory / _FILE).write_bytes(pickle.dumps(settled(self._get())))
 
     def finish(self) -> None:
-        """Nothing is left to write."""
+        """Do nothing: `save` has written everything."""
 
     def merge(self) -> None:
-        """One process wrote it whole."""
+        """Do nothing: one process wrote the whole file."""
 
     def restore(self, directory: Path) -> None:
-        """Take over what was saved.
+        """Load the saved value and pass it to `put`.
 
         Raises:
-          Refusal: Its classes are others now: those of another version, or of an algorithm's file that has changed.
+          Refusal: Classes in the pickle have changed, with the package's version or in an algorithm's file.
         """
         try:
             saved = pickle.loads((directory / _FILE).read_bytes())
@@ -58,10 +58,10 @@ class QueueItem:
 
 
 def settled(value: Any) -> Any:
-    """A value whose futures, in lists and in fields of dataclasses, are replaced by their results."""
+    """Replace futures by their results, also within lists, tuples and fields of dataclasses."""
     if isinstance(value, Future):
         return settled(value.result())
-    if type(value) in (list, tuple):  # and not what is a tuple with names
+    if type(value) in (list, tuple):  # not a named tuple
         return type(value)(map(settled, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}

@@ -1,1 +1,1 @@
-"""Exports for others: a card that says what a model is, and the upload to the hub."""
+"""Publishing of exported models: model card, GGUF file and upload to the Hugging Face hub."""

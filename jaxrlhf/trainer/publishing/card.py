@@ -1,4 +1,4 @@
-"""Model card of an export: what was trained, on what, how and how well, in the hub's form."""
+"""Model card of an export, in the hub's format: base model, data, settings and results."""
 
 import json
 import re
@@ -31,14 +31,14 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Exported:
-    """Part of a run that was written for others.
+    """Description of an export.
 
     Attributes:
-      step: Step of the checkpoint; the card has the figures that were known then.
-      scores: It is a reward model, and else a policy.
-      adapters: Adapters alone, without the weights that they belong to.
-      average: The average of the weights that the run kept.
-      name: Name on the hub; None is that of the directory.
+      step: Step of the checkpoint; the card has the metrics up to this step.
+      scores: True for a reward model, False for a policy.
+      adapters: True for adapters alone, without the base weights.
+      average: True for the average of the weights that the run kept.
+      name: Name on the hub; None is the directory's name.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Exported:
 
 
 def write_card(run: Path, directory: Path, exported: Exported) -> None:
-    """Write `README.md`, and the learning curve where there is one, beside the exported weights of a run."""
+    """Write `README.md`, and the learning curve if there is one, next to the exported weights of a run."""
     from huggingface_hub import ModelCard
 
     settings = json.loads((run / SETTINGS).read_text())
@@ -61,7 +61,7 @@ def write_card(run: Path, directory: Path, exported: Exported) -> None:
 
 
 def _drawn(run: Path, directory: Path) -> bool:
-    """Draw the learning curve into the directory; False if the run has nothing to draw."""
+    """Draw the learning curve into the directory; return False if the run has nothing to draw."""
     if not (run / METRICS).is_file():
         return False
     try:
@@ -72,7 +72,7 @@ def _drawn(run: Path, directory: Path) -> bool:
 
 
 def _metadata(settings: Settings, exported: Exported) -> str:
-    """Fields that the hub reads, as YAML; models and data sets that are not of the hub are left out."""
+    """Return the card's YAML metadata; models and data sets that are not on the hub are left out."""
     from huggingface_hub import ModelCardData
 
     base = _hub_id(settings["model"].get("path"))
@@ -89,7 +89,7 @@ def _metadata(settings: Settings, exported: Exported) -> str:
 
 
 def _hub_id(path: object) -> str | None:
-    """The hub id in a path, without its revision; None of a directory."""
+    """Return the hub id in a path, without its revision; None if the path is a directory."""
     named = str(path or "").partition("@")[0]
     return named if _HUB_ID.fullmatch(named) and not Path(named).exists() else None
 
@@ -121,7 +121,7 @@ def _text(settings: Settings, records: Sequence[Settings], exported: Exported, *
 
 
 def _loading(exported: Exported) -> str:
-    """Program that loads the model."""
+    """Return the Python code that loads the model."""
     kind = "SequenceClassification" if exported.scores else "CausalLM"
     loader = f"Auto{'PeftModel' if exported.adapters else 'Model'}For{kind}"
     imports = (
@@ -137,7 +137,7 @@ def _loading(exported: Exported) -> str:
 
 
 def _chosen(settings: Settings) -> dict[str, str]:
-    """The settings that say what a run did."""
+    """Return the main settings of a run, for the card's table."""
     algorithm, rollout = settings["algorithm"], settings["rollout"]
     trained = (
         algorithm["critic"]
@@ -175,7 +175,7 @@ def _per_update(algorithm: Settings) -> str | None:
 
 
 def _called(settings: Settings) -> str:
-    """Class of settings, and the hub id or the name of a file that they are of; folders stay private."""
+    """Return the class of some settings with their hub id or file name, without the file's folder, which is private."""
     path = settings.get("path") or settings.get("train") or settings.get("function")
     kind = re.sub(r"Reward$", "", str(settings["class"]))
     if not isinstance(path, str):
@@ -188,7 +188,7 @@ def _called(settings: Settings) -> str:
 
 
 def _figures(records: Sequence[Settings]) -> dict[str, str]:
-    """The newest value of each figure; of the accuracy the first one, too."""
+    """Return the newest value of each metric of the card, and for the accuracy also the value before training."""
     newest: dict[str, float] = {}
     for record in records:
         newest |= {name: value for name, value in record.items() if isinstance(value, int | float)}

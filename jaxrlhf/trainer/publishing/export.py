@@ -1,4 +1,4 @@
-"""Exports by command: flags that `jaxrlhf export` and `jaxrlhf train --export` share, and what they stand for."""
+"""Export commands: the flags that `jaxrlhf export` and `jaxrlhf train --export` share, and the export they describe."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _WHOLE = "--gguf takes whole weights, and the run trains adapters; add --merge, 
 
 
 def add_flags(command: ArgumentParser) -> None:
-    """Add the flags of an export, but for the directory, which is `directory` among what is parsed."""
+    """Add the flags of an export, except for the directory, which the command itself parses as `directory`."""
     command.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -30,18 +30,18 @@ def add_flags(command: ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """Export of a run as Hugging Face has it, and its upload.
+    """Export of a run in Hugging Face format, and its upload.
 
     Attributes:
-      dtype: Dtype of the weights; None is float32, or as a checkpoint was converted.
-      merge: Write whole weights, with the adapters that the run trained added to them.
-      average: Write the average of the weights that the run kept.
-      gguf: File that is to hold the export as GGUF; None writes none. Within the directory it is uploaded with it.
-      gguf_type: Type of its weights, of `gguf.TYPES`.
-      gguf_converter: Converter that writes it; None is the one on PATH.
-      push: Repository of the hub that is to hold the directory; None uploads nothing.
-      private: Make a new repository a private one.
-      overwrite: Take the place of what the repository holds.
+      dtype: Dtype of the weights; None is float32, or the dtype of a converted checkpoint.
+      merge: True writes whole weights with the trained adapters added.
+      average: True writes the average of the weights that the run kept.
+      gguf: GGUF file to write in addition; None writes none. A file within the directory is uploaded with it.
+      gguf_type: Type of the GGUF file's weights, from `gguf.TYPES`.
+      gguf_converter: Converter that writes the GGUF file; None is the converter on PATH.
+      push: Repository of the hub to upload the directory to; None uploads nothing.
+      private: True makes a new repository private.
+      overwrite: True replaces the files in the repository.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class Export:
 
     @classmethod
     def of(cls, flags: Namespace) -> "Export | None":
-        """Read flags; None if they ask for no export, `Refusal` if it could not be written or uploaded."""
+        """Read the flags; return None without an export, raise `Refusal` if it could not be written or uploaded."""
         from jaxrlhf.models.huggingface.save import check_new
         from jaxrlhf.trainer.publishing.push import check_push
 
@@ -79,7 +79,7 @@ class Export:
         return export
 
     def check(self, config: Config) -> None:
-        """Raise `Refusal` if `write` would refuse what a run of the configuration trains."""
+        """Raise `Refusal` if `write` would refuse the model that a run of the configuration trains."""
         from jaxrlhf.trainer.policy import check_exportable
 
         check_exportable(config, merge=self.merge, average=self.average)
@@ -92,7 +92,7 @@ class Export:
             )
 
     def write(self, run: str | Path, step: int | None = None) -> None:
-        """Write the export of a run, or of a converted checkpoint, upload it if asked to, and say so.
+        """Write the export of a run or of a converted checkpoint, upload it if `push` is set, and print both places.
 
         Args:
           step: Step of the checkpoint; None is the newest.

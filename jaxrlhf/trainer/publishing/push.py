@@ -1,19 +1,19 @@
-"""Upload of an exported directory to the hub, refused before anything is written where it could not succeed."""
+"""Upload of an exported directory to the hub, with checks that run before anything is exported."""
 
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
 
 _NEW = {".gitattributes"}
-"""Files of a repository that nobody put there."""
+"""Files that the hub itself puts in a new repository."""
 
 
 def check_push(name: str, *, overwrite: bool) -> None:
-    """Raise `Refusal` if `push` could not write to a repository of the hub, or would take the place of others' files.
+    """Raise `Refusal` if `push` could not write to a repository of the hub, or would replace existing files.
 
     Args:
-      name: `OWNER/NAME`.
-      overwrite: Take the place of what the repository holds.
+      name: Repository, as `OWNER/NAME`.
+      overwrite: True allows existing files to be replaced.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
@@ -50,10 +50,10 @@ def check_push(name: str, *, overwrite: bool) -> None:
 
 
 def push(directory: Path, name: str, *, message: str, private: bool) -> str:
-    """Make the repository if there is none, and have it hold what the directory holds; its address.
+    """Replace the repository's files with the directory's, creating the repository if needed; return its address.
 
     Raises:
-      Refusal: The hub did not take it; the directory stays.
+      Refusal: The hub rejected the upload; the directory is kept.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError

@@ -1,1 +1,1 @@
-"""Policies at work for users: in an engine that serves them, and over a file of prompts."""
+"""Inference with trained policies: loading into an engine for serving, and completions of a file of prompts."""

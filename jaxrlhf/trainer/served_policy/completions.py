@@ -1,4 +1,4 @@
-"""Completions of a file of prompts, scored where something scores."""
+"""Completions of a file of prompts, with scores if requested."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from jaxrlhf.trainer.policy import ChosenPolicy, choose_policy
 from jaxrlhf.workers.reward import response_texts
 
 _SEED = 20_000_011
-"""Seed of the first prompts' completions; further ones count on from there."""
+"""Seed of the first batch of prompts; the index of a batch's first prompt is added for later batches."""
 _PROGRESS = {"completions": "{:,} completions"}
 
 
@@ -37,15 +37,15 @@ def write_completions(
     scored: bool,
     best: bool,
 ) -> int:
-    """Answer the training problems of a configuration and write them, with their records.
+    """Answer the training problems of a configuration, and write the answers with the problems' records.
 
     Args:
-      policy: A run's workdir, a Hugging Face directory, a GGUF file, or a hub id.
-      out: A new `.jsonl` file, to which a step's completions are added at a time, or `.parquet`.
+      policy: Workdir of a run, Hugging Face directory, GGUF file, or hub id.
+      out: New `.jsonl` file, appended to batch by batch, or new `.parquet` file, written at the end.
       step: Step of a run's checkpoint; None is the newest.
       samples: Answers per prompt.
-      scored: Score them by the configuration's rewards.
-      best: Write the answer of the highest score alone; a prompt without any score has none.
+      scored: True scores the answers by the configuration's rewards.
+      best: True writes only the answer with the highest score; a prompt without any score gets no row.
 
     Returns:
       Number of completions.
@@ -71,8 +71,8 @@ def write_completions(
 
 
 def _check_fields(loaded: Loaded, config: Config, out: Path) -> None:
-    """Raise `Refusal` if the file cannot hold the records, before they are answered."""
-    key = _image_key(config)  # which is written in another form
+    """Raise `Refusal` if the file's format cannot hold the records, before anything is generated."""
+    key = _image_key(config)  # images are written in another form
     records = ({name: problem.record[name] for name in problem.record if name != key} for problem in loaded.problems)
     if out.suffix == ".parquet":
         _parquet([*records], out)
@@ -82,17 +82,17 @@ def _check_fields(loaded: Loaded, config: Config, out: Path) -> None:
 
 
 def _line(row: Mapping[str, Any], out: Path) -> bytes:
-    """A row as a line of JSON."""
+    """Encode a row as a line of JSON."""
     try:
         line = json.dumps(jsonable(row), ensure_ascii=False)
     except TypeError as error:
         raise Refusal(f"{out}: a field of the records is not JSON ({error}); name a .parquet file") from error
-    # Half of a surrogate pair has no UTF-8; written as a backslash escape it is still JSON.
+    # Half of a surrogate pair has no UTF-8 encoding; as a backslash escape it is still valid JSON.
     return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _parquet(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
-    """Rows as a file of Parquet, with a column for each field that any of them has."""
+    """Encode rows as a Parquet file, with a column for each field of any row."""
     import pyarrow
     import pyarrow.parquet
 
@@ -108,7 +108,7 @@ def _parquet(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; if the block fails before anything is in it, it is not there, so that the next try may begin."""
+    """Open a new file to write; delete it if the block fails while it is empty, so that the command can be repeated."""
     try:
         with path.open("xb") as file:
             yield file
@@ -128,7 +128,7 @@ def _answers(
     scored: bool,
     best: bool,
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of some prompts at a time, in the order of the file."""
+    """Yield the rows of `prompts_per_step` prompts at a time, in the order of the prompt file."""
     per_step = chosen.config.rollout.prompts_per_step
     if loaded.dropped_too_long:
         most = f"rollout.max_prompt_tokens={chosen.config.rollout.max_prompt_tokens}"
@@ -151,7 +151,7 @@ def _answers(
 
 
 def _asked(problem: Problem, config: Config) -> dict[str, Any]:
-    """The record of a prompt, with its images where it had them."""
+    """Return the record of a prompt, with its images in a portable form."""
     key = _image_key(config)
     images = {key: [portable(image.source) for image in problem.images]} if key is not None else {}
     return {**problem.record, **images}
@@ -162,7 +162,7 @@ def _image_key(config: Config) -> str | None:
 
 
 def best_of_groups(score_B: np.ndarray, samples: int) -> list[int]:
-    """The row with the highest score of every group, the first of several; none of a group without a score."""
+    """Return the row with the highest score of every group, the first in case of a tie; skip groups without a score."""
     score_PG = score_B.reshape(-1, samples)
     return [
         group * samples + int(np.nanargmax(score_G))

@@ -1,4 +1,4 @@
-"""Flags of commands that load a policy into an engine, and the sizes that they mean."""
+"""Flags of commands that load a policy into an engine, and the engine sizes that the flags set."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from jaxrlhf.config import CommandLine
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of an engine that serves.
+    """Sizes of a serving engine.
 
     Attributes:
-      slots: Responses decoded together.
-      context_tokens: Most tokens of prompt and response together; None is 4096, or the model's positions if fewer.
-      response_tokens: Most tokens of a response; None is a quarter of the context.
-      tensor: Devices that split every layer.
+      slots: Number of responses decoded together.
+      context_tokens: Maximum tokens of prompt and response together; None is 4096, or the model's positions if fewer.
+      response_tokens: Maximum tokens of a response; None is a quarter of the context.
+      tensor: Number of devices that split every layer (tensor parallelism).
       dtype: Dtype of weights and computation.
     """
 
@@ -26,7 +26,7 @@ class EngineSizes:
 
 
 def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
-    """Flags that say how a policy is loaded."""
+    """Add the flags that set how a policy is loaded."""
     command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
     command.add_argument("--slots", type=int, default=slots, help="responses decoded together")
     command.add_argument("--context", type=int, help="most tokens of prompt and response; default: 4096 or the model's")
@@ -36,5 +36,5 @@ def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
 
 
 def engine_sizes(flags: Namespace) -> EngineSizes:
-    """Sizes of the engine that the flags ask for."""
+    """Return the engine sizes that the flags set."""
     return EngineSizes(flags.slots, flags.context, flags.max_tokens, flags.tensor, flags.dtype)

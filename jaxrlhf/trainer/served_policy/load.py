@@ -1,4 +1,4 @@
-"""Engine with the policy of a run, an exported directory or a hub model, for serving."""
+"""Loading of a policy into an engine for serving: from a run, an exported directory or a hub model."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -33,7 +33,7 @@ from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """An engine with weights, and what belongs to them: tokenizer, stop tokens, and reader of images if it sees."""
+    """Loaded engine with the policy's tokenizer and stop tokens; `images` is the reader of a vision model's images."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -42,12 +42,12 @@ class LoadedPolicy:
 
 
 def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vision: bool = False) -> LoadedPolicy:
-    """Load a policy over all devices of this process.
+    """Load a policy onto all devices of this process.
 
     Args:
-      vision: With its vision tower, which it has to have.
       policy: Workdir of a run, directory of a Hugging Face checkpoint, or hub id.
       step: Step of a run's checkpoint; None is the newest.
+      vision: True loads the vision tower too; the policy must have one.
 
     Raises:
       Refusal: There is no such policy, or it does not fit the devices.
@@ -117,7 +117,7 @@ def _engine(
 
 
 def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig) -> Iterator[tuple[str, jax.Array]]:
-    """Each weight of the policy of a run, adapters merged, and its path."""
+    """Yield each weight of a run's policy, with adapters merged, and its path."""
     if checkpoints.folder(step, f"actor{SUFFIX}").is_dir():
         adapted = AdaptedRun.of(run, "actor")
         return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
@@ -127,7 +127,7 @@ def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig
 
 
 def _laid_out(arrays: Iterator[tuple[str, jax.Array]], config: ModelConfig, layout: Any, dtype: Any) -> Any:
-    """The tree of weights in a layout, of which one at a time is on the host."""
+    """Place the weights on devices in a layout, with one weight at a time on the host; return their tree."""
     places = {path_name(path): sharding for path, sharding in jax.tree.leaves_with_path(layout)}
     there = {name: jax.device_put(array.astype(dtype), places[name]) for name, array in arrays}
     shapes = param_shapes(config, "lm", dtype)

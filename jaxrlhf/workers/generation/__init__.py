@@ -1,1 +1,1 @@
-"""Generation of a rollout: requests of an engine, and the arrays of what it completes."""
+"""Rollout generation by workers: requests to an engine, and completions as arrays."""

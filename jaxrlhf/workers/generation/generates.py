@@ -1,4 +1,4 @@
-"""Methods of the workers that generate: the actor, and the rollout role on another pool."""
+"""Generation methods of workers: the actor, and the rollout role on another pool."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,22 @@ from jaxrlhf.workers.sampler import Sampler
 
 
 class Generates(ABC):
-    """A worker with a sampler, under the current policy.
+    """Worker with a sampler of the current policy.
 
-    `versions` are those of the weights that every rank of the rollout role was sent; the actor has its own. `until` is
-    the end of a round over all ranks, each of which has its share of it. `seed` determines a response with the
-    problem's id and the number of the copy, and a reply of an episode with the turn, too.
+    Arguments that several methods have:
+      versions: Version of the weights that each rank of the rollout role received; empty for the actor.
+      until: End of a round over all ranks; each rank completes its share.
+      seed: Sampling seed. Seed, problem id and copy number determine a response; a reply of an episode depends on its
+        turn too.
     """
 
     waits_between_parts: ClassVar[bool] = False
-    """True if the engine keeps its weights and what is under way from call to call, on devices of its own."""
+    """True if the engine has its own devices, and keeps weights and requests in progress between calls."""
     _being_drawn: Iterator[RolloutBatch] = iter(())
 
     @abstractmethod
     def generating(self, versions: Sequence[int] = ()) -> AbstractContextManager[Sampler]:
-        """The sampler, with the weights in its engine within the block."""
+        """Yield the sampler, with the weights loaded in its engine within the block."""
 
     @worker_method(ONE_TO_ALL, part="generate")
     def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int] = ()) -> None:
@@ -60,9 +62,9 @@ class Generates(ABC):
         parts: int,
         versions: Sequence[int] = (),
     ) -> RolloutBatch:
-        """Sample the next part of what `generate_sequences` does: groups that are complete before those of later parts.
+        """Sample the next part of the rollout of `generate_sequences`; groups that complete first come first.
 
-        Calls are for one part after another, from 0 on.
+        Parts are requested in order, from 0.
 
         Raises:
           Refusal: This worker's devices do other work between parts.
@@ -87,9 +89,9 @@ class Generates(ABC):
         until: Round,
         versions: Sequence[int] = (),
     ) -> PartialRollout:
-        """Draw further tokens of groups under way until enough of them are complete.
+        """Continue groups in progress until enough of them are complete.
 
-        Keys and values of tokens that earlier policies drew are computed again by this one, or kept as they were.
+        The keys and values of tokens sampled by earlier policies are recomputed with this policy, or kept unchanged.
         """
         with self.generating(versions) as sampler:
             return sampler.go_on(problems, under_way, sampling, until)
@@ -104,7 +106,7 @@ class Generates(ABC):
         seed: int,
         versions: Sequence[int] = (),
     ) -> EpisodeBatch:
-        """Go through episodes that begin with these problems, prompt-major."""
+        """Run episodes that start from these problems, prompt-major."""
         with self.generating(versions) as sampler:
             return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
@@ -119,13 +121,13 @@ class Generates(ABC):
         until: Round,
         versions: Sequence[int] = (),
     ) -> EpisodeBatch:
-        """Go on with groups of episodes until enough of them are complete.
+        """Continue groups of episodes until enough of them are complete.
 
-        A reply is drawn by one policy. Episodes of groups that are new to this rank begin; the others go on where they
-        are, and their environments with them.
+        Each reply is sampled by one policy. Groups that are new to this rank start their episodes; the other episodes
+        and their environments continue from their current state.
 
         Returns:
-          Episodes of the groups that are complete now and were not before.
+          Episodes of the newly completed groups.
         """
         copies = responses_per_prompt
         with self.generating(versions) as sampler:

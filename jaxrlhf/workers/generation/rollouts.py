@@ -1,4 +1,4 @@
-"""Requests of a rollout, and completions as its arrays."""
+"""Conversion of problems to requests, and of completions to the arrays of a rollout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from jaxrlhf.engine import Completion, Request
 
 
 def requests_of(problems: Sequence[Problem], copies: int) -> tuple[list[Request], list[Problem]]:
-    """A request for each of so many responses to each problem, and the problem of each."""
+    """Return `copies` requests for each problem, prompt-major, and the problem of each request."""
     requests = [
         Request(problem.prompt_id * copies + copy, problem.prompt_tokens, images=problem.images)
         for problem in problems
@@ -21,7 +21,12 @@ def requests_of(problems: Sequence[Problem], copies: int) -> tuple[list[Request]
 
 
 def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:
-    """Request for the rest of the response in a row, to a problem of which this is one of several copies."""
+    """Return the request for the rest of a response.
+
+    Args:
+      row: Row of the response in the rollout.
+      copy, copies: Index of the response among the responses to the problem, and their number.
+    """
     length = int(rollout.sequences.length_B[row])
     tokens, drawn = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
     number = problem.prompt_id * copies + copy
@@ -29,7 +34,7 @@ def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy:
 
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
-    """Completions as left-aligned arrays of `width` columns."""
+    """Convert completions to a rollout with left-aligned arrays of `width` columns."""
     rollout = prompts_alone(prompts, width=width)
     for row, completion in enumerate(completions):
         append(rollout, row, completion.tokens, completion.logps, version=completion.version)
@@ -44,7 +49,7 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
 
 
 def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, width: int) -> np.ndarray | None:
-    """`[B, T, ...]` records of tokens, each from its start on; -1 where none were made."""
+    """Pad the recorded values of each response to `[B, T, ...]` with -1; `starts` are their first columns."""
     if not recorded or recorded[0] is None:
         return None
     padded = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, recorded[0].dtype)

@@ -1,4 +1,4 @@
-"""Worker of the rollout role: generation on another pool than the actor's, with copies of its weights."""
+"""Worker of the rollout role: generation on another pool than the actor's, with copies of the actor's weights."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from jaxrlhf.workers.sampler import Sampler
 
 
 class RolloutWorker(Generates):
-    """The rollout role: an engine on another pool, which is sent the actor's weights.
+    """Worker of the rollout role: an engine on another pool, which receives the actor's weights.
 
-    Those of a later moment may be fetched into the host's memory while the engine draws with those that it has.
+    Newer weights may be fetched to host memory while the engine samples with the current weights.
 
     Args:
-      layout: Shardings of the weights over the sampler's whole mesh, as `shapes` in a tree by parts.
+      layout: Shardings of the weights over the sampler's whole mesh; like `shapes`, a dict of trees by part.
     """
 
     waits_between_parts = True
@@ -35,22 +35,22 @@ class RolloutWorker(Generates):
         self._metrics: Metrics = {}
 
     def take_metrics(self) -> Metrics:
-        """Cost of the weights that were received and loaded since the last call."""
+        """Return the cost of receiving and loading weights since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def wanted_weights(self) -> Splits:
-        """Splits of every weight that is to be sent."""
+        """Return the splits of every weight that the actor has to send."""
         return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
 
     def _missing(self) -> list[str]:
-        """Parts of the weights to be sent: the trained one, and once the frozen ones beside it."""
+        """Return the parts of the weights to be sent: the trained part, and the first time the frozen parts too."""
         return [part for part in self._layout if part in self._trained or part not in self._weights]
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
-        """Take the weights that every rank of the actor offers; returns their version."""
+        """Receive the weights that the ranks of the actor offer, load them, and return their version."""
         missing = self._missing()
         self._let_go(missing)
         [version] = {version for version, _ in offers}
@@ -62,7 +62,7 @@ class RolloutWorker(Generates):
 
     @worker_method(ONE_TO_ALL, part="fetch")
     def fetch_weights(self, offers: Sequence[tuple[int, Offer]], *, number: int) -> int:
-        """Have offered weights in host memory under a number, until they are loaded; returns that.
+        """Fetch offered weights to host memory under a number, until they are loaded; return the number.
 
         Other calls may run meanwhile. The frozen parts of the weights are on the devices already.
         """
@@ -75,7 +75,11 @@ class RolloutWorker(Generates):
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def load_fetched(self, numbers: Sequence[int]) -> int:
-        """Put the weights that every rank fetched under a number on the devices; returns their version."""
+        """Move the weights fetched under a number to the devices, load them, and return their version.
+
+        Args:
+          numbers: The number, once for each rank.
+        """
         [number] = {*numbers}
         version, fetched = self._fetched.pop(number)
         self._let_go(self._trained)
@@ -97,6 +101,6 @@ class RolloutWorker(Generates):
 
     @contextmanager
     def generating(self, versions: Sequence[int] = ()) -> Iterator[Sampler]:
-        """The sampler, whose engine frees its cache by itself; the weights stay."""
+        """Yield the sampler; the engine frees its cache by itself, and the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
         yield self._sampler

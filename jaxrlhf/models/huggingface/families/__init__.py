@@ -1,4 +1,4 @@
-"""Checkpoint families as tables. A new family of the same decoder is one more `Family` and its name here."""
+"""Checkpoint families as tables. A new family of the same decoder needs one more `Family` and its entry here."""
 
 from collections.abc import Mapping
 
@@ -45,11 +45,11 @@ SIGHTS: dict[str, Sight] = {
     sight.name: sight
     for sight in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VISION, QWEN3_5_MOE_VISION, GEMMA3_VISION)
 }
-"""Formats of checkpoints that see, by `model_type` of the whole."""
+"""Formats of vision-language checkpoints, by `model_type` of the whole model."""
 
 
 def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
-    """Table of all parameters of a model, those of its tower among them, by parameter path."""
+    """Return the table of all parameters of a model, including its tower, by parameter path."""
     tensors = FAMILIES[config.family].stored(config, head)
     if config.vision is None:
         return tensors
@@ -58,10 +58,10 @@ def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
 
 
 def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a table by its name, those of a layer behind one another.
+    """Return the shape of every tensor of a table by tensor name, layer after layer.
 
     Args:
-      stored: Table of parameters, perhaps not of all.
+      stored: Table of parameters, which may be incomplete.
     """
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for place, param in jax.tree.leaves_with_path(declare(config, head)):
@@ -74,10 +74,10 @@ def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTe
 
 
 def module_name(config: ModelConfig, name: str) -> str:
-    """Name in transformers' model of a module or tensor of the tables."""
+    """Return the name in transformers' model of a module or tensor of the tables."""
     return name if config.vision is None else begun(name, SIGHTS[config.vision.family].modules)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
-    """Name in a file of a tensor of the tables."""
+    """Return the name in a file of a tensor of the tables."""
     return name if config.vision is None else begun(name, SIGHTS[config.vision.family].prefixes)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and V3.2: multi-head latent attention, and experts after a few first layers without."""
+"""DeepSeek-V2, V3 and V3.2: multi-head latent attention, and experts after a few dense layers."""
 
 import warnings
 from dataclasses import replace
@@ -21,12 +21,12 @@ _NO_TENSORS = ("layers.attention.key", "layers.attention.value")
 
 
 def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
-    """Fields of `ModelConfig` that all versions set, but the router's; the number is that of files that do not say."""
+    """Read the fields of `ModelConfig` that all versions set, except the router's; `dense_layers` is a default."""
     for name, computed in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1), ("ep_size", 1)):
         given.only(name, computed)
     given.only("hidden_act", "silu")
     for name in ("seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
-        given.take(name)  # of training, of speculation, or said by others
+        given.take(name)  # for training or speculation, or implied by other fields
     given.default(num_key_value_heads=given.take("num_attention_heads"))
     latent = LatentAttention(
         rank=given.need("kv_lora_rank"),
@@ -43,7 +43,7 @@ def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[
 
 
 def read_experts(given: Fields, **router: Any) -> Experts:
-    """Routed experts, some of them shared, by the names that DeepSeek gave their fields."""
+    """Read routed and shared experts, by DeepSeek's field names."""
     inner = given.need("moe_intermediate_size")
     return Experts(
         count=given.need("n_routed_experts"),
@@ -58,7 +58,10 @@ def read_experts(given: Fields, **router: Any) -> Experts:
 def read_grouped_experts(
     given: Fields, *, scaling: float = 1.0, groups: int = 1, groups_per_token: int = 1, **router: Any
 ) -> Experts:
-    """Experts of the groups whose best pairs are best; the numbers are those of files that do not say."""
+    """Read experts that are chosen within the best groups, ranked by the sum of their two best experts.
+
+    Numbers are the defaults of fields that the file does not have.
+    """
     return read_experts(
         given,
         normalised=bool(given.take("norm_topk_prob", True)),
@@ -71,7 +74,7 @@ def read_grouped_experts(
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:
-    """Fields that `read_experts` and its callers read."""
+    """Return the fields that `read_experts` and its callers read."""
     experts = config.experts
     assert experts is not None
     return {
@@ -90,7 +93,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_latent(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json that all versions have."""
+    """Return the fields of config.json that all versions have."""
     latent = config.latent
     assert latent is not None
     return {
@@ -106,7 +109,7 @@ def write_latent(config: ModelConfig) -> dict[str, Any]:
 
 
 def latent_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Table of latent attention, with experts behind a few first layers."""
+    """Return the table of a model with latent attention, and experts after a few dense layers."""
     latent, experts = config.latent, config.experts
     assert latent is not None and experts is not None
     attention = in_layers(
@@ -158,7 +161,7 @@ def _write_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _write_v2)
-"""DeepSeek-V2: the best experts, or the best of the best groups."""
+"""DeepSeek-V2: the best experts, or the best experts of the best groups."""
 
 
 def _read_v3(given: Fields) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, _write_v3, predicts_several=True)
-"""DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""
+"""DeepSeek-V3: experts by sigmoid scores and a bias, within the groups with the best pairs of experts."""
 
 
 def _read_v32(given: Fields) -> dict[str, Any]:
@@ -202,4 +205,4 @@ def _write_v32(config: ModelConfig) -> dict[str, Any]:
 
 
 DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, _write_v32, predicts_several=True)
-"""DeepSeek-V3.2: V3 with sparse attention, whose indexer is kept while attention sees all tokens."""
+"""DeepSeek-V3.2: V3 with sparse attention. Its indexer is loaded and saved, but attention sees all tokens."""

@@ -1,4 +1,4 @@
-"""The type of a checkpoint family: a table from parameters to the tensors of its files, and fields of config.json."""
+"""Type of a checkpoint family: a table from parameters to the tensors of its files, and fields of config.json."""
 
 import math
 import re
@@ -13,19 +13,20 @@ from jaxrlhf.models.huggingface.families.fields import Fields
 
 
 class StoredTensor(NamedTuple):
-    """The place and layout of one parameter in a checkpoint.
+    """Place and layout of one parameter in a checkpoint.
 
     Attributes:
-      name: Tensor name; `{layer}` where each layer has its own tensor, `{expert}` where each expert has.
-      dims: Our dimensions in our order, one letter each, without layers and experts that have own tensors.
-      stored: The same letters in the file's order, a space between the tensor's dimensions;
+      name: Tensor name, with `{layer}` if each layer has its own tensor, and `{expert}` if each expert has one.
+      dims: Our dimensions in our order, one letter each, without layers and experts that have their own tensors.
+      stored: Letters of `dims` in the file's order, with a space between the tensor's dimensions.
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
-      start: First row of the parameter in a tensor that several share.
-      rows: Rows of a tensor that several parameters share; None where it is the parameter's own.
+      start: First row of the parameter in a tensor that several parameters share.
+      rows: Number of rows of a tensor that several parameters share; None if only this parameter is in the tensor.
       layer: First layer that has the tensor.
-      layers: Layers that have it, where they do not follow one another; empty: from `layer` on.
-      inside: Last letters of a group, or all of it, their first index in the file, and how many indices they have
-        there together: others share the tensor with this parameter, interleaved. The letter `1` is one index.
+      layers: Layers that have the tensor, if they are not consecutive; empty means all layers from `layer` on.
+      inside: Dimension that this parameter shares with others, interleaved: the letters at the end of a group of
+        `stored` (or the whole group), their first index in the file, and the number of indices of all sharing
+        parameters. The letter `1` is one index.
     """
 
     name: str
@@ -43,45 +44,45 @@ class StoredTensor(NamedTuple):
         return self.stored.replace(" ", "").replace("1", "")
 
     def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """First dimensions of a parameter's shape, along which each entry has a tensor of its own."""
+        """Return the leading dimensions of a parameter's shape, along which each entry has its own tensor."""
         return shape[: len(shape) - len(self.dims)]
 
     def named(self, at: Sequence[int]) -> str:
-        """Name of the tensor at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
+        """Return the name of the tensor at an index of the stacked dimensions: of a layer, or of a layer's expert."""
         places = dict(zip(("layer", "expert"), at, strict=False))
         layer = places.get("layer", 0)
         return self.name.format(**{**places, "layer": self.layers[layer] if self.layers else layer + self.layer})
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file, from the shape of the parameter (or of one layer of it)."""
+        """Return the shape in the file, from the shape of the parameter (or of one layer of the parameter)."""
         size = self.sizes(shape)
         return tuple(math.prod(size[letter] for letter in group) for group in self.stored.split())
 
     def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Size of each letter, from the shape of the parameter (or of one layer of it)."""
+        """Return the size of each letter, from the shape of the parameter (or of one layer of the parameter)."""
         return dict(zip(self.dims, shape, strict=True)) | {"1": 1}
 
     def interleaved(self, group: str) -> tuple[str, int, int] | None:
-        """`inside`, for a group that has it."""
+        """Return `inside` if it is about this group; else None."""
         return self.inside if self.inside is not None and group.endswith(self.inside[0]) else None
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file of the whole tensor, of which the parameter may be a part."""
+        """Return the shape of the whole tensor in the file; the parameter may be a part of the tensor."""
         first, *rest = (math.prod(self._split(group, shape)) for group in self.stored.split())
         return (first if self.rows is None else self.rows, *rest)
 
     def _split(self, group: str, shape: tuple[int, ...]) -> list[int]:
-        """Sizes in the file of a group's letters, those of `inside` as one."""
+        """Return the sizes in the file of a group's letters; the letters of `inside` count as one."""
         size, inside = self.sizes(shape), self.interleaved(group)
         if inside is None:
             return [size[letter] for letter in group]
         return [*(size[letter] for letter in group.removesuffix(inside[0])), inside[2]]
 
     def place(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter's part of the whole tensor, a view with one dimension for each letter.
+        """Return the parameter's part of the whole tensor, as a view with one dimension for each letter.
 
         Args:
-          shape: Shape of the parameter (or of one layer of it).
+          shape: Shape of the parameter (or of one layer of the parameter).
         """
         size, groups = self.sizes(shape), self.stored.split()
         rows = tensor if self.rows is None else tensor[self.start : self.start + self.shape(shape)[0]]
@@ -99,7 +100,7 @@ LAYER = "model.layers.{layer}."
 
 
 def in_layers(**tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
-    """A table of parameters of layers: `attention__key=("self_attn.k_proj.weight", "DKH", "KH D")`."""
+    """Return a table of parameters of layers: `attention__key=("self_attn.k_proj.weight", "DKH", "KH D")`."""
     return {
         f"layers.{path.replace('__', '.')}": StoredTensor(LAYER + name, dims, stored)
         for path, (name, dims, stored) in tensors.items()
@@ -121,7 +122,7 @@ DECODER: dict[str, StoredTensor] = {
         mlp__down=("mlp.down_proj.weight", "FD", "D F"),
     ),
 }
-"""Tensors of most families, by the path of the parameter."""
+"""Tensors of most families, by parameter path."""
 
 QKV_BIAS = in_layers(
     attention__query_bias=("self_attn.q_proj.bias", "NH", "NH"),
@@ -146,10 +147,10 @@ WITHOUT_MLP = {path: stored for path, stored in DECODER.items() if not path.star
 def mixture(
     mlp: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, StoredTensor]:
-    """`DECODER` with routed experts in place of the MLP, a tensor for each expert.
+    """Return `DECODER` with routed experts in place of the MLP, with separate tensors for each expert.
 
     Args:
-      mlp: Name of the mixture in a layer; the others are names of an expert's matrices.
+      mlp: Name of the mixture in a layer; the other arguments are names of an expert's matrices.
     """
     expert = mlp + ".experts.{expert}."
     return WITHOUT_MLP | in_layers(
@@ -163,10 +164,10 @@ def mixture(
 def fused_experts(
     experts: str, inner: int, *, layer: int = 0, both: str = "gate_up_proj", down: str = "down_proj"
 ) -> dict[str, StoredTensor]:
-    """Experts of a layer in two tensors, the gate of each above its up.
+    """Return a table of experts in two tensors per layer; the gate of each expert is above its up projection.
 
     Args:
-      experts: Beginning of the tensors' names; their ends are `both` and `down`.
+      experts: Prefix of the tensors' names, before `both` and `down`.
       inner: Width of an expert.
       layer: First layer that has experts.
     """
@@ -190,7 +191,7 @@ SHARED_EXPERTS = in_layers(
 def after_dense_layers(
     config: ModelConfig, sparse: Mapping[str, StoredTensor], dense: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """A table of layers with experts, behind the first ones of a table without."""
+    """Return a table of layers with experts (`sparse`), after the first layers without experts (`dense`)."""
     moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items()}
     first = {f"dense_{path}": stored for path, stored in dense.items() if path.startswith("layers.")}
     return moved | (first if config.dense_layers else {})
@@ -199,12 +200,12 @@ def after_dense_layers(
 def gate_and_up(
     inner: int, *, name: str = "mlp.gate_up_proj.weight", mlp: str = "layers.mlp."
 ) -> dict[str, StoredTensor]:
-    """An MLP whose gate lies above its up in one tensor.
+    """Return the table of an MLP whose gate is above its up projection in one tensor.
 
     Args:
       inner: Width of the MLP.
-      name: The tensor's in a layer.
-      mlp: Beginning of the parameters' paths.
+      name: Name of the tensor in a layer.
+      mlp: Prefix of the parameters' paths.
     """
     return {
         f"{mlp}gate": StoredTensor(LAYER + name, "DF", "F D", 0, 2 * inner),
@@ -215,11 +216,12 @@ def gate_and_up(
 def of_both_kinds(
     config: ModelConfig, table: Mapping[str, StoredTensor], mixing: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """A table of layers with keys and values and of layers with linear attention, each by the layers that it has.
+    """Return a table of layers with softmax attention and layers with linear attention, with the indices of both.
 
     Args:
-      table: Parameters of the former, of what both have, and of what is around them.
-      mixing: What the latter have in place of attention.
+      table: Parameters of layers with softmax attention, and parameters outside of layers. Layers with linear
+        attention have the same parameters except for attention.
+      mixing: Parameters of layers with linear attention in place of softmax attention.
     """
     flags = list(enumerate(config.linear_layers))
     full_layers, linear_layers = (tuple(at for at, flag in flags if flag == wanted) for wanted in (False, True))
@@ -238,19 +240,19 @@ SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
 
 @dataclass(frozen=True)
 class Family:
-    """One checkpoint format.
+    """Checkpoint format of a model family.
 
     Attributes:
-      name: `model_type` of its config.json.
+      name: `model_type` of config.json.
       architecture: First part of the names of its architectures.
-      tensors: Table of the parameters but the head, for a model.
-      read: Fields of `ModelConfig` beside those that all families share, and defaults of those. It asks
-        for every field of config.json that this family has beside them.
-      write: Fields of config.json beside those that all families share.
-      unread: Pattern of names of tensors that files may have and nothing computes with, for a model; None is none.
-      predicts_several: Files may have layers behind the last one, or tensors named `mtp`, which predict several tokens
-        at once. They are not read, and not exported.
-      score_architecture: First part of the name with a score head; None is `architecture`.
+      tensors: Function from a model to the table of its parameters without the head.
+      read: Function that returns the `ModelConfig` fields specific to this family, and sets defaults of shared
+        config.json fields. The function must take every config.json field that is specific to this family.
+      write: Function that returns the config.json fields specific to this family.
+      unread: Function from a model to a pattern of names of tensors that files may have but nothing uses, or None.
+      predicts_several: True if files may have layers after the last layer, or tensors named `mtp`, which predict
+        several tokens at once. These are neither read nor exported.
+      score_architecture: First part of the architecture's name with a score head; None is `architecture`.
     """
 
     name: str
@@ -274,11 +276,11 @@ class Family:
 
     @property
     def step_classifier(self) -> str:
-        """Architecture with labels for tokens, of which a process reward model has two: wrong and right."""
+        """Architecture with labels for tokens; a process reward model has two labels, wrong and right."""
         return self.classifier.replace("Sequence", "Token")
 
     def leaves_out(self, name: str, config: ModelConfig) -> bool:
-        """Return whether a tensor is of a layer that predicts several tokens, or nothing computes with it."""
+        """Return whether a tensor belongs to a layer that predicts several tokens, or is unused."""
         unread = self.unread(config)
         if unread is not None and unread.match(name):
             return True
@@ -287,7 +289,7 @@ class Family:
         return self.predicts_several and (behind or name.startswith("mtp."))
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
-        """Table of all parameters of a model, by parameter path."""
+        """Return the table of all parameters of a model, by parameter path."""
         tensors = dict(self.tensors(config))
         if head != "lm":
             tensors["head"] = SCALAR_HEAD

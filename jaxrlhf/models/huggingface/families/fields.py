@@ -1,14 +1,14 @@
-"""The fields of a config.json: each is read, or known not to matter, or refused."""
+"""Fields of a config.json: each is read, known not to matter, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.config import Refusal
 
-# Descriptions of the file and defaults of training or generation: nothing of a forward pass.
+# Descriptions of the file, and defaults of training or generation; none affects the forward pass.
 _HARMLESS = {
     *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path", "transformers_version"),
-    *("_model_name_or_path",),  # which transformers takes from a GGUF file
+    *("_model_name_or_path",),  # transformers copies it from a GGUF file
     *("torch_dtype",),
     *("dtype", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
     *("tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
@@ -23,19 +23,19 @@ _HARMLESS = {
     *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "unsloth_fixed"),
     *("unsloth_version", "pretraining_tp"),
 }
-# Options of every architecture that has none of them switched on.
+# Options of every architecture; no supported architecture has them switched on.
 _OFF = {
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
     *("pruned_heads",),
 }
 _DEQUANTISED = ("mxfp4", "fp8")
-"""Values of `quant_method` whose tensors `quantized_files` reads."""
+"""Values of `quant_method` whose tensors `quantized_files` can read."""
 _PLAIN = ("gguf",)
-"""Values of `quant_method` in directories whose tensors are not quantised: transformers saved what it dequantised."""
+"""Values of `quant_method` in directories whose tensors are not quantized, because transformers dequantized them."""
 
 
 class Fields:
-    """The fields of a config.json, and a record of those that have been asked for.
+    """Fields of a config.json, and a record of the fields that were read.
 
     Args:
       where, family: Names of the file and of the family, for messages.
@@ -50,39 +50,39 @@ class Fields:
         self._given |= {name: value for name, value in values.items() if self._given.get(name) is None}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A field, or the default if it is absent; null is None."""
+        """Return a field, or the default if the field is absent; None if the field is null."""
         self._asked.add(name)
         return self._given.get(name, default)
 
     def need(self, name: str) -> Any:
-        """A field that has to be there."""
+        """Return a required field."""
         value = self.take(name)
         if value is None:
             raise Refusal(f"{self._where} has no {name}, which a {self._family} checkpoint must give")
         return value
 
     def only(self, name: str, *values: Any) -> None:
-        """A field of which only some values are computed; absent and null stand for the first of them."""
+        """Refuse a field unless it has one of the supported values; absent and null count as the first value."""
         given = self.take(name)
         if given is not None and given not in values:
             computed = " or ".join(map(repr, values)) or "null"
             raise self.error(f"{name}={given!r}", f"this {self._family} decoder computes {computed} only")
 
     def error(self, what: str, why: str) -> Refusal:
-        """A refusal of the file: what it has, and why that is wrong."""
+        """Return a refusal of the file: what the file has, and why that is wrong."""
         return Refusal(f"{self._where} has {what}; {why}")
 
     def unreadable(self, error: TypeError) -> Refusal:
-        """A refusal of values that nothing can be computed with."""
+        """Return a refusal of a file with values of wrong types, such as null."""
         nulls = sorted(name for name in self._asked if self._given.get(name, 0) is None)
         what = f"null for {', '.join(nulls)}" if nulls else "a value of another type than its field has"
         return self.error(what, f"not all of it can be read as a {self._family} checkpoint's ({error})")
 
     def finish(self) -> None:
-        """Refuse what was not asked for and might change the numbers.
+        """Refuse fields that nothing read and that might change the numbers.
 
         Raises:
-          Refusal: There is such a field.
+          Refusal: There is such a field, or a quantization that is not supported.
         """
         for name in sorted(_OFF):
             if self._given.get(name):

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: scaled embeddings; from 2 on norms before and after, and layers with a window between others."""
+"""Gemma 1 to 3: scaled embeddings; from Gemma 2 on norms before and after, and a window in some layers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, writ
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
 
 FULL_THETA, SLIDING_THETA = 1_000_000.0, 10_000.0
-"""Bases of the rotary frequencies where the file does not say: of layers without a window, and with one."""
+"""Default bases of the rotary frequencies: of layers without a window, and of layers with a window."""
 
 SANDWICHED = DECODER | in_layers(
     attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
@@ -19,7 +19,7 @@ SANDWICHED = DECODER | in_layers(
 
 
 def read_gemma(given: Fields) -> dict[str, Any]:
-    """Fields of all versions."""
+    """Read the fields that all versions share."""
     given.only("attention_bias", False)
     given.only("hidden_activation", "gelu_pytorch_tanh")
     given.default(head_dim=256)
@@ -32,7 +32,7 @@ def read_gemma(given: Fields) -> dict[str, Any]:
 
 
 def write_gemma(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json that all versions have."""
+    """Return the fields of config.json that all versions have."""
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
@@ -55,19 +55,19 @@ def _write_gemma1(config: ModelConfig) -> dict[str, Any]:
 
 
 GEMMA = Family("gemma", "Gemma", lambda config: DECODER, _read_gemma1, _write_gemma1)
-"""Gemma 1: norms before attention and MLP alone, no windows, no caps."""
+"""Gemma 1: norms only before attention and MLP, no windows, no soft caps."""
 
 
 def read_own_ropes(given: Fields) -> dict[str, Any]:
-    """Rotary positions of layers without a window and with one, which older files have in two fields."""
+    """Read the rotary positions of layers without and with a window; older files have two fields for the bases."""
     full, sliding = given.take("rope_theta", FULL_THETA), given.take("rope_local_base_freq", SLIDING_THETA)
     return read_two_ropes(given, full_theta=full, sliding_theta=sliding)
 
 
 def _read_first(given: Fields) -> dict[str, Any]:
-    """Fields of versions 2 and 3."""
+    """Read the fields that versions 2 and 3 share."""
     given.only("use_bidirectional_attention", False)
-    # The first versions of Gemma's files had a wrong one, which is not read since.
+    # Early Gemma files had a wrong value here; the field is no longer used.
     given.take("hidden_act")
     return {
         **read_gemma(given),
@@ -99,7 +99,7 @@ GEMMA2 = Family("gemma2", "Gemma2", lambda config: SANDWICHED, _read_gemma2, _wr
 
 
 def _read_gemma3(given: Fields) -> dict[str, Any]:
-    # Read by transformers, and computed by nobody.
+    # transformers reads this field, but nothing computes it.
     given.only("attn_logit_softcapping")
     patterns = [given.take(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
     return {
@@ -125,4 +125,5 @@ GEMMA3 = Family(
     _write_gemma3,
     score_architecture="Gemma3Text",
 )
-"""Gemma 3 (text): normalised heads, five layers with a window and a rotary base of its own to one without."""
+"""Gemma 3 (text): normalized q and k heads; five layers with a window, which have another rotary base, to one
+without a window."""

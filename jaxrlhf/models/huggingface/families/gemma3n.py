@@ -1,5 +1,5 @@
-"""Gemma 3n (text): several residual streams, embeddings of tokens for each layer, narrow products beside attention,
-MLPs of which the largest gates alone count, and later layers that borrow keys and values."""
+"""Gemma 3n (text): several residual streams, embeddings of tokens for each layer, low-rank products next to attention,
+MLPs in which only the largest gates count, and later layers that borrow keys and values."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from jaxrlhf.models.huggingface.families.rope_fields import write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 _SPARSE, _SHARE = 10, 0.95
-"""First layers of deep models that are sparse, and how much, where the file does not say."""
+"""Defaults for deep models: number of first layers that are sparse, and the sparsity of their MLPs."""
 
 
 def _read(given: Fields) -> dict[str, Any]:
     given.only("altup_active_idx", 0)
     given.only("altup_correct_scale", True)
     for name in ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"):
-        given.take(name)  # of training, or in files and read by nobody
+        given.take(name)  # for training, or unused
     shared = read_with_inputs(given)
     given.default(num_key_value_heads=2)
     count = given.need("num_hidden_layers")
@@ -42,7 +42,7 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _one_width(given: Fields) -> int:
-    """F, which files have for each layer.
+    """Return the width of MLPs (F); files have a width for each layer.
 
     Raises:
       Refusal: Layers differ.

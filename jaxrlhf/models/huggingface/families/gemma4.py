@@ -1,5 +1,5 @@
-"""Gemma 4 (text): layers without a window have heads of their own, later layers borrow keys and values of earlier ones,
-and every layer has an embedding of the token for itself."""
+"""Gemma 4 (text): layers without a window have other head sizes, later layers borrow keys and values of earlier layers,
+and every layer has its own embedding of the token."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ from jaxrlhf.models.parameters import declare, path_name
 
 
 def read_with_inputs(given: Fields) -> dict[str, Any]:
-    """Fields of models whose layers have inputs of their own."""
+    """Read the fields of models whose layers have their own token embeddings as inputs."""
     width, rows = given.take("hidden_size_per_layer_input", 256), given.take("vocab_size_per_layer_input", 262_144)
     return {
         **read_gemma(given),
@@ -29,11 +29,11 @@ def read_with_inputs(given: Fields) -> dict[str, Any]:
 
 
 def _read(given: Fields) -> dict[str, Any]:
-    # Of images, which see each other; text sees what is before it either way.
+    # "vision" is about tokens of an image, which then see each other; text is causal with either value.
     given.only("use_bidirectional_attention", None, "vision")
     given.default(num_key_value_heads=4)
     given.default(rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}})
-    layers = (*read_layer_types(given, every=6)[:-1], False)  # the last never has a window, whatever the file says
+    layers = (*read_layer_types(given, every=6)[:-1], False)  # the last layer never has a window
     inner, borrowing = given.need("intermediate_size"), given.take("num_kv_shared_layers") or 0
     double = bool(given.take("use_double_wide_mlp", False)) and borrowing > 0
     return {
@@ -50,7 +50,7 @@ def _read(given: Fields) -> dict[str, Any]:
 
 
 def _read_experts(given: Fields) -> Experts | None:
-    """Experts beside the MLP, if there are any."""
+    """Read the experts that run next to the MLP; None if there are none."""
     count, chosen, inner = (given.take(name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
     if not given.take("enable_moe_block", False):
         return None
@@ -61,10 +61,10 @@ def _read_experts(given: Fields) -> Experts | None:
 
 
 def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
-    """Heads of layers without a window: fields of their own, or since transformers 5 what single layers differ in.
+    """Read the heads of layers without a window: from separate fields, or from `per_layer_config` (transformers 5).
 
     Raises:
-      Refusal: Layers of one kind differ, or in something else.
+      Refusal: Layers without a window differ from each other, or `per_layer_config` has other layers or fields.
     """
     same, kv_heads = bool(given.take("attention_k_eq_v", False)), given.need("num_key_value_heads")
     head_dim, own_heads = given.take("global_head_dim", 512), given.take("num_global_key_value_heads")
@@ -123,7 +123,7 @@ INPUTS = {
 
 
 def by_stack(config: ModelConfig, table: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A table of layers, of which each stack has those parameters that it declares."""
+    """Return a table in which each stack of layers has the parameters that the stack declares."""
     declared = {path_name(path) for path, _ in jax.tree.leaves_with_path(declare(config, "lm"))}
     found = {path: each for path, each in table.items() if not path.startswith("layers.")}
     stack_of = config.pattern.stack_of()
@@ -158,7 +158,7 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def borrowers(config: ModelConfig) -> re.Pattern[str] | None:
-    """Names of keys and values of layers that borrow them, which published files have nevertheless."""
+    """Return a pattern of unused tensors: keys and values of layers that borrow them, in published files."""
     places = [str(index) for index, stack in enumerate(config.pattern.stack_of()) if stack in LENDERS]
     if not places:
         return None

@@ -1,4 +1,4 @@
-"""Gemma 3 with its tower: SigLIP over images of one size, means of squares of patches, and images seen both ways."""
+"""Gemma 3 with its tower: SigLIP over images of one size, means of squares of patches, bidirectional attention."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _PREFIXES = {
     "vision.tower.": "vision_tower.",
     "vision.projector.": "multi_modal_projector.",
 }
-"""Beginnings of names as transformers writes them."""
+"""Prefixes of names as transformers writes them, by our prefixes."""
 
 
 def _tensors(vision: Vision) -> dict[str, StoredTensor]:
@@ -55,7 +55,7 @@ def _tensors(vision: Vision) -> dict[str, StoredTensor]:
 def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) -> Vision:
     given.only("hidden_act", "gelu_pytorch_tanh")
     given.only("num_channels", 3)
-    given.take("vision_use_head")  # what it pools is read by nobody
+    given.take("vision_use_head")  # nothing reads the pooled output
     given.take("attention_dropout")
     size, patch = given.take("image_size", 224), given.take("patch_size", 16)
     features = math.isqrt(whole.get("mm_tokens_per_image", 256))
@@ -120,4 +120,4 @@ GEMMA3_VISION = Sight(
     modules={"model.": "model.language_model.", "vision.tower.": "model.vision_tower."},
     leaves_out=("vision.tower.head.",),
 )
-"""Gemma 3 (4B and larger): every image has as many features."""
+"""Gemma 3 (4B and larger): every image has the same number of features."""

@@ -20,7 +20,7 @@ from jaxrlhf.models.huggingface.families.family import (
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 _HALF = 0.5
-"""Part of each head that is rotated where the file does not say."""
+"""Default part of each head that is rotated."""
 
 
 def _read_glm4(given: Fields) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def _glm4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 GLM4 = Family("glm4", "Glm4", _glm4_tensors, _read_glm4, lambda config: {"attention_bias": config.qkv_bias})
-"""GLM-4 (dense): norms before and behind, biases, neighbours rotated together."""
+"""GLM-4 (dense): norms before and after, biases, neighboring numbers of a head rotated together."""
 
 
 def _read_glm4_moe(given: Fields) -> dict[str, Any]:
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        given.take(name)  # of speculation
+        given.take(name)  # for speculation
     given.default(num_key_value_heads=8, rms_norm_eps=1e-5, partial_rotary_factor=_HALF)
     return {
         "experts": read_grouped_experts(given, scores="sigmoid", bias=True),
@@ -64,4 +64,4 @@ def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4Moe", _glm4_moe_tensors, _read_glm4_moe, _write_glm4_moe, predicts_several=True)
-"""GLM-4-MoE: experts as DeepSeek-V3 has them, behind a few first layers without."""
+"""GLM-4-MoE: experts as in DeepSeek-V3, after a few dense layers."""

@@ -13,7 +13,7 @@ def _read(given: Fields) -> dict[str, Any]:
     given.only("hidden_act", "silu")
     given.only("attention_bias", True)
     for name in ("initial_context_length", "experts_per_token", "num_experts"):
-        given.take(name)  # said by others
+        given.take(name)  # implied by other fields
     given.default(num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
     if not (given.take("rope_parameters") or given.take("rope_scaling")):
         raise given.error(
@@ -47,7 +47,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     experts = LAYER + "mlp.experts."
     both, bias = experts + "gate_up_proj", experts + "gate_up_proj_bias"
-    # Gate and up of the same place lie beside each other.
+    # Gate and up of the same index are adjacent.
     gate, up = ("1", 0, 2), ("1", 1, 2)
     return {
         **WITHOUT_MLP,
@@ -68,4 +68,4 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read, _write)
-"""gpt-oss: experts of a layer in one tensor, which the published files have in MXFP4."""
+"""gpt-oss: all experts of a layer in one tensor, stored as MXFP4 in the published files."""

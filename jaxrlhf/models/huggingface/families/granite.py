@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with four factors."""
+"""Granite 3 and 4 (dense): Llama with four scaling factors."""
 
 from typing import Any
 
@@ -31,4 +31,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 GRANITE = Family("granite", "Granite", lambda config: DECODER, _read, _write)
-"""Granite (dense): factors of embeddings, scores, what layers add, and logits."""
+"""Granite (dense): factors of embeddings, scores, residual additions, and logits."""

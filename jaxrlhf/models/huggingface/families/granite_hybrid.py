@@ -1,4 +1,4 @@
-"""Granite 4: layers with a state space (Mamba-2) and layers with attention, and what Granite has beside."""
+"""Granite 4: layers with a state space (Mamba-2) and layers with attention, with Granite's scaling factors."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxrlhf.models.huggingface.families.windows import read_layer_types
 
 _KINDS = {"attention": False, "mamba": True, "full_attention": False, "linear_attention": True}
 _MOST_BLOCKS = 8
-"""Blocks at most that value heads of a group are cut into, so that devices can divide them."""
+"""Most blocks that the value heads of a group are split into, so that devices can divide them."""
 _IN, _CONVOLUTION, _MIXTURE = LAYER + "mamba.in_proj.weight", LAYER + "mamba.conv1d.", LAYER + "block_sparse_moe."
 
 
@@ -50,7 +50,7 @@ def _read(given: Fields) -> dict[str, Any]:
     given.only("hidden_act", "silu")
     given.only("time_step_limit", [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
     for name in ("mamba_chunk_size", "init_method"):
-        given.take(name)  # of how it is computed, or was begun
+        given.take(name)  # about computation or initialization
     count = given.need("num_hidden_layers")
     given.default(layer_types=given.take("layers_block_type") or ["mamba"] * count)
     linear_layers, linear = read_layer_types(given, kinds=_KINDS), _state_space(given)
@@ -88,7 +88,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
         }
-    else:  # or readers would hold defaults of their own against the width
+    else:  # otherwise readers would check their defaults against the width
         fields |= {"mamba_n_heads": 2, "mamba_d_head": config.hidden_size}
     return {
         **fields,
@@ -104,7 +104,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mixing(linear: LinearAttention) -> dict[str, StoredTensor]:
-    """Gates, values, keys, queries and steps above each other, the middle ones as the convolution has them."""
+    """Return the table of state-space layers: one tensor has gates, values, keys, queries and steps along its rows.
+
+    The convolution has the values, keys and queries in the same order.
+    """
     assert linear.groups is not None
     values, keys = linear.value_heads * linear.value_dim, linear.groups * linear.key_dim
     rows, channels = 2 * values + 2 * keys + linear.value_heads, values + 2 * keys
@@ -141,4 +144,4 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybrid", _tensors, _read, _write)
-"""Granite 4: with experts beside a shared MLP or without, with state spaces or with attention alone."""
+"""Granite 4: with or without experts next to a shared MLP, with state spaces or only attention."""

@@ -17,7 +17,7 @@ def _read_llama(given: Fields) -> dict[str, Any]:
 LLAMA = Family(
     "llama", "Llama", lambda config: DECODER, _read_llama, lambda config: {"attention_bias": False, "mlp_bias": False}
 )
-"""Llama 2 and 3.x: no biases, rotary frequencies stretched from 3.1 on."""
+"""Llama 2 and 3.x: no biases, rotary frequencies scaled from 3.1 on."""
 
 
 def _read_mistral(given: Fields) -> dict[str, Any]:
@@ -36,7 +36,7 @@ MISTRAL = Family(
 
 
 def read_local_experts(given: Fields, *, count: int, per_token: int, **others: Any) -> Experts:
-    """Routed experts, by the names that Mixtral gave their fields; the numbers are those of files that do not say."""
+    """Read routed experts by Mixtral's field names; `count` and `per_token` are defaults."""
     return Experts(
         count=given.take("num_local_experts", count),
         per_token=given.take("num_experts_per_tok", per_token),
@@ -47,7 +47,7 @@ def read_local_experts(given: Fields, *, count: int, per_token: int, **others: A
 
 
 def write_local_experts(config: ModelConfig) -> dict[str, Any]:
-    """Fields that `read_local_experts` reads."""
+    """Return the fields that `read_local_experts` reads."""
     experts = config.experts
     assert experts is not None
     return {
@@ -73,7 +73,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 MIXTRAL_TENSORS = mixture("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 MIXTRAL = Family("mixtral", "Mixtral", lambda config: MIXTRAL_TENSORS, _read_mixtral, _write_mixtral)
-"""Mixtral: Mistral with a mixture of experts in every layer, whose weights add up to 1."""
+"""Mixtral: Mistral with a mixture of experts in every layer; the weights of a token's experts sum to 1."""
 
 
 def _read_phi3(given: Fields) -> dict[str, Any]:
@@ -112,4 +112,4 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3, _write_phi3)
-"""Phi-3, 3.5 and 4: q, k and v lie in one tensor, gate and up in another; part of each head is rotated."""
+"""Phi-3, 3.5 and 4: q, k and v are in one tensor, gate and up in another; part of each head is rotated."""

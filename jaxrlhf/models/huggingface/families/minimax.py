@@ -10,7 +10,7 @@ from jaxrlhf.models.huggingface.families.llama import MIXTRAL_TENSORS, read_loca
 
 def _read(given: Fields) -> dict[str, Any]:
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
-        given.take(name)  # of speculation
+        given.take(name)  # for speculation
     for name, computed in (
         ("router_jitter_noise", 0.0),
         ("scoring_func", "sigmoid"),

@@ -1,4 +1,4 @@
-"""Ministral 3 and Mistral 4: stretched positions, by which queries grow; Mistral 4 has the layers of DeepSeek."""
+"""Ministral 3 and Mistral 4: YaRN, and queries that grow with their position; Mistral 4 has the layers of DeepSeek."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dic
 
 def _read_rope(given: Fields, family: str) -> dict[str, Any]:
     rope = dict(given.take("rope_parameters") or {})
-    rope.pop("max_position_embeddings", None)  # the model's, once more
+    rope.pop("max_position_embeddings", None)  # a copy of the model's field
     if not rope:
         raise given.error("no rope_parameters", f"a {family} checkpoint says there how queries grow")
     return rope
@@ -62,4 +62,4 @@ def _mistral4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4, _write_mistral4)
-"""Mistral 4: latent attention whose queries grow, and experts by softmax of the groups whose best pairs are best."""
+"""Mistral 4: latent attention whose queries grow, and experts by softmax within the groups with the best pairs."""

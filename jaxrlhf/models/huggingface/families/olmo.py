@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP, and over all heads together."""
+"""OLMo 2 and 3: norms after attention and MLP, and q and k norms over all heads together."""
 
 from typing import Any
 
@@ -48,4 +48,4 @@ def _write_olmo3(config: ModelConfig) -> dict[str, Any]:
 
 
 OLMO3 = Family("olmo3", "Olmo3", lambda config: _TENSORS, _read_olmo3, _write_olmo3)
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotary positions are not scaled."""
+"""OLMo 3: OLMo 2 with a window in three of four layers; rotary positions of these layers are not scaled."""

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and Qwen3-MoE; each with a window in later layers if it is switched on."""
+"""Qwen2, Qwen3 and Qwen3-MoE; config.json may switch on a window in later layers."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ QWEN3 = Family(
     _read_qwen3,
     lambda config: {"attention_bias": False, **write_optional_window(config)},
 )
-"""Qwen3 (dense): normalised q and k heads, head width free of the hidden size."""
+"""Qwen3 (dense): normalized q and k heads, head width independent of the hidden size."""
 
 
 def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
     given.only("hidden_act", "silu")
     given.only("decoder_sparse_step", 1)
     given.only("mlp_only_layers", [])
-    # transformers 5 writes the second name.
+    # transformers 5 writes num_local_experts, older versions num_experts.
     count = given.take("num_local_experts") or given.take("num_experts", 128)
     given.take("num_experts")
     experts = Experts(
@@ -52,7 +52,7 @@ def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
 
 
 def write_experts(experts: Experts) -> dict[str, Any]:
-    """Fields of a mixture in every layer."""
+    """Return the fields of a mixture of experts in every layer."""
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.per_token,

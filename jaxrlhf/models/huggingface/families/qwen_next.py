@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE (text): three layers with linear attention to one with gated attention."""
+"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE (text): three layers with linear attention per layer with gated attention."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ from jaxrlhf.models.huggingface.families.windows import LINEAR, read_layer_types
 
 _LINEAR = LAYER + "linear_attn."
 _ROTATED = 0.25
-"""Part of each head that is rotated where the file does not say."""
+"""Default part of each head that is rotated."""
 
 
 def _read(given: Fields) -> dict[str, Any]:
-    """Fields of all three, but those of experts."""
+    """Read the fields that all three families share, without experts."""
     given.only("attention_bias", False)
     for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate"):
-        given.take(name)  # of speculation, or said by others
+        given.take(name)  # for speculation, or implied by other fields
     given.default(head_dim=256, hidden_act="silu")
     given.only("hidden_act", "silu")
     interval = given.take("full_attention_interval") or 4
@@ -93,11 +93,11 @@ def _write_experts(config: ModelConfig) -> dict[str, Any]:
 def _by_kind(
     config: ModelConfig, mlp: dict[str, StoredTensor], projections: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """A table of layers of both kinds, each by the layers that it has.
+    """Return a table of layers of both kinds, with the indices of both.
 
     Args:
       mlp: `DECODER` with the MLP that all layers have.
-      projections: What linear attention makes of its input.
+      projections: Table of the projections of linear attention's input.
     """
     linear = config.linear
     assert linear is not None
@@ -126,7 +126,10 @@ _MIXTURE = mixture() | in_layers(
 
 
 def _next_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Queries, keys, values and gates of a key head beside each other; so are its rates and decays."""
+    """Return the table of Qwen3-Next.
+
+    One tensor has the queries, keys, values and gates of each key head side by side, another its rates and decays.
+    """
     linear = config.linear
     assert linear is not None
     group, width = linear.value_heads // linear.key_heads, linear.key_dim
@@ -145,7 +148,7 @@ def _next_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Queries, keys and values above each other, and the rest each in a tensor."""
+    """Return the table of Qwen3.5's projections: queries, keys and values share a tensor, others have their own."""
     linear = config.linear
     assert linear is not None
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
@@ -184,4 +187,4 @@ QWEN3_5_MOE = Family(
     _write_experts,
     predicts_several=True,
 )
-"""Qwen3.5-MoE (text): the layers of Qwen3-Next, whose projections lie in tensors of their own."""
+"""Qwen3.5-MoE (text): the layers of Qwen3-Next, with separate tensors for the projections."""

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 with their towers: squares of patches merged by an MLP, positions in three parts."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 with their towers: squares of patches merged by an MLP, three-part positions."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _in_blocks(**tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
 
 
 def _shared(vision: Vision) -> dict[str, StoredTensor]:
-    """Tensors of all of them, but those of the MLP and of mergers."""
+    """Return the table that all towers share: everything except the MLP and the mergers."""
     return {
         **in_tower("", patch=("patch_embed.proj.weight", "CTYXD", "D C T Y X")),
         **joined_heads(_BLOCK + "attn.qkv", vision.hidden_size),
@@ -71,18 +71,18 @@ def _tensors_3(vision: Vision) -> dict[str, StoredTensor]:
 
 
 def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, family: str) -> Vision:
-    """Fields of all of them."""
+    """Read the fields that all towers share."""
     rope = given.take("rope_parameters") or {}
     if rope.get("rope_theta", 10_000.0) != 10_000.0 or rope.get("rope_type", "axial") != "axial":
         raise given.error(f"rope_parameters={rope}", "computed are axial ones with rope_theta=10000")
     given.only("in_channels", 3)
     given.take("in_chans")
-    given.take("tokens_per_second")  # of videos
+    given.take("tokens_per_second")  # for videos
     turned = text.get("rope_parameters") or text.get("rope_scaling") or {}
     pairs = turned.get("mrope_section")
     if pairs is None:
         raise given.error(
-            "no mrope_section in text_config", "positions have three parts, and it says which pairs go by"
+            "no mrope_section in text_config", "positions have three parts, and it says how many pairs each part has"
         )
     return Vision(
         family=family,
@@ -156,7 +156,7 @@ QWEN2_5_VL = Sight(
     _read_2_5,
     _write,
 )
-"""Qwen2.5-VL: patches see their window in most layers."""
+"""Qwen2.5-VL: patches see only their window in most layers."""
 
 
 def _third(name: str, architecture: str, text: str, text_type: str) -> Sight:
@@ -165,13 +165,13 @@ def _third(name: str, architecture: str, text: str, text_type: str) -> Sight:
 
 
 QWEN3_VL = _third("qwen3_vl", "Qwen3VL", "qwen3", "qwen3_vl_text")
-"""Qwen3-VL: features of several layers of the tower are added behind the decoder's first ones."""
+"""Qwen3-VL: features of several layers of the tower are added after the decoder's first layers (DeepStack)."""
 
 QWEN3_VL_MOE = _third("qwen3_vl_moe", "Qwen3VLMoe", "qwen3_moe", "qwen3_vl_moe_text")
 """Qwen3-VL with experts."""
 
 QWEN3_5_VISION = _third("qwen3_5", "Qwen3_5", "qwen3_5_text", "qwen3_5_text")
-"""Qwen3.5: the tower of Qwen3-VL without features of several layers."""
+"""Qwen3.5: the tower of Qwen3-VL without DeepStack."""
 
 QWEN3_5_MOE_VISION = _third("qwen3_5_moe", "Qwen3_5Moe", "qwen3_5_moe_text", "qwen3_5_moe_text")
 """Qwen3.5 with experts."""

@@ -1,4 +1,4 @@
-"""Fields of rotary positions in config.json: since transformers 5 in `rope_parameters`, before beside each other."""
+"""Fields of rotary positions in config.json: in `rope_parameters` since transformers 5, at the top level before."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -26,14 +26,14 @@ _KINDS: dict[str, type[RopeScaling] | None] = {
 }
 _OTHER_NAMES = {"su": "longrope"}
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Fields that make no difference to text, whose positions in all parts are alike."""
+"""Fields that make no difference to text, because a text token has equal positions in all three parts."""
 
 
 def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:
-    """Base, scaling, rotated part and longest sequence of a model whose layers are alike.
+    """Read the base, scaling, rotated part and longest sequence of a model whose layers are alike.
 
     Args:
-      unread: Fields of the dictionary that make no difference.
+      unread: Fields of the dictionary to ignore, because they make no difference.
 
     Raises:
       Refusal: The dictionaries of newer and of older versions are both there, and differ.
@@ -52,12 +52,12 @@ def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:
 
 
 def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
-    """Base, scaling, rotated part and longest sequence of one kind of layers, from its dictionary.
+    """Read the base, scaling, rotated part and longest sequence of one kind of layers, from its dictionary.
 
     Raises:
-      Refusal: The kind is not computed, or has other fields than it should.
+      Refusal: The kind of scaling is not supported, or has other fields than it should.
     """
-    # All numbers but the lengths of contexts are measures, with or without a point in the file.
+    # All numbers except context lengths are floats, even if the file writes them without a decimal point.
     rope = {
         name: float(value) if type(value) is int and "max" not in name else value
         for name, value in rope.items()
@@ -73,7 +73,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
     longest = int(given.need("max_position_embeddings"))
     original = given.take("original_max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        # One beside the dictionary counts for more than one inside.
+        # A length next to the dictionary overrides a length inside.
         rope["original_max_position_embeddings"] = original or rope.get("original_max_position_embeddings") or longest
     if kind == "longrope":
         longest = _complete_longrope(rope, longest)
@@ -90,7 +90,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
 
 
 def _complete_longrope(rope: dict[str, Any], longest: int) -> int:
-    """Tuples for lists and a number for what follows from the context; returns the longest sequence computed."""
+    """Convert lists to tuples, fill in the attention factor, and return the longest supported sequence."""
     original = rope["original_max_position_embeddings"]
     factor = rope.pop("factor", longest / original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -100,7 +100,7 @@ def _complete_longrope(rope: dict[str, Any], longest: int) -> int:
 
 
 def rope_dictionary(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """One kind of layers as `rope_parameters` has it."""
+    """Return the dictionary of one kind of layers, as in `rope_parameters`."""
     kind = next(name for name, known in _KINDS.items() if known is (None if scaling is None else type(scaling)))
     given = {} if scaling is None else {name: value for name, value in asdict(scaling).items() if value is not None}
     lists = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
@@ -108,14 +108,15 @@ def rope_dictionary(theta: float, scaling: RopeScaling | None) -> dict[str, Any]
 
 
 def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Rotary positions of layers without a window and with one; in `rope_parameters` since transformers 5.
+    """Read the rotary positions of layers without and with a window; in `rope_parameters` since transformers 5.
 
     Args:
-      full_theta: Base of layers without a window, where `rope_parameters` does not say.
-      sliding_theta: Base of those with one.
+      full_theta: Default base of layers without a window.
+      sliding_theta: Default base of layers with a window.
 
     Raises:
-      Refusal: Layers with a window have scaled ones, or there are layers of another kind.
+      Refusal: Rotary positions of layers with a window are scaled, there are layers of another kind, or
+        `rope_parameters` and `rope_scaling` differ.
     """
     given.take("rope_theta")
     ropes, scaling = given.take("rope_parameters") or {}, given.take("rope_scaling") or {}
@@ -134,14 +135,14 @@ def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) ->
 
 
 def write_two_ropes(config: ModelConfig) -> dict[str, Any]:
-    """The field that `read_two_ropes` reads."""
+    """Return the field that `read_two_ropes` reads."""
     near = config.rope_theta if config.sliding_rope_theta is None else config.sliding_rope_theta
     full = rope_dictionary(config.rope_theta, config.rope_scaling)
     return {"rope_parameters": {"full_attention": full, "sliding_attention": rope_dictionary(near, None)}}
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_rope` reads, as transformers 5 writes them and as versions before read them."""
+    """Return the fields that `read_rope` reads, as transformers 5 writes them and as older versions read them."""
     rope = rope_dictionary(config.rope_theta, config.rope_scaling)
     part = {} if config.partial_rotary_factor == 1.0 else {"partial_rotary_factor": config.partial_rotary_factor}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

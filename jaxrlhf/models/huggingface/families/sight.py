@@ -1,4 +1,4 @@
-"""The type of a checkpoint that sees: a family of text, and a tower whose tensors lie beside its own."""
+"""Type of a vision-language checkpoint format: a text family, and a vision tower stored in the same files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from jaxrlhf.models.huggingface.families.family import StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 TOWER = "vision."
-"""Beginning of the names of a tower's tensors here; files have beginnings of their own."""
+"""Prefix of the names of a tower's tensors in our tables; files have other prefixes."""
 
 
 def _ids(vision: Vision) -> dict[str, Any]:
@@ -23,20 +23,20 @@ def _ids(vision: Vision) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sight:
-    """One format of checkpoints that see.
+    """Format of vision-language checkpoints.
 
     Attributes:
-      name: `model_type` of its config.json.
-      architecture: Name of the whole model.
-      text: Family of its text part.
-      text_type: `model_type` of that in the file.
-      prefixes: Beginnings of names in files that transformers writes, by those of text alone and of `TOWER`.
-      tensors: Table of the tower's parameters, by their paths in the tower.
-      read: Tower of the fields of `vision_config`, of `text_config` and of the whole.
-      write: Fields of `vision_config`.
-      beside: Fields of the whole that say how its parts belong together, ids of tokens among them.
-      modules: Beginnings of names in transformers' model, by those here.
-      leaves_out: Beginnings of tensors that no forward pass reads.
+      name: `model_type` of config.json.
+      architecture: Name of the whole model's architecture.
+      text: Family of the text part.
+      text_type: `model_type` of the text part in config.json.
+      prefixes: Prefixes of names in files that transformers writes, by our prefixes (text-only names and `TOWER`).
+      tensors: Function that returns the table of the tower's parameters, by path in the tower.
+      read: Function that builds the tower from the fields of `vision_config`, of `text_config` and of the whole file.
+      write: Function that returns the fields of `vision_config`.
+      beside: Function that returns the top-level fields that connect the parts, such as ids of image tokens.
+      modules: Prefixes of names in transformers' model, by our prefixes.
+      leaves_out: Prefixes of tensors that no forward pass reads.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Sight:
     leaves_out: tuple[str, ...] = ()
 
     def fields(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a config.json of the whole, from those of the text part."""
+        """Return the fields of a config.json of the whole model, from the fields of the text part."""
         vision = config.vision
         assert vision is not None
         outside = {name: text.pop(name) for name in ("architectures", "tie_word_embeddings", "dtype") if name in text}
@@ -72,13 +72,13 @@ class Sight:
 
 
 def begun(name: str, beginnings: Mapping[str, str]) -> str:
-    """The name with another beginning, if it has one of those that are known."""
+    """Replace a known prefix of a name by the prefix that `beginnings` has for it; other names are unchanged."""
     found = next((ours for ours in beginnings if name.startswith(ours)), "")
     return beginnings.get(found, "") + name.removeprefix(found)
 
 
 def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
-    """A table of parameters of a tower: `attention__output=("attn.proj.weight", "NHD", "D NH")`."""
+    """Return a table of a tower's parameters: `attention__output=("attn.proj.weight", "NHD", "D NH")`."""
     return {
         path.replace("__", "."): StoredTensor(TOWER + prefix + name, dims, stored)
         for path, (name, dims, stored) in tensors.items()
@@ -86,7 +86,7 @@ def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTe
 
 
 def joined_heads(name: str, width: int) -> dict[str, StoredTensor]:
-    """Queries, keys and values above each other in one tensor with a bias."""
+    """Return a table of queries, keys and values that one tensor stacks along its rows, with a bias."""
     names = ("query", "key", "value")
     tensors = {
         f"layers.attention.{part}": StoredTensor(f"{TOWER}{name}.weight", "DNH", "NH D", place * width, 3 * width)

@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer does not rotate its heads."""
+"""SmolLM3: by default, every fourth layer has no rotary positions."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _read(given: Fields) -> dict[str, Any]:
         raise given.error(f"{len(turns)} no_rope_layers", f"num_hidden_layers is {count}")
     turns = tuple(map(bool, turns[:count]))
     layers, window = read_layer_types(given), given.take("sliding_window")
-    # Only where both are given is there a window, in the layers that do not rotate.
+    # A window needs both fields; by default the layers that do not rotate have the window.
     slides = bool(given.take("use_sliding_window", False)) and window is not None
     return {
         "tie_embeddings": bool(given.take("tie_word_embeddings", True)),
@@ -41,4 +41,4 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 SMOLLM3 = Family("smollm3", "SmolLM3", lambda config: DECODER, _read, _write)
-"""SmolLM3: layers without positions between others, in which there may be a window."""
+"""SmolLM3: some layers have no rotary positions; these layers may have a window."""

@@ -1,4 +1,4 @@
-"""Kinds of a checkpoint's layers, by `layer_types` or by the fields that said so before."""
+"""Kinds of a checkpoint's layers, from `layer_types` or from older fields."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ LINEAR = {"full_attention": False, "linear_attention": True}
 def read_layer_types(
     given: Fields, *, every: int | None = None, kinds: Mapping[str, bool] = SLIDING
 ) -> tuple[bool, ...]:
-    """Flags of the layers that have a window, or are of the other of two kinds; empty where nothing says.
+    """Read the flags of the layers that have a window (or are of the second of two kinds); empty if none are known.
 
     Args:
-      every: Distance of the layers without flags where the file does not say; None has none then.
+      every: Distance between layers without the flag, if the file has no `layer_types`; None returns no flags then.
       kinds: Names of kinds, and the flag of each.
 
     Raises:
-      Refusal: A layer is of another kind, or there are more or fewer than the model has.
+      Refusal: A layer is of another kind, or the number of kinds is not the number of layers.
     """
     found, count = given.take("layer_types"), given.need("num_hidden_layers")
     if found is None:
@@ -33,13 +33,13 @@ def read_layer_types(
 
 
 def write_layer_types(flags: Sequence[bool], kinds: Mapping[str, bool] = SLIDING) -> list[str]:
-    """`layer_types` of layers with these flags."""
+    """Return the `layer_types` of layers with these flags."""
     names = {flag: kind for kind, flag in kinds.items()}
     return [names[flag] for flag in flags]
 
 
 def read_optional_window(given: Fields) -> dict[str, Any]:
-    """A window that `use_sliding_window` switches on, in the layers from `max_window_layers` on."""
+    """Read a window that `use_sliding_window` switches on, by default in the layers from `max_window_layers` on."""
     used, window = given.take("use_sliding_window", False), given.take("sliding_window", 4096)
     first, layers = given.take("max_window_layers", 28), read_layer_types(given)
     if not used:
@@ -53,7 +53,7 @@ def read_optional_window(given: Fields) -> dict[str, Any]:
 
 
 def write_optional_window(config: ModelConfig) -> dict[str, Any]:
-    """Fields that `read_optional_window` reads."""
+    """Return the fields that `read_optional_window` reads."""
     if config.sliding_window is None:
         return {"use_sliding_window": False}
     layers = config.sliding_layers
@@ -61,6 +61,6 @@ def write_optional_window(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(layers),
-        # What versions before `layer_types` go by; they know no other pattern.
+        # For versions before `layer_types`, which know no other pattern.
         "max_window_layers": layers.index(True) if any(layers) else len(layers),
     }
