@@ -1,7 +1,7 @@
 """Shapes of microbatches: width of a packed row, and number of rows of a program."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxrlhf.models.pipeline import pipeline_parts
 
@@ -40,6 +40,8 @@ class MicrobatchShape:
 
 
 _SIZES = 8
+_STEP_TOKENS = 128
+"""Least difference of two sizes of a microbatch in tokens: each size is a program, and a finer choice saves little."""
 _ROUND_TOKENS = 64
 WORTH_SHARING = 0.1
 """Minimum share of tokens that sharing prompts has to save; attention rows cost about half of that."""
@@ -59,11 +61,11 @@ def microbatch_shape_of(
 ) -> MicrobatchShape:
     """Return the shape of the microbatches of a batch.
 
-    The shape depends on the number of sequences, their maximum length and the number of prompts, not on actual lengths,
-    so that no step compiles a shape that an earlier step did not compile. There are eight sizes: few sequences are not
-    padded to the largest microbatch, and the last of several microbatches is not nearly empty. With shared prompts the
-    rows are merged to one row (or to as many as keep a pipeline busy), because a long row holds more responses to a
-    prompt. The merged row is no longer than the longest sequences would fill.
+    The shape depends on the number of sequences, their maximum length and the number of prompts, not on actual lengths:
+    it is the largest shape that such a batch needs, and `sizes_of` has the smaller ones. There are eight: few sequences
+    are not padded to the largest microbatch. With shared prompts the rows are merged to one row (or to as many as keep
+    a pipeline busy), because a long row holds more responses to a prompt. The merged row is no longer than the longest
+    sequences would fill.
 
     Args:
       rows: Maximum number of rows on one data-parallel device.
@@ -74,9 +76,7 @@ def microbatch_shape_of(
       token_shards: Number of devices that split a row's tokens evenly.
     """
     rows = rows // stages * stages if rows > stages else rows
-    sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
-    if rows > stages:
-        sizes = {-(-size // stages) * stages for size in sizes}
+    sizes = _row_counts(rows, stages)
     needed = -(-sequences // (row_tokens // longest))
     if not shares:
         microbatches = -(-needed // rows)
@@ -96,6 +96,34 @@ def microbatch_shape_of(
         return MicrobatchShape(1, tokens)
     kept = pipeline_parts(size, stages=stages)
     return MicrobatchShape(kept, row_tokens * (size // kept))
+
+
+def _row_counts(rows: int, stages: int) -> set[int]:
+    """Return eighths of a number of rows; more rows than stages are a multiple of the stages."""
+    counts = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
+    return {-(-count // stages) * stages for count in counts} if rows > stages else counts
+
+
+def sizes_of(
+    largest: MicrobatchShape, *, longest: int, stages: int, shares: bool, token_shards: int = 1
+) -> list[MicrobatchShape]:
+    """Return the shapes that the microbatches of a batch may have, ascending: `largest`, and up to seven smaller ones.
+
+    A batch takes the smallest shape that does not need more microbatches. Short responses are then not padded to the
+    longest that they could be, and a run compiles a program for each size that its batches take.
+
+    Args:
+      longest: Maximum length of a sequence in tokens.
+    """
+    if not shares:
+        return [replace(largest, rows=rows) for rows in sorted(_row_counts(largest.rows, stages))]
+    if stages > 1:
+        return [largest]
+    whole = math.lcm(_ROUND_TOKENS, token_shards)
+    step = max(_STEP_TOKENS, -(-largest.row_tokens // _SIZES))
+    widths = {-(-max(width, longest) // whole) * whole for width in range(step, largest.row_tokens, step)}
+    smaller = sorted(width for width in widths if width < largest.row_tokens)
+    return [*(replace(largest, row_tokens=width) for width in smaller), largest]
 
 
 def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:

@@ -23,7 +23,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.heads import CHUNK_TOKENS, gradient_energy, likeliest_tokens, token_logp, values
+from jaxrlhf.models.heads import chunk_tokens, gradient_energy, likeliest_tokens, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
@@ -258,7 +258,7 @@ class ModelWorker:
         how: dict[str, Any] = {
             "kept_RWK": rows.kept_RWK,
             "temperature": temperature,
-            "chunk_tokens": CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
+            "chunk_tokens": chunk_tokens() * self.replicas.row_shards * self.token_shards,
             "execution": self._execution,
         }
         if likeliest:
