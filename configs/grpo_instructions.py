@@ -260,10 +260,12 @@ def get_config() -> Config:
             max_prompt_tokens=96,
             max_response_tokens=40,
             sampling=Sampling(temperature=0.9),
+            decode_tokens_per_dispatch=8,  # most responses end within 24 tokens
         ),
         actor=Training(
             optimizer=Optimizer(learning_rate=8e-5, warmup_updates=4, decay="cosine", weight_decay=0.0),
-            tokens_per_microbatch=1024,
+            tokens_per_microbatch=2048,
+            remat="none",
         ),
         steps=STEPS,
         evaluation=Evaluation(every_steps=15, problems=192),

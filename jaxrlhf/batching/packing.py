@@ -136,7 +136,7 @@ class Packing:
 
         self.microbatches = count = needed(largest)
         prompt_tokens_B = shared_B * (np.arange(len(shared_B)) == _first_of_prompt(sequences))
-        tokens = int(agree(own_tokens_B.sum() + prompt_tokens_B.sum()))
+        tokens = int(agree(np.array(own_tokens_B.sum() + prompt_tokens_B.sum())))
         sizes = [size for size in sizes_of(largest, shares=shares, **split) if count * devices * size.tokens >= tokens]
         shape = next(size for size in sizes if size == largest or needed(size) <= count)
         rows, width = shape.rows * devices, shape.row_tokens
