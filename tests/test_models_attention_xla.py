@@ -130,13 +130,29 @@ def test_values_and_gradients_are_those_of_the_softmax_as_written(monkeypatch, n
             np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-4)
 
 
+def visited(segment_RW, score_mod):
+    """First query and first key of each visited tile."""
+    query_V, key_V, count = attention_xla._visits(segment_RW, score_mod)
+    return sorted(zip(query_V[:count].tolist(), key_V[:count].tolist(), strict=True))
+
+
 def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
     monkeypatch.setattr(attention_xla, "TILE", 16)
     segment_RW = np.ones((1, 160), np.int32)
-    assert len(attention_xla._visits(160, segment_RW, ScoreMod())[0]) == 55
-    queries, keys = attention_xla._visits(160, segment_RW, ScoreMod(window=18))
+    assert len(visited(segment_RW, ScoreMod())) == 55
     seen = [(at // 16, max(at - back, 0) // 16) for at in range(160) for back in range(18)]
-    assert sorted(zip(queries.tolist(), keys.tolist(), strict=True)) == sorted({(16 * q, 16 * k) for q, k in seen})
+    assert visited(segment_RW, ScoreMod(window=18)) == sorted({(16 * q, 16 * k) for q, k in seen})
+
+
+@pytest.mark.parametrize("lengths", [[(160,)], [(40, 70)], [(16, 16, 16)], [(5, 3, 90, 20)], [(100, 60), (30, 120)]])
+def test_tiles_of_other_segments_are_not_computed(monkeypatch, lengths):
+    monkeypatch.setattr(attention_xla, "TILE", 16)
+    rows = [np.repeat(np.arange(len(row) + 1), [0, *row]) for row in lengths]
+    segment_RW = np.stack([np.pad(row, (0, 160 - len(row))).astype(np.int32) for row in rows])
+    tokens = [(r, q, k) for r in range(len(rows)) for q in range(160) for k in range(q + 1)]
+    seen = {(q // 16, k // 16) for r, q, k in tokens if segment_RW[r, q] == segment_RW[r, k] > 0}
+    # Padding sees itself, so that no sum of weights is zero.
+    assert visited(segment_RW, ScoreMod()) == sorted({(16 * q, 16 * k) for q, k in seen | {(n, n) for n in range(10)}})
 
 
 def test_memory_of_a_long_row_grows_with_the_row():

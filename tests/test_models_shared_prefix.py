@@ -92,7 +92,7 @@ def test_long_prompts_attend_once_for_all_their_responses() -> None:
 
     Responses see a part of their prompt.
     """
-    sequences, sizes = responses(3, prompt=300, response=8), {"rows": 3, "row_tokens": 312, "longest_response": 7}
+    sequences, sizes = responses(3, prompt=300, response=8), {"rows": 4, "row_tokens": 312, "longest_response": 7}
     whole, rows = (next(Packing(sequences, **sizes, in_rows=in_rows).rows()) for in_rows in (False, True))
     assert isinstance(rows.shared_prefix, SharedTokens) and isinstance(whole.shared_prefix, SharedPrefix)
     np.testing.assert_array_equal(rows.token_RW, whole.token_RW)

@@ -5,8 +5,9 @@ import pytest
 
 from jaxrlhf.batch import MinibatchRows, Sequences
 from jaxrlhf.batching.attention_rows import AttentionPlaces, place
+from jaxrlhf.batching.microbatch import microbatch_shape_of, sizes_of
 from jaxrlhf.batching.packing import Packing
-from jaxrlhf.batching.shared_prompts import shared_prefixes
+from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
 
 
 def apart(length_B: np.ndarray, width: int) -> Sequences:
@@ -104,7 +105,8 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
     batches = list(packing.rows())
     seen = []
     for rows in batches:
-        assert rows.token_RW.shape == (4 // merged, 40 * merged) and rows.shared_prefix is not None
+        assert rows.token_RW.shape[0] == 4 // merged and rows.shared_prefix is not None
+        assert rows.token_RW.shape[1] in (40 * merged, 128)
         for row, (token_W, position_W, segment_W) in enumerate(
             zip(rows.token_RW, rows.position_RW, rows.segment_RW, strict=True)
         ):
@@ -171,17 +173,24 @@ def test_prompts_are_shared_where_that_is_worth_it() -> None:
     assert shared_prefixes(few).any() and not shares(few)  # three tokens in common
 
 
-def test_processes_agree_on_one_shape() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "others_need", "width"), [(3900, [], 800), (2500, [6, 5], 640), (2500, [6, 6, 6], 800)]
+)
+def test_processes_agree_on_one_shape(tokens: int, others_need: list[int], width: int) -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
-    # Of another process: it shares prompts, needs five microbatches and 33 narrow attention rows in one of them.
-    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([33, 0])])
+    # Another process shares prompts, needs five of the largest microbatches for its tokens, some number of the smaller
+    # ones, and 33 narrow attention rows in one of them.
+    told = [np.array([0, 0, 1]), np.array(5), np.array(tokens), *map(np.array, others_need), np.array([33, 0])]
+    theirs = iter(told)
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
-    assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
+    assert [rows.token_RW.shape for rows in batches] == [(1, width)] * 5
     for rows in batches:
         assert rows.shared_prefix is not None
-        assert [part.source_RAS.shape for part in rows.shared_prefix.parts] == [(1, 64, 200), (1, 8, 400)]
-    assert packing.pack(alone.token_BT).shape == (5, 1, 800)
+        assert [part.source_RAS.shape[0::2] for part in rows.shared_prefix.parts] == [(1, 200), (1, 400)]
+        assert rows.shared_prefix.parts[0].source_RAS.shape[1] >= 33
+    assert packing.pack(alone.token_BT).shape == (5, 1, width)
+    assert next(theirs, None) is None
 
 
 def test_short_sequences_are_attended_to_in_narrow_rows_unless_a_wide_one_has_a_gap() -> None:
@@ -224,9 +233,41 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 2), (4, 4), (5, 6), (8, 8), (9, 10), (17, 10), (33, 12)])
 def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows: int) -> None:
-    for longest in (20, 3):  # how long they are has no say, so that no step compiles anew
-        alone = apart(np.full(count, longest, np.int32), 20)
-        assert {len(packed.token_RW) for packed in Packing(alone, rows=16, row_tokens=20).rows()} == {rows}
+    alone = apart(np.full(count, 20, np.int32), 20)
+    assert {len(packed.token_RW) for packed in Packing(alone, rows=16, row_tokens=20).rows()} == {rows}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("count", [1, 9, 33, 100])
+def test_rows_of_short_sequences_are_the_least_eighth_that_holds_them(count: int, seed: int) -> None:
+    short = apart(random_lengths(seed, count=count, width=7), 20)
+    full = Packing(apart(np.full(count, 20, np.int32), 20), rows=16, row_tokens=20)
+    packing = Packing(short, rows=16, row_tokens=20)
+    batches, largest = list(packing.rows()), len(next(full.rows()).token_RW)
+    filled = place(short.length_B, [20])[1].max() + 1
+    assert len(batches) == -(-filled // largest) <= full.microbatches
+    eighths = range(2, 17, 2)
+    assert len(batches[0].token_RW) == next(rows for rows in eighths if rows * len(batches) >= filled)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_of_shared_prompts_is_the_least_size_that_needs_no_further_microbatch(seed: int) -> None:
+    sequences = groups(seed, prompts=12, responses=8, width=300)
+    how = {"longest": 300, "stages": 1, "shares": True}
+    largest = microbatch_shape_of(6, 300, sequences=96, prompts=12, longest_response=100, **how)
+    widths = [size.row_tokens for size in sizes_of(largest, 6, **how)]
+    packing = Packing(sequences, rows=6, row_tokens=300, longest_response=100)
+    width = next(packing.rows()).token_RW.shape[1]
+    assert widths == sorted({*widths}) and widths[-1] == largest.row_tokens and len(widths) <= 8 and width in widths
+
+    def microbatches(width: int) -> int:
+        prompt = shared_prefixes(sequences)
+        units = units_of(sequences.length_B, prompt, sequences.prompt_id_B, row_tokens=width)
+        total = [prompt[unit[0]] + (sequences.length_B - prompt)[unit].sum() for unit in units]
+        return place(np.array(total), [width])[1].max() + 1
+
+    assert packing.microbatches == microbatches(largest.row_tokens) == microbatches(width)
+    assert all(microbatches(each) > packing.microbatches for each in widths if each < width)
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
@@ -235,18 +276,19 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
 
 
 def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to_them() -> None:
-    sequences = groups(0, prompts=2, responses=4, width=120)
-    shape = {}
+    sequences, width = groups(0, prompts=2, responses=4, width=120), {}
     for longest_response in (None, 40, 119):
+        how = {"longest": 120, "stages": 1, "shares": True, "longest_response": longest_response}
+        width[longest_response] = microbatch_shape_of(40, 240, sequences=8, prompts=2, **how).row_tokens
         packing = Packing(sequences, rows=40, row_tokens=240, longest_response=longest_response)
         (rows,) = packing.rows()
-        shape[longest_response] = rows.token_RW.shape
+        assert rows.token_RW.shape[1] <= width[longest_response]
         np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
     # Two prompts of at most 79 tokens, the last of which each of eight responses has for itself, in whole 64s.
-    assert shape == {None: (1, 1200), 40: (1, 512), 119: (1, 960)}
+    assert width == {None: 1200, 40: 512, 119: 960}
 
 
-def test_minibatches_of_one_batch_have_rows_of_one_length_however_many_prompts_they_are_of() -> None:
+def test_minibatches_of_one_batch_have_rows_of_the_same_sizes_however_many_prompts_they_are_of() -> None:
     sequences, rng = groups(0, prompts=16, responses=8, width=120), np.random.default_rng(0)
     rows = [row for _ in range(3) for row in rng.permutation(128).reshape(4, 32)]
     weights = [np.zeros((32, 120), np.float32)] * len(rows)
@@ -259,4 +301,7 @@ def test_minibatches_of_one_batch_have_rows_of_one_length_however_many_prompts_t
             np.testing.assert_array_equal(packing.unpack(packed), batch.sequences.token_BT)
             assert next(packing.rows()).shared_prefix is not None
             seen.add(packed.shape[2])
-    assert len(widths[True]) == 1 < len(widths[False])
+    how = {"longest": 120, "stages": 1, "shares": True}
+    largest = microbatch_shape_of(40, 240, sequences=32, prompts=16, longest_response=40, **how)
+    assert widths[True] <= {size.row_tokens for size in sizes_of(largest, 40, **how)}
+    assert not widths[False] <= {size.row_tokens for size in sizes_of(largest, 40, **how)}

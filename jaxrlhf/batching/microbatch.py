@@ -105,18 +105,21 @@ def _row_counts(rows: int, stages: int) -> set[int]:
 
 
 def sizes_of(
-    largest: MicrobatchShape, *, longest: int, stages: int, shares: bool, token_shards: int = 1
+    largest: MicrobatchShape, rows: int, *, longest: int, stages: int, shares: bool, token_shards: int = 1
 ) -> list[MicrobatchShape]:
-    """Return the shapes that the microbatches of a batch may have, ascending: `largest`, and up to seven smaller ones.
+    """Return the shapes that the microbatches of a batch may have, ascending; the last is `largest`.
 
     A batch takes the smallest shape that does not need more microbatches. Short responses are then not padded to the
     longest that they could be, and a run compiles a program for each size that its batches take.
 
     Args:
+      rows: Maximum number of rows on one data-parallel device.
       longest: Maximum length of a sequence in tokens.
     """
     if not shares:
-        return [replace(largest, rows=rows) for rows in sorted(_row_counts(largest.rows, stages))]
+        rows = rows // stages * stages if rows > stages else rows
+        counts = sorted(count for count in _row_counts(rows, stages) if count < largest.rows)
+        return [*(replace(largest, rows=count) for count in counts), largest]
     if stages > 1:
         return [largest]
     whole = math.lcm(_ROUND_TOKENS, token_shards)

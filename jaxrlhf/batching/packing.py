@@ -15,10 +15,11 @@ import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
-from jaxrlhf.batching.attention_rows import AttentionPlaces, place
+from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.image_places import ImagePlaces
-from jaxrlhf.batching.microbatch import WORTH_SHARING, MicrobatchShape, microbatch_shape_of, sizes_of
-from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
+from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of, sizes_of
+from jaxrlhf.batching.placed_units import place_units
+from jaxrlhf.batching.shared_prompts import shared_prefixes
 from jaxrlhf.models.attention.score_mod import SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.config import Vision
@@ -58,12 +59,6 @@ def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
     copies_B = np.unique(np.asarray(sequences.prompt_id_B), return_inverse=True, return_counts=True)
     prompts, saved = len(copies_B[0]), (shared_B * (1 - 1 / copies_B[2][copies_B[1]])).sum()
     return bool(2 * prompts <= len(shared_B) and saved >= WORTH_SHARING * np.sum(sequences.length_B))
-
-
-def _first_of_prompt(sequences: Sequences) -> np.ndarray:
-    """Return the index of the first sequence of each sequence's prompt."""
-    _, first, prompt_B = np.unique(np.asarray(sequences.prompt_id_B), return_index=True, return_inverse=True)
-    return first[prompt_B]
 
 
 class Packing:
@@ -113,34 +108,14 @@ class Packing:
         each, prompts, shares = agree(np.array([*(-(-count // devices) for count in counts), worth])).tolist()
         split: dict[str, Any] = {"longest": sequences.token_BT.shape[1], "stages": stages, "token_shards": token_shards}
         shares = bool(shares)
-        group: dict[str, Any] = {
-            "sequences": each,
-            "shares": shares,
-            "prompts": prompts,
-            "longest_response": longest_response,
-        }
-        largest = microbatch_shape_of(rows, row_tokens, **group, **split)
+        counted: dict[str, Any] = {"sequences": each, "prompts": prompts, "longest_response": longest_response}
+        largest = microbatch_shape_of(rows, row_tokens, shares=shares, **counted, **split)
         self._shared_B = shared_B = shared_B * shares
-        own_tokens_B = length_B - shared_B
-
-        def placed(shape: MicrobatchShape) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-            """Return the units of sequences, with the row and the offset of each."""
-            units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=shape.row_tokens)
-            total_U = np.array([shared_B[unit[0]] + own_tokens_B[unit].sum() for unit in units], np.int64)
-            return units, *place(total_U, [shape.row_tokens])[1:]
-
-        def needed(shape: MicrobatchShape) -> int:
-            """Return the number of microbatches that all processes need."""
-            _, row_U, _ = placed(shape)
-            return int(agree(np.array(max(1, -(-(int(row_U.max(initial=-1)) + 1) // (shape.rows * devices))))))
-
-        self.microbatches = count = needed(largest)
-        prompt_tokens_B = shared_B * (np.arange(len(shared_B)) == _first_of_prompt(sequences))
-        tokens = int(agree(np.array(own_tokens_B.sum() + prompt_tokens_B.sum())))
-        sizes = [size for size in sizes_of(largest, shares=shares, **split) if count * devices * size.tokens >= tokens]
-        shape = next(size for size in sizes if size == largest or needed(size) <= count)
+        own_tokens_B, prompt_id_B = length_B - shared_B, np.asarray(sequences.prompt_id_B)
+        sizes = sizes_of(largest, rows, shares=shares, **split)
+        placed = place_units(length_B, shared_B, prompt_id_B, sizes, devices=devices, agree=agree)
+        shape, self.microbatches, self._units, row_U, offset_U = placed
         rows, width = shape.rows * devices, shape.row_tokens
-        self._units, row_U, offset_U = placed(shape)
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)

@@ -13,20 +13,19 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
+from jaxrlhf.models.kernels import cpu
 from jaxrlhf.models.linear import few_rows_product, transposed_product
-from jaxrlhf.sharding.described import platform
 
 CHUNK_TOKENS = 512
 """Number of tokens whose logits exist at a time on a device: enough for a fast product."""
-_CPU_CHUNK_TOKENS = 128
-"""Number of tokens of a chunk on CPUs, whose caches then hold the logits. Measured with 49 152 words."""
 
 _NEVER = -1e9  # logit of padding rows and excluded tokens: zero probability, and finite, so that zero times it is zero
 
 
+@cpu.variant(lambda: 128)  # caches then hold the logits; measured with 49 152 words
 def chunk_tokens() -> int:
-    """Return the number of tokens whose logits exist at a time on a device of the platform in use."""
-    return _CPU_CHUNK_TOKENS if platform() == "cpu" else CHUNK_TOKENS
+    """Return the number of tokens whose logits exist at a time on a device."""
+    return CHUNK_TOKENS
 
 
 @causal_lm_method
@@ -145,10 +144,7 @@ def _token_outputs(
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> list[Array]:
-    """Return log-probabilities, then on request entropies, squared norms and log-probabilities of further tokens.
-
-    See `token_logp`.
-    """
+    """Return log-probabilities, then the requested entropies, squared norms and further outputs; see `token_logp`."""
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
