@@ -24,6 +24,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.cli.outputs import check_file
 from jaxrlhf.config.roles import REWARD, actor
+from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 
 _AT_ONCE: dict[str, Any] = {
     "staleness": 0,
@@ -155,4 +156,5 @@ def _answering(config: Config, prompts: str) -> Config:
 
 
 if __name__ == "__main__":
+    restart_with_huge_pages()
     run_command(main)
