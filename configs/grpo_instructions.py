@@ -265,7 +265,6 @@ def get_config() -> Config:
         actor=Training(
             optimizer=Optimizer(learning_rate=8e-5, warmup_updates=4, decay="cosine", weight_decay=0.0),
             tokens_per_microbatch=2048,
-            remat="none",
         ),
         steps=STEPS,
         evaluation=Evaluation(every_steps=15, problems=192),

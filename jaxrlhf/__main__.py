@@ -9,7 +9,6 @@ import sys
 
 import jaxrlhf
 from jaxrlhf.config import Refusal, run_command
-from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 
 COMMANDS = {
     "train": "run a configuration: reinforcement learning, supervised or on preferences",
@@ -28,7 +27,6 @@ COMMANDS = {
 
 def main() -> None:
     """Run the console script."""
-    restart_with_huge_pages()
     run_command(_command)
 
 

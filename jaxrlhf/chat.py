@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
-from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
 _HELP = (
@@ -148,5 +147,4 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()
     run_command(main)

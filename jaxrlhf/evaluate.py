@@ -5,7 +5,6 @@ the checkpoint of `--step`, or `--policy`: another run's workdir or a Hugging Fa
 """
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
-from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 
 
 def main() -> None:
@@ -37,5 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()
     run_command(main)

@@ -24,7 +24,6 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.cli.outputs import check_file
 from jaxrlhf.config.roles import REWARD, actor
-from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 
 _AT_ONCE: dict[str, Any] = {
     "staleness": 0,
@@ -156,5 +155,4 @@ def _answering(config: Config, prompts: str) -> Config:
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()
     run_command(main)

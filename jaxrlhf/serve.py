@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 from jaxrlhf.config.serving import ServingLimits
-from jaxrlhf.runtime.huge_pages import restart_with_huge_pages
 from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
 
@@ -64,5 +63,4 @@ def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -
 
 
 if __name__ == "__main__":
-    restart_with_huge_pages()
     run_command(main)

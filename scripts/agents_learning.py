@@ -1,12 +1,13 @@
-"""Draws how agents learn from random weights: to use tools, and to play a game of several turns.
+"""Plot of how agents learn from random weights: to use tools, and to play games of several turns.
 
     python scripts/agents_learning.py [--seeds 0 1 2] [--only calculator treasure ...] [--folder DIR]
 
-Writes `docs/agents_learning.json` (by step and seed accuracy and the share of episodes that call a tool; seconds of a
-clock and of cores) and `docs/agents.png` after every run. Accuracy is of greedy held-out answers; of games it is the
-share of a step's sampled games that are won, since the likeliest steps of demonstrations may be right from the start.
-Another seed is other weights, other demonstrations first, and other samples.
-All runs with a calculator begin from one cold start a seed, which a folder keeps, and so do those that guess numbers.
+Writes `docs/agents_learning.json` (accuracy and the share of episodes that call a tool, by step and seed; wall-clock
+seconds and CPU seconds) and `docs/agents.png` after every run. Accuracy is that of greedy held-out answers. In games it
+is the share of a step's sampled games that are won, because greedy play may win from the start.
+The seed determines the initial weights, the order of the demonstrations and the samples. Runs that imitate the same
+demonstrations (calculator runs in one format, runs that guess numbers) share one cold start per seed; `--folder` keeps
+the cold starts.
 """
 
 import argparse
@@ -50,24 +51,24 @@ def broken(expression: str) -> str:
 
 
 def calculator() -> Config:
-    """Called as a tool."""
+    """Return the run whose policy calls the calculator as a tool."""
     return replace(load("tools_arithmetic"), steps=8)
 
 
 def useless() -> Config:
-    """A tool of the same name that works out nothing."""
+    """Return the run whose tool, `broken`, computes nothing."""
     tools = Tools(functions=(f"{Path(__file__).resolve()}:broken",), max_turns=3, observation_tokens=16)
     return replace(load("tools_arithmetic"), steps=8, environment=tools)
 
 
 def client() -> Config:
-    """Called by a program that talks through OpenAI's client."""
+    """Return the run whose agent program uses OpenAI's client."""
     config = load("agent_openai")
     return replace(config, steps=4, rollout=replace(config.rollout, prompts_per_step=8))
 
 
 def agent_of(file: str) -> Config:
-    """Called by an agent of a framework, in a file beside this one."""
+    """Return the run whose agent program is a file next to this one, with an agent of a framework."""
     config = client()
     assert isinstance(config.environment, Agent)
     program = f"{Path(__file__).resolve().with_name(file)}:run"
@@ -75,7 +76,7 @@ def agent_of(file: str) -> Config:
 
 
 def smol() -> Config:
-    """Called by an agent of smolagents, whose demonstrations are in its form."""
+    """Return the run with an agent of smolagents, and with demonstrations in the format of smolagents."""
     config, there = agent_of("smolagents_agent.py"), Path(__file__).resolve().with_name("smolagents_agent.py")
     assert config.cold_start is not None
     steps = Generated(f"{there}:steps", train_problems=12_800)
@@ -90,17 +91,17 @@ def smol() -> Config:
 
 
 def treasure_without_states() -> Config:
-    """By GRPO, which gives all steps of a game the same advantage."""
+    """Return the treasure game trained with GRPO, where all steps of a game have the same advantage."""
     return replace(load("game_treasure"), algorithm=GRPO(responses_per_update=64))
 
 
 def higher_lower_without_states() -> Config:
-    """By GRPO, likewise."""
+    """Return the higher-or-lower game trained with GRPO, where all steps of a game have the same advantage."""
     return replace(load("game_higher_lower"), algorithm=GRPO(responses_per_update=256))
 
 
 def higher_lower_with_critic() -> Config:
-    """By PPO, whose critic and advantages are of turns."""
+    """Return the higher-or-lower game trained with PPO, with values and advantages per turn."""
     config = load("game_higher_lower")
     return replace(config, algorithm=PPO(responses_per_update=256, actions="turns", lam=0.95, critic=config.actor))
 
@@ -108,7 +109,7 @@ def higher_lower_with_critic() -> Config:
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
-    "no mask": calculator,  # `learn` trains on its answers as on the policy's own tokens
+    "no mask": calculator,  # `learn` trains on the tool's answers too
     "OpenAI's client": client,
     "openai-agents": partial(agent_of, "openai_agents_agent.py"),
     "LangGraph": partial(agent_of, "langgraph_agent.py"),
@@ -125,16 +126,16 @@ RUNS: dict[str, Callable[[], Config]] = {
 GUESSES = ("higher or lower", "higher or lower, GRPO", "higher or lower, PPO")
 GAMES = ("treasure", "treasure, GRPO", "frozen lake", *GUESSES)
 WHOLE = ("Python", "search", "treasure", "treasure, GRPO", "frozen lake")
-"""Runs with a cold start of their own; others share one a seed with those that imitate the same demonstrations."""
+"""Runs that include their own cold start; other runs share one per seed if they imitate the same demonstrations."""
 
 
 def without_masks(conversation: Conversation) -> tuple[TokenSequence, ...]:
-    """Rows of an episode in which all that follows the first prompt is trained on, whoever said it."""
+    """Return the rows of an episode with a loss on all tokens after the first prompt, including tool answers."""
     return tuple(unmasked_row(row) for row in SEQUENCES(conversation))
 
 
 def unmasked_row(row: TokenSequence) -> TokenSequence:
-    """A row whose tokens from the first that the policy drew on pass for its own, of the reply before them."""
+    """Mark all tokens from the first sampled token on as sampled; inserted tokens count to the reply before them."""
     if 1 not in row.mask:
         return row
     first, turn = row.mask.index(1), list(row.turn)
@@ -149,7 +150,7 @@ SEQUENCES = Conversation.sequences
 
 
 def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Accuracy, and the share of held-out episodes that call a tool, by step."""
+    """Run; return the accuracy, and the share of held-out episodes that call a tool, by step."""
     every = 4 if config.steps > 8 else 2
     config = replace(
         config,
@@ -168,7 +169,7 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> tuple[dict[int,
 
 
 def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
-    """The policy of a seed's cold start."""
+    """Return the policy of a seed's cold start; train and export it unless the folder has it."""
     assert config.cold_start is not None
     shown = config.cold_start.data or config.data
     assert isinstance(shown, Generated)
@@ -182,7 +183,7 @@ def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
 
 
 def draw(curves: dict[str, dict[str, Any]], calls: dict[str, dict[str, Any]]) -> Figure:
-    """A panel for each kind of run, a line a seed, and dotted ones of the episodes that call a tool."""
+    """Plot a panel for each kind of run: a line per seed, and a dotted line for episodes with tool calls."""
     rows = -(-len(curves) // 4)
     figure = Figure(figsize=(10, 2.2 * rows + 0.3), layout="constrained")
     for place, (name, seeds) in enumerate(curves.items(), start=1):
@@ -201,23 +202,23 @@ def draw(curves: dict[str, dict[str, Any]], calls: dict[str, dict[str, Any]]) ->
 
 
 def core_seconds() -> float:
-    """Seconds of a core that this process and the children that it waited for have taken, the system's included."""
+    """Return the CPU seconds, user and system, of this process and of the child processes that it has waited for."""
     taken = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in taken)
 
 
 def about() -> dict[str, Any]:
-    """Machine, versions and date of a measurement."""
+    """Return machine, versions, date and load of a measurement."""
     there = {package.name for package in distributions()}
     return bench.about(*[package for package in PACKAGES if package in there]) | {"load": os.getloadavg()[2]}
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write and plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--folder", type=Path, help="of the runs; a temporary one otherwise")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; by default a temporary folder")
     flags = parser.parse_args()
     measured: dict[str, Any] = json.loads(PAGE.read_text()) if PAGE.exists() else {"accuracy": {}, "about": {}}
     with tempfile.TemporaryDirectory() as place:
@@ -233,7 +234,7 @@ def main() -> None:
                 for unit, amount in took.items():
                     measured.setdefault(unit, {}).setdefault(name, {})[str(seed)] = round(amount)
                 PAGE.write_text(json.dumps(measured) + "\n")
-                done = json.loads(PAGE.read_text())  # with texts as keys throughout
+                done = json.loads(PAGE.read_text())  # all keys are strings after reading
                 curves = {name: done["accuracy"][name] for name in RUNS if name in done["accuracy"]}
                 draw(curves, done.get("calls", {})).savefig(DOCS / "agents.png", dpi=110)
 

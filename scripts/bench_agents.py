@@ -1,14 +1,15 @@
-"""Measures episodes: seconds and computed tokens of many turns with slow tools, as they are, without the caches of
-sessions, and turn by turn; and whether the same tokens were drawn, also of one episode alone. Prints a table, and
-writes docs/agents.json with `--write`.
+"""Benchmark of episodes with many turns and slow tools. Prints a table, and writes docs/agents.json with `--write`.
 
     python scripts/bench_agents.py --episodes 256 --turns 6 --pause 2 [--trl-episodes 64] [--write]
 
-An environment talks for some turns and takes 0 to `--pause` seconds for each answer but after the last reply. Turn by
-turn means that all answers of a turn are waited for before the next turn is drawn, as loops do that call a batch engine
-once a turn. `--trl-episodes` has TRL's own tool loop go through so many, beside as many as they are, with the same
-weights, lengths and pauses, in a Python environment of its own that is made where it is missing. TRL calls the tools of
-one episode after those of another, so that its time grows with their number.
+Measures seconds and prefilled tokens in three modes: as it is, without the caches of sessions, and turn by turn. Also
+reports the share of replies with the same tokens in every mode, and with one episode alone.
+
+An environment talks for some turns and takes 0 to `--pause` seconds for each answer, except after the last reply. Turn
+by turn means that the next turn is sampled when all answers of a turn have arrived, as in loops that call a batch
+engine once a turn. `--trl-episodes N` measures N episodes in TRL's own tool loop and N episodes here, with equal
+weights, lengths and pauses; TRL has a separate Python environment, which is created if missing. TRL calls the tools of
+one episode after the other, so its time grows with the number of episodes.
 """
 
 import argparse
@@ -50,11 +51,11 @@ REPLY_TOKENS, ANSWER_TOKENS = 24, ANSWER_DIGITS + 8
 
 Figures = dict[str, float]
 Replies = list[tuple[int, ...]]
-"""Tokens of every reply, episode after episode."""
+"""Tokens of every reply, ordered by episode."""
 
 
 class TurnByTurn(EnvironmentPool):
-    """Pool whose answers are held back until all episodes of the turn have theirs."""
+    """Environment pool that holds answers back until all episodes have an answer in the turn."""
 
     def __init__(self, *args: Any, episodes: int) -> None:
         super().__init__(*args)
@@ -78,7 +79,7 @@ class TurnByTurn(EnvironmentPool):
 
 
 def config_of(flags: argparse.Namespace) -> ModelConfig:
-    """The model's shape."""
+    """Return the model's configuration."""
     return ModelConfig(
         family="qwen2",
         vocab_size=len(embedded_tokenizer()),
@@ -92,13 +93,13 @@ def config_of(flags: argparse.Namespace) -> ModelConfig:
 
 
 def weights_of(config: ModelConfig) -> Any:
-    """Random weights."""
+    """Return random weights."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: np.float32(0.05 * rng.standard_normal(leaf.shape)), param_shapes(config, "lm"))
 
 
 def engine_of(flags: argparse.Namespace) -> Engine:
-    """An engine for the longest episode."""
+    """Return an engine with room for the longest episode."""
     config = config_of(flags)
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     engine = Engine(
@@ -116,7 +117,7 @@ def engine_of(flags: argparse.Namespace) -> Engine:
 
 
 def measure(engine: Engine, flags: argparse.Namespace, way: str, only: int | None = None) -> tuple[Figures, Replies]:
-    """Go through the episodes once, or through one of them alone."""
+    """Run all episodes once, or only episode `only`; return figures and replies."""
     settings = Environment(
         factory=f"{Path(__file__).with_name('talking.py').resolve()}:Talks",
         max_turns=flags.turns,
@@ -160,9 +161,10 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str, only: int | Non
 
 
 def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> tuple[Figures, Replies]:
-    """Go through the episodes until nothing is compiled on the way, which sizes are met depends on what is ready when.
+    """Run the episodes until a pass compiles nothing, at most `PASSES` times; return the last pass.
 
-    The last of `PASSES` counts however much it compiles, and says so.
+    The compiled sizes depend on timing, so several passes may compile. `compiled` counts the programs that the last
+    pass compiled.
     """
     for _ in range(PASSES):
         before = engine.compilations
@@ -174,7 +176,7 @@ def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> tup
 
 
 def measure_trl(flags: argparse.Namespace) -> Figures:
-    """Have TRL's tool loop go through as many episodes."""
+    """Run as many episodes in TRL's tool loop."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(flags)
         save_params(weights_of(config), config, folder, tokenizer=embedded_tokenizer())
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--trl-episodes", type=int, default=0, help="episodes beside TRL's tool loop; 0 leaves it out")
+    parser.add_argument("--trl-episodes", type=int, default=0, help="episodes to compare with TRL's loop; 0 skips it")
     parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where TRL lives")
     parser.add_argument("--write", action="store_true", help="write docs/agents.json")
     flags = parser.parse_args()
@@ -219,18 +221,18 @@ def main() -> None:
 
 
 def alike(ours: Replies, theirs: Replies) -> float:
-    """Share of replies whose tokens are the same."""
+    """Return the share of replies with the same tokens."""
     return sum(one == other for one, other in zip(ours, theirs, strict=True)) / len(theirs)
 
 
 def shown(way: str, figures: Figures) -> Figures:
-    """The figures, printed."""
+    """Print the figures and return them."""
     print(f"{way:24}", *(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
     return figures
 
 
 def write(flags: argparse.Namespace, found: dict[str, Figures], same: Figures, beside: dict[str, Figures]) -> None:
-    """Write the page."""
+    """Write docs/agents.json."""
     names = ("episodes", "trl_episodes", "turns", "pause", "slots", "width", "layers")
     about = bench.about("jax")
     about["versions"] |= PINS["trl"] if beside else {}

@@ -1,10 +1,10 @@
-"""Steps of GRPO on products with a calculator, beside those of Tunix's agentic learner from the same weights.
+"""Benchmark of GRPO steps on products with a calculator, next to Tunix's agentic learner from the same weights.
 
     python scripts/bench_calculator.py [--steps 6] [--policy DIR] [--environments DIR]
 
-The policy of `tools_arithmetic`'s cold start is what both begin from, and is made where `--policy` names none; both
-then have 8 of its problems with 8 episodes each to a step, one update of AdamW at a learning rate of 3e-4, clipping
-at 0.2 and no KL. Scores are of each step's sampled episodes. Writes docs/agents_tunix.json.
+Both start from the policy of the cold start of `tools_arithmetic`, which is trained here unless `--policy` names a
+policy. A step has 8 problems with 8 episodes each, one update of AdamW at a learning rate of 3e-4, clipping at 0.2 and
+no KL. Scores are of each step's sampled episodes. Writes docs/agents_tunix.json.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROMPTS, RESPONSES, LEARNING_RATE = 8, 8, 3e-4
 
 
 def ours(policy: Path, folder: Path, steps: int) -> dict[str, Any]:
-    """Seconds and scores of this project's steps."""
+    """Run steps of this project; return their seconds and scores."""
     config = agents_learning.calculator()
     config = replace(
         config,
@@ -49,7 +49,7 @@ def ours(policy: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def tunix(policy: Path, folder: Path, steps: int, environments: Path) -> dict[str, Any]:
-    """Seconds and scores of Tunix's steps."""
+    """Run steps of Tunix; return their seconds and scores."""
     drawn = [{key: each[key] for key in ("prompt", "answer")} for each in products("train", steps * PROMPTS, 0)]
     (folder / "problems.json").write_text(
         json.dumps([drawn[at : at + PROMPTS] for at in range(0, len(drawn), PROMPTS)])

@@ -1,10 +1,10 @@
-"""Measures whole steps of our training of a real chat model, from the command on. Prints one JSON line.
+"""Benchmark of whole training steps of a real chat model, from the command on. Prints one JSON line.
 
     python scripts/bench_chat.py --workload smollm2_grpo [--steps 4]
     python scripts/bench_chat.py --workload smollm2_sft --logp 4      # log-probabilities of four solutions, untrained
 
-The workloads are those of `chat_workload.py`. The run is `jaxrlhf.run`: prompts go through the model's chat template,
-and metrics, samples and files are written as in any run.
+`chat_workload.py` defines the workloads. The run is `jaxrlhf.run`: prompts use the model's chat template, and metrics,
+samples and files are written as in any run.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def config_of(
     remat: Remat,
     workdir: Path,
 ) -> Config:
-    """The workload as a configuration of one update a step, with records in the order of their file."""
+    """Return the configuration of a workload: one update a step, records in the order of their file."""
     training = Training(
         optimizer=Optimizer(learning_rate=1e-6, weight_decay=0.0),
         tokens_per_microbatch=tokens_per_microbatch,
@@ -97,7 +97,7 @@ def config_of(
 
 
 def measure(workload: bench.Workload, config: Config) -> dict[str, Any]:
-    """Run the steps; return medians over all but the first two (of two, the last), and when each step ended."""
+    """Run the steps; return medians without the first two steps (of two, the last), and the end times of steps."""
     records: list[dict[str, float]] = []
     ends: list[float] = []
 
@@ -126,7 +126,7 @@ def measure(workload: bench.Workload, config: Config) -> dict[str, Any]:
 
 
 def log_probabilities(config: Config, count: int) -> list[float]:
-    """Mean log-probability of a token of each of the first solutions, by the untrained model."""
+    """Return the mean log-probability per token of each of the first solutions, by the untrained model."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -152,13 +152,13 @@ def log_probabilities(config: Config, count: int) -> list[float]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     chat.add_flags(parser)
     parser.add_argument("--steps", type=int, default=4, help="the first two are not counted, where there are more")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
-    parser.add_argument("--logp", type=int, help="only print log-probabilities of so many solutions")
+    parser.add_argument("--logp", type=int, help="only print log-probabilities of this number of solutions")
     flags = parser.parse_args()
     workload = bench.workload_of(flags, chat.WORKLOADS)
     model = (flags.model or chat.checkpoint(flags.models)).resolve()

@@ -1,10 +1,10 @@
-"""Seconds and memory until the first batch of large files of prompts, tokenised for the first time and kept.
+"""Benchmark of seconds and memory until the first batch of large prompt files, without and with cached tokens.
 
     python scripts/bench_data.py --prompts 100000 1000000 --tokenizer Qwen/Qwen2.5-0.5B-Instruct
 
-Each start is a process of its own. The files are made up, with a few dozen words a prompt. Memory is the process's peak
-over what it had before it read data: of its own, and that of mapped files which is there while it is not needed
-elsewhere. On a machine that others use, processor seconds say more than those of the clock.
+Each start is a separate process. The files are synthetic, with a few dozen words a prompt. Memory is the peak of the
+process minus its memory before it reads data: anonymous memory, and pages of mapped files, which the system can free
+when other programs need memory. On a shared machine, CPU seconds are more reliable than wall-clock seconds.
 """
 
 import argparse
@@ -23,12 +23,12 @@ WORDS = ("the", "train", "leaves", "at", "some", "hour", "and", "how", "many", "
 
 
 def main() -> None:
-    """Make the file, and start on it twice."""
+    """Make each file, and start a process on it twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     parser.add_argument("--tokenizer", help="directory or hub id; default: the embedded one")
-    parser.add_argument("--start", metavar="FILE", help=argparse.SUPPRESS)  # what the processes are given
+    parser.add_argument("--start", metavar="FILE", help=argparse.SUPPRESS)  # flag of the child processes
     flags = parser.parse_args()
     if flags.start:
         print(json.dumps(start(flags.start, flags.tokenizer)))
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make(path: Path, prompts: int) -> None:
-    """Write a file of prompts, all different."""
+    """Write a file of different prompts."""
     dice = random.Random(0)
 
     def record(number: int) -> dict[str, object]:
@@ -77,7 +77,7 @@ def make(path: Path, prompts: int) -> None:
 
 
 def start(path: str, tokenizer: str | None) -> tuple[float, float, int, int]:
-    """Seconds until the first batch is there, by the clock and of the processor, and bytes: own and mapped, at most."""
+    """Load the first batch; return wall-clock seconds, CPU seconds, and peak bytes of anonymous and mapped memory."""
     from jaxrlhf.config import PromptFile
     from jaxrlhf.data import Loader
     from jaxrlhf.data.sources import load_problems

@@ -1,8 +1,8 @@
-"""Measures generation: tokens a second of the engine on one workload. Prints one JSON line.
+"""Benchmark of generation: tokens per second of the engine on one workload. Prints one JSON line.
 
     python scripts/bench_engine.py --preset small --sequences 64 --prompt-tokens 64 --new-tokens 128
 
-`bytes_per_s` counts what a step of decoding has to read: the weights once, and what is filled of the cache.
+`bytes_per_s` counts the bytes that a decode step has to read: the weights once, and the filled part of the KV cache.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jaxrlhf.models.parameters import param_shapes
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    """Generate a few times; the first time compiles."""
+    """Generate a few times; return medians. The first time compiles and is not counted."""
     preset = bench.PRESETS[flags.preset]
     config = read_config(str(bench.checkpoint(flags.preset, flags.models)))
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
@@ -74,7 +74,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=bench.PRESETS, default="small")
     parser.add_argument("--sequences", type=int, default=64)

@@ -1,8 +1,8 @@
-"""Live environments at once: seconds and memory of starting, stepping and ending them, and how late an event loop is.
+"""Benchmark of many live environments: seconds and memory to start, step and end them, and event loop delay.
 
 python scripts/bench_environments.py --episodes 1000
 
-An event loop that is asked to come back after 10 ms beside each stage comes back later: by how much, 99 times of 100.
+An event loop runs alongside each stage and sleeps for 10 ms at a time; its delay is the 99th percentile of lateness.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class _Clock:
 
 
 def _memory(pid: int) -> int:
-    """Memory of a process in bytes, of shared pages its share."""
+    """Return the memory of a process in bytes, with its share of shared pages."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])

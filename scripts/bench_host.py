@@ -1,10 +1,11 @@
-"""Measures the controller's own work in a step of GRPO: no model runs. Prints one JSON line.
+"""Benchmark of the controller's own work in a GRPO step, without a model. Prints one JSON line.
 
     JAX_PLATFORMS=cpu python scripts/bench_host.py --prompts 1024 --responses 8 --tokens 2048 [--hosts 4]
 
 Responses have log-normal lengths (median 400 tokens), so that most of the padded arrays is padding, as in a run.
-`prepare_s` is rewards, advantages, metrics and token weights; `ship_s` and `shipped_bytes` are the arguments of the
-actor's update for all hosts; `cut_s` makes every minibatch, as one process does. Medians of the steps after the first.
+`prepare_s` are the seconds of rewards, advantages, metrics and token weights. `ship_s` and `shipped_bytes` are seconds
+and bytes of pickling the arguments of the actor's update for all hosts. `cut_s` are the seconds of building every
+minibatch, as a single process does. All figures are medians of the steps after the first.
 """
 
 import argparse
@@ -28,7 +29,7 @@ PROMPT_TOKENS = 256
 
 
 def rollout_of(prompts: int, responses: int, tokens: int) -> RolloutBatch:
-    """Random responses, `responses` to each prompt."""
+    """Return a rollout of random responses, `responses` to each prompt."""
     draw, count = np.random.default_rng(0), prompts * responses
     prompt_B = np.repeat(draw.integers(40, PROMPT_TOKENS, prompts), responses)
     drawn_B = np.minimum(draw.lognormal(6.0, 0.8, count).astype(np.int32) + 1, tokens - PROMPT_TOKENS)
@@ -42,20 +43,20 @@ def rollout_of(prompts: int, responses: int, tokens: int) -> RolloutBatch:
 
 
 class Actor:
-    """Stands for the actor: gives back log-probabilities, and takes what it would be sent."""
+    """Stand-in for the actor that returns given log-probabilities and measures the minibatches that it receives."""
 
     def __init__(self, rollout: RolloutBatch, hosts: int) -> None:
         self._rollout, self._hosts = rollout, hosts
         self.measured: dict[str, float] = {}
 
     def compute_log_prob(self, rollout: RolloutBatch) -> Any:
-        """Old log-probabilities; also the reference's."""
+        """Return old log-probabilities; they also serve as the reference's."""
         return rollout.sampler_logp_BT
 
     compute_ref_log_prob = compute_log_prob
 
     def update_actor(self, minibatches: MinibatchRows, **_: Any) -> dict[str, float]:
-        """Cut and ship the minibatches."""
+        """Pickle the minibatches for every host, then build them."""
         start = time.perf_counter()
         shipped = [len(pickle.dumps(minibatches.part(host, self._hosts))) for host in range(self._hosts)]
         ship_s = time.perf_counter() - start

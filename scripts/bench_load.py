@@ -1,9 +1,10 @@
-"""Measures loading and saving a random checkpoint of 1 GB beside safetensors' own read. Prints one JSON line.
+"""Benchmark of loading and saving a random 1 GB checkpoint, next to safetensors' own loading. Prints one JSON line.
 
     python scripts/bench_load.py
 
-Each measurement is a process of its own and runs twice: the first time compiles. Files are in the page cache, as they
-have just been written. `extra_mb` is the most that a process has held beyond what it held before and the model itself.
+Each load has a separate process and runs twice: the first time compiles. Files are in the page cache, as they
+have just been written. `extra_mb` is the peak memory of a process, minus its memory before the measurement and minus
+the size of the model.
 """
 
 import argparse
@@ -24,17 +25,17 @@ from jaxrlhf.models.config import ModelConfig
 MB = 1e6
 LIMIT_S, LOOK_S = 600, 0.002
 KINDS = {"single": 10**12, "sharded": 200_000_000}
-"""Bytes of a file."""
+"""Maximum bytes of a file, by kind of checkpoint."""
 
 
 def model(gigabytes: float) -> ModelConfig:
-    """A Llama of about this size in float32."""
+    """Return the configuration of a Llama of about this size in float32."""
     layers = max(1, round((gigabytes - 0.26) / 0.067))
     return ModelConfig("llama", 32_000, 1024, 4096, layers, 16, 16, 64)
 
 
 def make(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Write the checkpoint, in one file and in several."""
+    """Write the checkpoint as one file and as several files; return the figures of saving."""
     import jax
 
     from jaxrlhf import models
@@ -50,7 +51,7 @@ def make(folder: Path, gigabytes: float) -> dict[str, Any]:
 
 
 def load_ours(place: Path) -> Any:
-    """On one device, as float32."""
+    """Load the checkpoint with jaxrlhf, on one device as float32."""
     import jax
 
     from jaxrlhf import models
@@ -59,7 +60,7 @@ def load_ours(place: Path) -> Any:
 
 
 def load_safetensors(place: Path) -> Any:
-    """As safetensors reads files into NumPy."""
+    """Load the files with safetensors, as NumPy arrays."""
     from safetensors.numpy import load_file
 
     return [load_file(file) for file in sorted(place.glob("*.safetensors"))]
@@ -69,7 +70,7 @@ LOADS = {"safetensors": load_safetensors, "ours": load_ours}
 
 
 def measure(load: Callable[[Path], Any], place: Path) -> dict[str, Any]:
-    """Load twice."""
+    """Load twice; return the figures of both times."""
     import jax
 
     jax.devices()
@@ -77,7 +78,7 @@ def measure(load: Callable[[Path], Any], place: Path) -> dict[str, Any]:
 
 
 def taken(work: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of the clock and of the processor, and memory beyond that of the result."""
+    """Run `work`; return wall-clock seconds, CPU seconds, and peak memory in addition to the result."""
     import jax
 
     with bench.Held(LOOK_S) as held:
@@ -89,7 +90,7 @@ def taken(work: Callable[[], Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)

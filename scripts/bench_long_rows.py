@@ -1,12 +1,12 @@
-"""Measures one update on one long sequence: seconds and peak memory over its tokens, here, in TRL and in Tunix.
+"""Benchmark of an update on one long sequence: seconds and peak memory by tokens, for jaxrlhf, TRL and Tunix.
 
     python scripts/bench_long_rows.py [--tokens 1024 2048 4096 ...] [--peers trl tunix] [--limit-s 300]
 
-Each point is a process of its own, so that its peak memory is its own: `bench_update.py` on one sequence of which 512
-tokens are trained, layers recomputed, and `peers/trl_long_rows.py` and `peers/tunix_long_rows.py`, which pass over a
-sequence of that length with the peer's own loss, backward, clipping and AdamW, layers recomputed as well. Who runs out
-of memory or of the limit is recorded as that, and given no longer rows. Writes docs/long_rows.json after every point,
-and docs/long_rows.png. Seconds are fitted by a + b T + c T^2, memory by a + b T.
+Each point has a separate process, so that peak memories do not mix: `bench_update.py` for ours, and
+`peers/trl_long_rows.py` and `peers/tunix_long_rows.py` with the peer's own loss, backward, clipping and AdamW. The last
+512 tokens of the sequence are trained, and all frameworks recompute layers (gradient checkpointing). A framework that
+runs out of memory or time is recorded as failed and gets no longer sequences. Writes docs/long_rows.json after every
+point, and docs/long_rows.png. Seconds are fitted by a + b T + c T^2, memory by a + b T.
 """
 
 import argparse
@@ -25,14 +25,14 @@ SCRIPTS = Path(__file__).parent
 OURS = "jaxrlhf"
 COLOURS = {OURS: "#3b6fb6", "trl": "#e07b39", "tunix": "#4f9d69"}
 TRAINED = 512
-"""Tokens of the sequence that are trained, at its end."""
+"""Number of trained tokens, at the end of the sequence."""
 
 Points = dict[str, dict[int, dict[str, Any]]]
-"""Framework, tokens, figures."""
+"""Figures by framework and number of tokens."""
 
 
 def measured(framework: str, tokens: int, flags: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one process, or why it has none."""
+    """Run one process; return its figures or its failure."""
     where = ["--preset", flags.preset, "--models", str(flags.models), "--repeats", str(flags.repeats)]
     sizes = ["--tokens", str(tokens), "--trained", str(TRAINED)]
     if framework == OURS:
@@ -47,13 +47,13 @@ def measured(framework: str, tokens: int, flags: argparse.Namespace) -> dict[str
 
 
 def good(points: dict[int, dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Tokens and figures of the points that have some."""
+    """Return tokens and figures of the points that have the figure."""
     kept = {tokens: point[name] for tokens, point in sorted(points.items()) if name in point}
     return list(kept), list(kept.values())
 
 
 def fits(points: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Least squares of relative errors: memory as a line, seconds with a quadratic part; None of too few points."""
+    """Fit memory linearly and seconds quadratically, by relative least squares; omit a fit with too few points."""
     found: dict[str, Any] = {}
     for name, degree in (("peak_rss_mb", 1), ("update_s", 2)):
         tokens, values = good(points, name)
@@ -66,7 +66,7 @@ def fits(points: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(measures: Points) -> Figure:
-    """Memory and seconds over tokens; points of who stopped are not there."""
+    """Plot memory and seconds over tokens, without failed points."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     for axes, name, label, scale in zip(
         figure.subplots(1, 2), ("peak_rss_mb", "update_s"), ("peak memory, GB", "seconds"), (1e-3, 1.0), strict=True
@@ -82,13 +82,13 @@ def draw(measures: Points) -> Figure:
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write and plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**power for power in range(10, 17)])
     parser.add_argument("--peers", nargs="*", choices=("trl", "tunix"), default=["trl", "tunix"])
     parser.add_argument("--preset", choices=bench.PRESETS, default="long")
-    parser.add_argument("--repeats", type=int, default=1, help="updates after one; 0 counts that, compilation and all")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="of one process")
+    parser.add_argument("--repeats", type=int, default=1, help="timed updates after the first; 0 times the first")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of one process")
     parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where the peers live")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     parser.add_argument("--docs", type=Path, default=SCRIPTS.parent / "docs", help="where results are written")

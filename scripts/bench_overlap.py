@@ -1,13 +1,12 @@
-"""Measures how far the critic and the reference, on pools of their own, run side by side.
+"""Benchmark of how much the critic and the reference overlap when each has its own pool.
 
     python scripts/bench_overlap.py --cluster ray [--json docs/overlap.json] [--trace overlap_trace.json]
 
-Each role scores one batch alone, then both score it at once, several times over. Each pool is
-a process that Ray starts, on CPU with one thread, so that one role alone leaves a core idle;
-the command fails if both together then take 0.75 or more of the sum of their times alone. The
-trace of the last round opens in Perfetto. Without `--cluster ray` both pools are devices of
-this process. On CPU its programs share all cores, so that what overlaps depends on how many
-there are: the figure is reported only.
+Each role scores one batch alone, then both roles score the batch at once, several times. With `--cluster ray` each pool
+is a process with one CPU thread, so that one role alone leaves a core idle. The command then fails if both roles
+together take 0.75 or more of the sum of their times alone. The trace of the last round opens in Perfetto. Without
+`--cluster ray` both pools are devices of this process. CPU programs of one process share all cores, so the overlap
+depends on the number of cores and is only reported.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before JAX starts. Hosts inherit it; without collectives one thread is enough for them.
+# Set before JAX starts. Hosts inherit the variable; one thread is enough for hosts without collectives.
 os.environ["NPROC"] = "1" if any(word.endswith("ray") for word in sys.argv) else os.environ.get("NPROC", "32")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
@@ -44,7 +43,7 @@ LIMIT = 0.75
 
 
 def configuration(*, ray: bool) -> Config:
-    """A critic and a reference of equal size, one device each."""
+    """Return a configuration with a critic and a reference of equal size, on one device each."""
     training = Training(tokens_per_microbatch=1024, remat="none")
     return Config(
         name="overlap",
@@ -60,7 +59,7 @@ def configuration(*, ray: bool) -> Config:
 
 
 def batch(vocabulary: int) -> RolloutBatch:
-    """Random tokens."""
+    """Return a batch of random tokens."""
     token_BT = np.random.default_rng(0).integers(0, vocabulary, (RESPONSES, WIDTH)).astype(np.int32)
     mask_BT = np.broadcast_to(np.arange(WIDTH) >= WIDTH // 2, token_BT.shape)
     sequences = Sequences(token_BT, np.full(RESPONSES, WIDTH, np.int32), mask_BT, np.arange(RESPONSES))
@@ -69,16 +68,16 @@ def batch(vocabulary: int) -> RolloutBatch:
 
 
 def seconds(roles: Roles, rollout: RolloutBatch, *, critic: bool, reference: bool) -> float:
-    """Of one call of each chosen role, from the first until both are done."""
+    """Return the seconds of one call of each chosen role, from the first call until all calls are done."""
     start = time.perf_counter()
     calls = [roles.critic.compute_values(rollout)] if critic else []
     calls += [roles.reference.compute_ref_log_prob(rollout)] if reference else []
-    wait(calls)  # results stay where they are
+    wait(calls)  # without fetching the results
     return time.perf_counter() - start
 
 
 def measure(roles: Roles, rollout: RolloutBatch, *, rounds: int, trace: Path) -> dict[str, float]:
-    """Medians over rounds; alone and together take turns, so that a noisy machine disturbs all alike."""
+    """Return medians over rounds; a round measures alone and together in turn, so that noise affects all equally."""
     alone = {"critic": {"critic": True, "reference": False}, "reference": {"critic": False, "reference": True}}
     ways = alone | {"together": {"critic": True, "reference": True}}
     for chosen in ways.values():

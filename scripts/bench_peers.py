@@ -1,11 +1,11 @@
-"""Measures this project, TRL and Tunix on the same workloads in turns, each run in a fresh process.
+"""Benchmark of this project, TRL and Tunix on the same workloads in turn, each run in a fresh process.
 
     python scripts/bench_peers.py [--workloads smollm2_grpo fixed] [--rounds 3] [--peers trl tunix] [--missing] [--draw]
 
-Writes docs/peers.json after every process, or docs/peers_<machine>.json where the former is of another machine. A
-session that is cut short keeps what it measured; `--missing` then runs the rest. At the end (with `--draw`: only) come
-the tables in docs/benchmarks.md and README, and docs/peers.png. The peers' environments are made where they are
-missing, with this interpreter (Python 3.11) and pip.
+Writes docs/peers.json after every process, or docs/peers_<machine>.json if docs/peers.json is from another machine. An
+interrupted command keeps the finished measurements, and `--missing` then runs the rest. At the end the command writes
+the tables in docs/benchmarks.md and README, and docs/peers.png; with `--draw` it does only this. Missing environments
+of the peers are created with this interpreter (Python 3.11) and pip.
 """
 
 import argparse
@@ -32,17 +32,17 @@ SCRIPTS = Path(__file__).parent
 OURS = "jaxrlhf"
 PINS = {
     "trl": {"torch": "2.13.0", "trl": "1.16.0"},
-    "trl_ppo": {"torch": "2.13.0", "trl": "1.12.0"},  # the last with a PPO trainer
+    "trl_ppo": {"torch": "2.13.0", "trl": "1.12.0"},  # the last version with a PPO trainer
     "tunix": {"google-tunix": "0.1.7"},
 }
 FIGURES = ("step_s", "generate_s", "prepare_s", "update_s", "generated_tokens_per_s", "peak_rss_mb", "first_step_s")
 STEP_ENDS = {"to_first_step_s": 0, "to_third_step_s": 2}
-"""Seconds from the command, the start of its process, to the end of a step, by the step's index."""
+"""Index of the step of each figure: seconds from the start of the process to the end of the step."""
 WARM = "first_step_warm_s"
 KEPT = {name: f"kept_{name}" for name in STEP_ENDS}
-"""The same seconds where the programs that an earlier run compiled are kept."""
+"""Names of the same seconds with a warm compilation cache of an earlier run."""
 MICRO = {"big": 4}
-"""Sequences in one pass of a peer; 16 in the other workloads."""
+"""Number of sequences in one pass of a peer; 16 in the other workloads."""
 
 STEPS: dict[str, tuple[int, dict[str, int]]] = {
     **dict.fromkeys(chat.WORKLOADS, (4, {"trl": 2, "tunix": 1})),
@@ -52,18 +52,18 @@ STEPS: dict[str, tuple[int, dict[str, int]]] = {
     "ppo": (6, {"trl": 2, "tunix": 1}),
     "big": (4, {"trl": 1, "tunix": 1}),
 }
-"""Steps of ours in all, of which two are warm-up, and counted ones of each peer."""
+"""Number of our steps, the first two of them warm-up, and number of counted steps of each peer."""
 WARMUP = dict.fromkeys([(name, "tunix") for name in ("fixed", "ppo", *chat.WORKLOADS)], 2)
-"""Steps of a peer before the counted ones, where they are not one: Tunix compiles in the second step too."""
+"""Number of warm-up steps of a peer, where it is not one: Tunix compiles in the second step too."""
 
 QUIET_CPUS, QUIET_S, PATIENCE_S = 0.1, 0.5, 60.0
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
-"""Workload, framework, one record for each run."""
+"""Records of runs, by workload and framework."""
 
 
 def environment(name: str, folder: Path) -> str:
-    """The interpreter of a peer's environment, which is made, or repaired, if its pins are not there."""
+    """Return the interpreter of a peer's environment; create or repair the environment if its pins are not there."""
     python = folder / name / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
@@ -77,12 +77,12 @@ def environment(name: str, folder: Path) -> str:
 
 
 def environment_of(workload: str, framework: str) -> str:
-    """Its name; PPO needs an older TRL."""
+    """Return the name of the environment; PPO needs an older TRL."""
     return "trl_ppo" if (framework, WORKLOADS[workload].algorithm) == ("trl", "ppo") else framework
 
 
 def command_of(workload: str, framework: str, flags: argparse.Namespace) -> list[str]:
-    """What measures a framework on a workload."""
+    """Return the command that measures a framework on a workload."""
     ours_steps, counted = STEPS[workload]
     where = ["--workload", workload, "--models", str(flags.models)]
     real = workload in chat.WORKLOADS
@@ -103,13 +103,13 @@ def command_of(workload: str, framework: str, flags: argparse.Namespace) -> list
 
 
 def busy_s() -> float:
-    """CPU seconds that all processes of the machine have used."""
+    """Return the CPU seconds that all processes of the machine have used."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK")  # without idle, waiting, guests
+    return (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK")  # without idle, iowait and guest time
 
 
 def wait_for_quiet() -> float:
-    """Wait until other processes rest; returns how many CPUs they use, which is more only when patience has ended."""
+    """Wait until other processes are idle, at most `PATIENCE_S`; return the number of CPUs that they use."""
     end = time.monotonic() + PATIENCE_S
     while True:
         start, before = time.monotonic(), busy_s()
@@ -120,7 +120,7 @@ def wait_for_quiet() -> float:
 
 
 def run(command: list[str], *, limit_s: float, settings: dict[str, str]) -> dict[str, Any]:
-    """One process: its figures, or why it has none, and how busy the machine was before and beside it."""
+    """Run a process; return its figures or its failure, and the CPUs that other processes used before and during it."""
     record: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "commit": bench.commit()}
     record["others_cpus_before"] = round(wait_for_quiet(), 2)
     began, start, busy, own = time.time(), time.monotonic(), busy_s(), _children_s()
@@ -146,7 +146,7 @@ def _children_s() -> float:
 
 
 def run_again(command: list[str], *, limit_s: float, cache: str) -> dict[str, Any]:
-    """Seconds of our first steps in a process that finds what an earlier one has compiled."""
+    """Return the seconds of our first steps in a process with a warm compilation cache."""
     again = run([*command, "--steps", "3"], limit_s=limit_s, settings={"JAX_COMPILATION_CACHE_DIR": cache})
     if "failed" in again:
         return {"kept_failed": again["failed"]}
@@ -155,7 +155,7 @@ def run_again(command: list[str], *, limit_s: float, cache: str) -> dict[str, An
 
 
 def machine_file(docs: Path) -> Path:
-    """Path of the file with this machine's runs: peers.json, or another one where that is of another machine."""
+    """Return the path of this machine's runs: peers.json, or another file if peers.json is from another machine."""
     here = bench.processor()
     for path in (docs / "peers.json", *sorted(docs.glob("peers_*.json"))):
         if not path.exists() or json.loads(path.read_text())["machine"]["processor"] == here:
@@ -164,7 +164,7 @@ def machine_file(docs: Path) -> Path:
 
 
 class Results:
-    """Runs of this machine, written to their file after every change."""
+    """Runs of this machine, in a file that is rewritten after every change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,20 +181,20 @@ class Results:
         write(self._path, document(self.runs))
 
     def has(self, workload: str, framework: str) -> bool:
-        """Return whether a framework has a run that did not fail; of ours, one whose second process ran too."""
+        """Return whether a framework has a run that did not fail; ours also needs a second process, failed or not."""
         good = [each for each in self.runs.get(workload, {}).get(framework, []) if "failed" not in each]
         second = {WARM, "kept_failed", *KEPT.values()}
         return any(framework != OURS or second & {*each} for each in good)
 
 
 def merged(old: Runs, workload: str, framework: str, record: dict[str, Any]) -> Runs:
-    """The runs with one more, which replaces those of another commit; peers' too, so that all ran in one time."""
+    """Add a run to the runs; it replaces runs of other commits, also for peers, so that all runs are of one time."""
     before = [each for each in old.get(workload, {}).get(framework, []) if each["commit"] == record["commit"]]
     return {**old, workload: {**old.get(workload, {}), framework: [*before, record]}}
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the runs that succeeded; why the last one failed if none did."""
+    """Return medians over the successful runs, or the failure of the last run if no run succeeded."""
     good = [each for each in runs if "failed" not in each]
     if not good:
         return {"failed": runs[-1]["failed"]}
@@ -206,7 +206,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def document(runs: Runs) -> dict[str, Any]:
-    """What is written: medians by workload and framework, what they were measured with, and every run."""
+    """Return the content of the file: medians by workload and framework, machine and versions, and every run."""
     versions: dict[str, dict[str, str]] = {}
     for workload, frameworks in runs.items():
         for framework, records in frameworks.items():
@@ -225,7 +225,7 @@ def document(runs: Runs) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON file atomically."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=2) + "\n")
     part.replace(path)
@@ -235,9 +235,9 @@ def prepare(flags: argparse.Namespace) -> None:
     """Write the checkpoints and records that the workloads read.
 
     Raises:
-      RuntimeError: They could not be written.
+      RuntimeError: A checkpoint or a record file could not be written.
     """
-    make = multiprocessing.get_context("spawn").Process  # memory of this process would count as its children's peak
+    make = multiprocessing.get_context("spawn").Process  # this process's memory would count in its children's peak
     for name in flags.workloads:
         if name in chat.WORKLOADS:
             process = make(target=_prepare_chat, args=(name, flags))
@@ -256,10 +256,10 @@ def _prepare_chat(name: str, flags: argparse.Namespace) -> None:
 
 
 def difference_of_models(workload: str, flags: argparse.Namespace) -> dict[str, float]:
-    """Largest difference of ours and transformers' log-probabilities of the same solutions, as a figure of a run.
+    """Return the largest difference of our and transformers' log-probabilities of the same solutions, as a figure.
 
     Raises:
-      ValueError: They differ; the two sides would not be measured on the same work.
+      ValueError: The log-probabilities differ; the two sides would not be measured on the same work.
     """
     rows = min(4, flags.prompts or 4)
     ours = [*command_of(workload, OURS, flags), "--logp", str(rows)]
@@ -287,7 +287,7 @@ def measure(flags: argparse.Namespace, path: Path) -> None:
 
 
 def _measure_one(workload: str, framework: str, flags: argparse.Namespace, results: Results) -> None:
-    """Run a framework once; ours twice, where the second process finds what the first one has compiled."""
+    """Run a framework once; run ours a second time with the compilation cache of the first process."""
     command = command_of(workload, framework, flags)
     if framework != OURS:
         results.add(workload, framework, run(command, limit_s=flags.limit_s, settings={}))
@@ -302,14 +302,14 @@ def _measure_one(workload: str, framework: str, flags: argparse.Namespace, resul
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peers", nargs="*", choices=("trl", "tunix"), default=["trl", "tunix"])
     parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where the peers live")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="of one process")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="time limit of one process")
     parser.add_argument("--preset", choices=bench.PRESETS, help="another model than the workloads': to try the script")
     parser.add_argument("--new-tokens", type=int, help="another limit than the workloads': to try the script")
     parser.add_argument("--prompts", type=int, help="another number of prompts than the workloads': to try the script")

@@ -1,12 +1,11 @@
-"""Measures steps of a small model in several layouts and placements beside what the cost model predicts.
+"""Benchmark of steps of a small model in several layouts and placements, compared with the cost model.
 
     python scripts/bench_plan.py [--hardware FILE] [--write]
 
-Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or
-reads what `python -m jaxrlhf.calibrate` wrote; then runs PPO for a few steps in each layout, every
-run in a process of its own. Reports seconds of each stage, predicted and measured, and Spearman's
-rank correlation of the steps. Nothing else should run meanwhile. `--write` renews
-docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
+Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or reads a file of
+`python -m jaxrlhf.calibrate`. Then runs PPO for a few steps in each layout, every run in a separate process. Reports
+predicted and measured seconds of each stage, and Spearman's rank correlation of the steps. The machine should be idle
+otherwise. `--write` renews docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
 """
 
 import argparse
@@ -54,7 +53,7 @@ from jaxrlhf.trainer.phase import load_data
 
 ROOT = Path(__file__).parents[1]
 STEPS = 5
-"""The first one is not counted."""
+"""Number of steps of a run; the first step is not counted."""
 
 LAYOUTS = {
     "one device": Layout(),
@@ -66,7 +65,7 @@ LAYOUTS = {
     "stage 4 x tensor 2": Layout(stage=4, tensor=2),
     "stage 4 x tensor 2, generation 4 x 2": Layout(stage=4, tensor=2, generation_stage=4, generation_tensor=2),
 }
-"""Of the actor; critic and reference train or score in the same one."""
+"""Layouts of the actor; critic and reference use the training part of the same layout."""
 
 POOLS = {
     "actor, reference 4 | critic 4": (Pool("policy", 4, ("actor", "reference")), Pool("value", 4, ("critic",))),
@@ -79,7 +78,7 @@ POOLS = {
 
 
 def configuration(name: str, *, workdir: str = "unused") -> Config:
-    """PPO on a model of 9 M weights, in one of the layouts or placements."""
+    """Return the configuration of PPO on a model of 9 M weights, in one of the layouts or placements."""
     layout = LAYOUTS.get(name, Layout())
     trains = replace(layout, generation_stage=1, generation_tensor=1)
     return Config(
@@ -106,14 +105,17 @@ def configuration(name: str, *, workdir: str = "unused") -> Config:
 
 
 def measure(name: str, workdir: str) -> None:
-    """Run one configuration; called in a process of its own."""
+    """Run one configuration; called in a separate process."""
     import jaxrlhf
 
     jaxrlhf.run(configuration(name, workdir=workdir))
 
 
 def measured(name: str, workdir: Path) -> dict[str, float]:
-    """Least seconds of each stage after the first step (what runs beside only adds), and the mean response."""
+    """Run in a separate process; return the least seconds of each stage, and the mean response length.
+
+    The first step is not counted. The minimum is used because other programs can only add time.
+    """
     command = [sys.executable, __file__, "--measure", name, str(workdir)]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
@@ -125,7 +127,7 @@ def measured(name: str, workdir: Path) -> dict[str, float]:
 
 
 def stages_of(trace: Path) -> list[dict[str, float]]:
-    """Seconds of each stage of each step: from the start of its first call to the end of its last."""
+    """Return the seconds of each stage of each step, from the start of its first call to the end of its last call."""
     text = trace.read_text().rstrip().rstrip(",")
     events = [event for event in json.loads(text + "]") if event["ph"] == "X"]
     kinds = {"generate_sequences": "generate", "compute_reward": "reward"}
@@ -144,7 +146,7 @@ def stages_of(trace: Path) -> list[dict[str, float]]:
 
 
 def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float]:
-    """Seconds of each stage."""
+    """Predict the seconds of each stage."""
     config = configuration(name)
     problem = question_of(config, machine, lengths=lengths).problem
     if problem.pools is None:
@@ -156,7 +158,7 @@ def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float
 
 
 def layouts_of(name: str) -> dict[str, Layout]:
-    """The layout of each role."""
+    """Return the layout of each role."""
     config = configuration(name)
     assert isinstance(config.algorithm, PPO) and config.reference_layout is not None
     return {
@@ -167,13 +169,13 @@ def layouts_of(name: str) -> dict[str, Layout]:
 
 
 def rank_correlation(one: list[float], other: list[float]) -> float:
-    """Spearman's, of numbers without ties."""
+    """Return Spearman's rank correlation of numbers without ties."""
     first, second = (np.argsort(np.argsort(values)).astype(float) for values in (one, other))
     return float(np.corrcoef(first, second)[0, 1])
 
 
 def machine_of(file: str | None) -> Hardware:
-    """The calibrated hardware."""
+    """Read the calibrated hardware from a file, or calibrate it now."""
     if file is None:
         file = str(Path(tempfile.mkdtemp()) / "hardware.json")
         subprocess.run([sys.executable, "-m", "jaxrlhf.calibrate", "--out", file], check=True)
@@ -181,9 +183,9 @@ def machine_of(file: str | None) -> Hardware:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hardware", help="what `python -m jaxrlhf.calibrate` wrote; None calibrates now")
+    parser.add_argument("--hardware", help="file of `python -m jaxrlhf.calibrate`; without it calibrate now")
     parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
@@ -211,7 +213,7 @@ def main() -> None:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, float]:
-    """How well predictions order the runs, and the worst ratios of single stages."""
+    """Return the rank correlation of predicted and measured runs, and the worst ratios of single stages."""
     totals = {kind: [sum(row[kind].values()) for row in rows.values()] for kind in ("measured_s", "predicted_s")}
     ratios = [row["predicted_s"][stage] / row["measured_s"][stage] for row in rows.values() for stage in STAGES]
     return {
@@ -223,7 +225,7 @@ def summary(rows: dict[str, Any]) -> dict[str, float]:
 
 
 def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
-    """The table of the page: seconds predicted / measured."""
+    """Return the table of the page: predicted / measured seconds."""
     lines = [f"| run | {' | '.join(STAGES)} | step | ratio |", "|---|---|---|---|---|---|"]
     for name, row in rows.items():
         pairs = [(row["predicted_s"][stage], row["measured_s"][stage]) for stage in STAGES]
@@ -237,7 +239,7 @@ def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
 
 
 def draw(rows: dict[str, Any], result: dict[str, float], path: Path) -> None:
-    """Predicted over measured seconds of a step."""
+    """Plot predicted over measured seconds of a step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5.5), layout="constrained")

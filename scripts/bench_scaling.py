@@ -1,10 +1,10 @@
-"""Measures whether cost grows as the work does: generation over sequences, an update over tokens.
+"""Benchmark of how cost scales: generation with the number of sequences, an update with the number of tokens.
 
     python scripts/bench_scaling.py [--sequences 64 128 256 512 1024] [--update-sequences 16 32 64 128]
 
-Each point is a process of its own, `bench_engine.py` or `bench_update.py`. Writes docs/scaling.json and
-docs/scaling.png: tokens a second should not depend on the number of sequences, and an update's seconds should be linear
-in its tokens.
+Each point is a separate process of `bench_engine.py` or `bench_update.py`. Writes docs/scaling.json and
+docs/scaling.png: tokens per second should not depend on the number of sequences, and an update's seconds should be
+linear in its tokens.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BLUE, ORANGE, GREY = "#3b6fb6", "#e07b39", "#8c8c8c"
 
 
 def figures(script: str, **settings: Any) -> dict[str, Any]:
-    """What a script prints."""
+    """Run a script with these flags; return the figures that the script prints."""
     texts = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, str(SCRIPTS / script), *texts]
     found = bench.printed(command)
@@ -30,20 +30,20 @@ def figures(script: str, **settings: Any) -> dict[str, Any]:
 
 
 def spread(rates: list[float]) -> float:
-    """How far the farthest is from the mean, as a share of it."""
+    """Return the largest distance from the mean, as a share of the mean."""
     mean = float(np.mean(rates))
     return max(abs(rate - mean) for rate in rates) / mean
 
 
 def line(tokens: list[float], seconds: list[float]) -> tuple[float, float, float]:
-    """Least squares: seconds of a token, seconds at none, and the farthest point's distance as a share of it."""
+    """Fit a line: return seconds per token, seconds at zero tokens, and the largest relative error of a point."""
     slope, start = np.polyfit(tokens, seconds, 1)
     off = max(abs(each - (start + slope * count)) / each for count, each in zip(tokens, seconds, strict=True))
     return float(slope), float(start), float(off)
 
 
 def draw(generation: list[dict[str, Any]], updates: list[dict[str, Any]], png: Path) -> None:
-    """Both, side by side."""
+    """Plot generation and updates, side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -70,7 +70,7 @@ def draw(generation: list[dict[str, Any]], updates: list[dict[str, Any]], png: P
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 128, 256, 512, 1024], help="to generate")
     parser.add_argument("--prompt-tokens", type=int, default=64)

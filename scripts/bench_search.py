@@ -1,8 +1,8 @@
-"""Measures how long the search for a placement takes, in CPU seconds of one core.
+"""Benchmark of the placement search, in CPU seconds of one core.
 
     python scripts/bench_search.py [--write]
 
-Problems have every choice open: any number of devices for a pool, fsdp, three ways to offload.
+The problems leave every choice open: any number of devices for a pool, fsdp, three ways to offload.
 `--write` renews docs/search.json and the table in docs/planning.md.
 """
 
@@ -22,7 +22,7 @@ from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software
 
-CASES = {  # roles: model and head; devices: limit in seconds
+CASES = {  # name and model size of each role; limit in seconds by number of devices
     "PPO": ((("actor", "7B"), ("critic", "13B"), ("reference", "7B"), ("reward", "13B")), {128: 2.0, 1024: 20.0}),
     "Safe-RLHF": (
         (
@@ -40,11 +40,11 @@ CASES = {  # roles: model and head; devices: limit in seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """One search.
+    """Measurement of one search.
 
     Attributes:
-      cpu_s: The least of three runs.
-      limit_s: What it should take at most.
+      cpu_s: CPU seconds, minimum of three searches.
+      limit_s: Maximum CPU seconds that the search should take.
     """
 
     algorithm: str
@@ -58,7 +58,7 @@ class Measured:
 
 
 def problem(roles: tuple[tuple[str, str], ...], devices: int) -> PlacementProblem:
-    """Models of several sizes on machines of eight A100."""
+    """Return the placement problem of these roles on machines with eight A100s."""
     found = []
     for name, size in roles:
         trained = name in ("actor", "critic", "cost_critic")
@@ -70,7 +70,7 @@ def problem(roles: tuple[tuple[str, str], ...], devices: int) -> PlacementProble
 
 
 def measure(algorithm: str, devices: int) -> Measured:
-    """The fastest of three searches."""
+    """Search three times; return the fastest."""
     roles, limits = CASES[algorithm]
     seconds = []
     for _ in range(3):
@@ -82,7 +82,7 @@ def measure(algorithm: str, devices: int) -> Measured:
 
 
 def table(rows: list[Measured]) -> str:
-    """In Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| models | devices | placements | allocations | layouts | seconds |", "|---|---|---|---|---|---|"]
     for row in rows:
         name = f"{row.models} ({row.algorithm})"
@@ -93,7 +93,7 @@ def table(rows: list[Measured]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     flags = parser.parse_args()

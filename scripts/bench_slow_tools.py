@@ -1,10 +1,10 @@
-"""Measures steps whose episodes have slow tools, under each schedule. Prints a table, and writes it with `--write`.
+"""Benchmark of steps with slow tools under each schedule. Prints a table, and writes it with `--write`.
 
     python scripts/bench_slow_tools.py [--steps 10] [--write]
 
-GRPO, 16 prompts x 4 episodes of 6 turns, whose environment takes 0 to 2 s for an answer; replies of 16 tokens. Each row
-is a run of its own: the first is synchronous, the others take the episodes that are over first, on one pool, or on a
-pool of their own while models are updated. Its two CPU devices share the threads of one process.
+GRPO, 16 prompts x 4 episodes of 6 turns with replies of 16 tokens; the environment takes 0 to 2 s for an answer. Each
+row is a separate run. The first row is synchronous. Rows with over-provisioning train on the episodes that end first.
+Rows marked `apart` generate on a separate pool during updates; the two CPU devices share the threads of one process.
 """
 
 import argparse
@@ -51,11 +51,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "1, apart": {"staleness": 1, "apart": True},
     "2, over-provision 1.5, apart": {"staleness": 2, "over_provision": 1.5, "order": "arrival", "apart": True},
 }
-"""Settings of the rollout, and whether a pool of its own generates, by schedule."""
+"""Settings of the rollout, and whether generation has a separate pool, by schedule."""
 
 
 def config_of(steps: int, *, apart: bool = False, **rollout: Any) -> Config:
-    """A run under a schedule."""
+    """Return the configuration of a run under a schedule."""
     return Config(
         name="slow_tools",
         model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=4, num_heads=8, num_kv_heads=4),
@@ -87,7 +87,7 @@ def config_of(steps: int, *, apart: bool = False, **rollout: Any) -> Config:
 
 
 def measure(name: str, steps: int) -> dict[str, float]:
-    """Medians of a row's steps after the third."""
+    """Run a row in this process; return medians of the steps after the third."""
     with tempfile.TemporaryDirectory() as workdir:
         jaxrlhf.run(replace(config_of(steps, **ROWS[name]), workdir=workdir))
         records = [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
@@ -96,7 +96,7 @@ def measure(name: str, steps: int) -> dict[str, float]:
 
 
 def measured(name: str, steps: int) -> dict[str, Any]:
-    """Figures of a row, from a process of its own."""
+    """Return the figures of a row, run in a separate process."""
     devices = "2" if ROWS[name].get("apart") else "1"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
     command = [sys.executable, __file__, "--row", name, "--steps", str(steps)]
@@ -104,7 +104,7 @@ def measured(name: str, steps: int) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Seconds a step, the gain over the synchronous row, and ages."""
+    """Return a Markdown table of seconds a step, speedups over the synchronous row, and ages."""
     lines = ["| staleness | step s | times | generate s | update s | mean age |", "|---|---|---|---|---|---|"]
     for name, row in rows.items():
         cells = [name, f"{row['time/step_s']:.2f}", f"{rows['0']['time/step_s'] / row['time/step_s']:.2f}"]

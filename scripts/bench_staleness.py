@@ -1,11 +1,11 @@
-"""Measures steps with groups that are put off beside the synchronous one, on one pool.
+"""Benchmark of steps that postpone groups, next to the synchronous step, on one pool.
 
     python scripts/bench_staleness.py [--steps 10] [--workload longtail] [--kept]
     JAX_NUM_CPU_DEVICES=2 python scripts/bench_staleness.py --parts [--responses 4]
 
-Each row is `bench_step.py` in a process of its own, which takes further flags too. Writes `docs/staleness.json` and the
-table in docs/async.md; with `--kept` rows whose keys and values are computed again or kept, and with `--parts` rows of
-two pools that learn from a step at once or in parts, in files and tables of their own.
+Each row is `bench_step.py` in a separate process; further flags are passed to it. Writes `docs/staleness.json` and the
+table in docs/async.md. `--kept` instead compares rows that compute the KV cache again or keep it. `--parts` compares
+rows of two pools that learn from a step at once or in parts. Both flags write separate files and tables.
 """
 
 import argparse
@@ -33,7 +33,7 @@ KEPT: dict[str, list[str]] = {
     "1, over-provision 1.5": ROWS["1, over-provision 1.5"],
     "1, over-provision 1.5, kept": [*ROWS["1, over-provision 1.5"], "--on-new-weights", "keep"],
 }
-"""Flags of rows that say what it gains to keep keys and values."""
+"""Flags of rows that show the gain of keeping the KV cache."""
 
 
 PARTS: dict[str, list[str]] = {
@@ -42,17 +42,17 @@ PARTS: dict[str, list[str]] = {
     "two pools, 2 parts": ["--apart", "--stream-parts", "2"],
     "two pools, 4 parts": ["--apart", "--stream-parts", "4"],
 }
-"""Flags of rows at staleness 0 that say what it gains to learn from a step in parts."""
+"""Flags of rows at staleness 0 that show the gain of learning from a step in parts."""
 
 
 def measured(flags: list[str], *, workload: str, steps: int) -> dict[str, Any]:
-    """Figures of a run of `bench_step.py`, by name."""
+    """Run `bench_step.py`; return its figures by name."""
     command = [sys.executable, str(SCRIPTS / "bench_step.py"), "--workload", workload, "--steps", str(steps), *flags]
     return bench.printed(command)
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Seconds a step and of its parts, the gain over the first row, and ages."""
+    """Return a Markdown table of seconds of a step and its parts, speedups over the first row, and ages."""
     lines = [
         "| staleness | step s | times | generate s | prepare s | update s | mean age | computed again, of the tokens |",
         "|---|---|---|---|---|---|---|---|",
@@ -68,7 +68,7 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def table_of_pools(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Seconds a step and of its parts, the gain over two pools without parts, and shares in which pools were idle."""
+    """Return a Markdown table of step seconds, speedups over two pools without parts, and idle shares of pools."""
     lines = [
         "| staleness 0 | step s | times | generate s | prepare s | update s | idle: generation, policy |",
         "|---|---|---|---|---|---|---|",
@@ -83,7 +83,7 @@ def table_of_pools(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, and write."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", choices=bench.WORKLOADS, default="longtail")
     parser.add_argument("--steps", type=int, default=10, help="the first two are not counted")

@@ -1,12 +1,12 @@
-"""Measures whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
+"""Benchmark of whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
 
     python scripts/bench_step.py --workload fixed [--steps 5] [--prompts 16] [--new-tokens 256]
     JAX_NUM_CPU_DEVICES=2 python scripts/bench_step.py --workload longtail --staleness 1 --apart
 
-With `--apart` one device generates and another trains. CPU devices of one process share its threads, so that this
-measures what a schedule costs, not what devices of their own gain by it.
-The workloads are those of `bench_workload.py`. The run is a real one: its loop, files and metrics
-are those of `python -m jaxrlhf.train`; only the data set is a list of random prompts.
+With `--apart` one device generates and another device trains. CPU devices of one process share its threads, so this
+measures the cost of a schedule, not its gain on separate devices.
+`bench_workload.py` defines the workloads. Loop, files and metrics are those of `python -m jaxrlhf.train`; only the data
+set is a list of random prompts.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def config_of(
     on_new_weights: Literal["recompute", "keep"] = "recompute",
     stream_parts: int = 1,
 ) -> Config:
-    """The workload as a configuration of one update a step."""
+    """Return the configuration of a workload, with one update a step."""
     training = Training(
         optimizer=Optimizer(learning_rate=1e-6, weight_decay=0.0),
         tokens_per_microbatch=tokens_per_microbatch,
@@ -109,9 +109,9 @@ def config_of(
 
 
 def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str, Any]:
-    """Run the steps; returns medians over all but the first two (of two, the last), and what the first took."""
+    """Run the steps; return medians without the first two steps (of two, the last), and the first step's seconds."""
     tokenizer = bench.tokenizer(bench.PRESETS[workload.preset], outside=False)
-    steps_drawn = config.steps + config.rollout.staleness + 2  # some are begun that no step learns from
+    steps_drawn = config.steps + config.rollout.staleness + 2  # some groups are started that no step learns from
     tokens = bench.prompts(workload, count=workload.prompts * steps_drawn)
     problems = [Problem(index, " ".join(f"t{token}" for token in row), row) for index, row in enumerate(tokens)]
     records: list[dict[str, float]] = []
@@ -165,7 +165,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench.add_flags(parser)
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted, where there are more")
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--stream-parts", type=int, default=1, help="as Rollout.stream_parts, with --apart")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
-    # Hosts read the tokenizer themselves, and refuse one that cannot write what it read.
+    # Hosts load the tokenizer from its files, and refuse a tokenizer that cannot reproduce the text that it reads.
     model = (bench.checkpoint_of_bytes if flags.hosts else bench.checkpoint)(workload.preset, flags.models)
     config = config_of(
         workload,

@@ -1,13 +1,13 @@
-"""Measures one switch of layouts, there and back, for a decoder of 0.3 billion float32 parameters.
+"""Benchmark of the switch from the training to the generation layout and back, for 0.3 billion float32 parameters.
 
     python scripts/bench_switch.py [--json docs/switch.json]
 
-Runs on the devices of JAX's default backend, on CPU on eight. Each row switches the same
-weights: the layouts that refine each other, the same sizes in the vanilla order of axes, a
-pair that does not refine, and the refining layouts by plain `jax.device_put`. Bytes are counted
-twice: which elements a device lacks, and what the collectives of the compiled programs bring it.
-On CPU devices, where a copy through the host costs nothing, seconds say little; on accelerators
-the command fails if the compiled switch is slower than `jax.device_put`, there or back.
+Runs on the devices of JAX's default backend; on CPU, on eight devices. Each row switches the same weights: refining
+layouts, where a device's generation part contains its training part; the same sizes in the vanilla order of axes; a
+pair of layouts that do not refine; and the refining layouts with plain `jax.device_put`. Bytes are counted in two ways:
+elements that a device lacks, and elements that the collectives of the compiled programs send to a device. On CPU
+devices a copy through the host costs nothing, so seconds say little. On accelerators the command fails if the compiled
+switch is slower than `jax.device_put` in either direction.
 """
 
 import argparse
@@ -45,20 +45,20 @@ from jaxrlhf.sharding.rules import shardings
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)
 UNCOMPILED = "no program, copies through the host"
-collectives = runpy.run_path(str(ROOT / "tests" / "compiled.py"))["collectives"]  # as the tests read them
+collectives = runpy.run_path(str(ROOT / "tests" / "compiled.py"))["collectives"]  # the same reader as in the tests
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to switch.
+    """Figures of one way to switch; `back` in a name means the switch to the training layout.
 
     Attributes:
-      formula_bytes: What the paper says that a device receives; None where its formula does not apply.
-      bytes_per_device: Most bytes that a device did not hold before, by the indices of its shards.
-      received_bytes: What a device gets from others in the compiled programs; None where there are none.
+      formula_bytes: Bytes that a device receives by the paper's formula; None if the formula does not apply.
+      bytes_per_device: Maximum bytes that a device lacks before the switch, by the indices of its shards.
+      received_bytes: Bytes that a device receives in the compiled programs; None without compiled programs.
       there: Collectives of the compiled programs to the generation layout.
-      there_s: Seconds of one switch to the generation layout, median.
-      there_gbps: `bytes_per_device` over these seconds, in 1e9 bytes a second.
+      there_s: Median seconds of one switch to the generation layout.
+      there_gbps: `bytes_per_device` divided by `there_s`, in 1e9 bytes a second.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the largest power of two of devices: d, t and t_g."""
+    """Sizes d, t and t_g of the layouts on a power of two of devices."""
 
     data: int
     tensor: int
@@ -94,7 +94,7 @@ def refining(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
 
 
 def not_refining(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
-    """Generation splits further than training, which splits over fsdp instead."""
+    """Return an engine whose generation has more tensor shards than training; training shards over fsdp instead."""
     tensor = sizes.generation_tensor
     return by_layout(Layout(fsdp=len(devices) // tensor, tensor=tensor, generation_tensor=sizes.tensor), devices)
 
@@ -105,7 +105,7 @@ def by_layout(layout: Layout, devices: list[jax.Device]) -> HybridEngine:
 
 
 def vanilla(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
-    """The micro axis outside the tensor axis, as in the usual order of groups."""
+    """Return an engine with the micro axis outside the tensor axis, as in the usual order of groups."""
     shape = (sizes.data, sizes.tensor // sizes.generation_tensor, sizes.generation_tensor)
     mesh = Mesh(np.asarray(devices).reshape(shape), ("data", "micro", "tensor"), axis_types=(AxisType.Auto,) * 3)
     dims, shapes = param_dims(MODEL, "lm"), param_shapes(MODEL, "lm")
@@ -115,7 +115,7 @@ def vanilla(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
 
 
 def formula(sizes: Sizes) -> int:
-    """(t - t_g) / (t_g t) of the weights that are split, which leaves out the scales of norms."""
+    """Return (t - t_g) / (t_g t) of the bytes of sharded weights, so without the scales of norms."""
     dims, shapes = param_dims(MODEL, "lm"), param_shapes(MODEL, "lm")
     leaves = zip(jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple)), jax.tree.leaves(shapes), strict=True)
     split = sum(4 * x.size for names, x in leaves if set(names) - {"layers", None})
@@ -126,7 +126,7 @@ def measure(name: str, layout: str, engine: HybridEngine, *, expected: int | Non
     """Time one way to switch, after a first switch that compiles.
 
     Args:
-      switch: By the engine; if not, by `jax.device_put` between its layouts.
+      switch: Whether the engine switches; otherwise `jax.device_put` moves the weights between its layouts.
     """
     build = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), engine.generation_shapes),
@@ -159,7 +159,7 @@ def measure(name: str, layout: str, engine: HybridEngine, *, expected: int | Non
 
 
 def put(tree: Any, layout: Any) -> Any:
-    """What a switch is without an engine: place anew, and delete what was moved."""
+    """Move a tree to a layout without an engine, and delete the arrays that moved."""
     moved = jax.block_until_ready(jax.device_put(tree, layout))
     for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(moved), strict=True):
         if not old.sharding.is_equivalent_to(new.sharding, new.ndim):
@@ -168,14 +168,14 @@ def put(tree: Any, layout: Any) -> Any:
 
 
 class Movement(NamedTuple):
-    """What compiled programs bring to a device, and by which collectives; None where there are no programs."""
+    """Bytes that a device receives in compiled programs, None without programs, and the collectives as text."""
 
     received_bytes: int | None
     collectives: str
 
 
 def movements(programs: list[jax.stages.Lowered]) -> Movement:
-    """Of the programs of one direction."""
+    """Return the movement of the programs of one direction."""
     found = [one for program in programs for one in collectives(program)]
     kinds = Counter(one.kind for one in found)
     names = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
@@ -183,7 +183,7 @@ def movements(programs: list[jax.stages.Lowered]) -> Movement:
 
 
 def tables(rows: list[Row], *, title: str) -> Iterator[Table]:
-    """What each switch moves and how long it takes, and what it compiles to."""
+    """Yield two tables: bytes and seconds of each switch, and the collectives of its programs."""
     numbers = ("formula", "lacks", "gets", "s", "lacks back", "gets back", "s back")
     title = f"{title}; MB per device"
     figures = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -202,23 +202,23 @@ def tables(rows: list[Row], *, title: str) -> Iterator[Table]:
 
 
 def megabytes(count: int | None) -> str:
-    """In 1e6 bytes."""
+    """Format bytes as 1e6 bytes."""
     return "-" if count is None else f"{count / 1e6:.1f}"
 
 
 def machine(devices: list[jax.Device]) -> dict[str, Any]:
-    """Where and with what the figures were measured."""
+    """Return devices, machine, versions and model size of the measurement."""
     return {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         **bench.about("jax"),
-        "load_average": round(os.getloadavg()[0], 1),  # of the minute before the end; others may have used the machine
+        "load_average": round(os.getloadavg()[0], 1),  # of the last minute; other programs may have used the machine
         "parameters": MODEL.num_parameters(),
         "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),
     }
 
 
 def main() -> None:
-    """Measure and print; write JSON if asked to."""
+    """Measure and print; write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--repeats", type=int, default=5, help="switches that are timed")
@@ -250,7 +250,7 @@ def main() -> None:
 
 
 def check(switch: Row, plain: Row, expected: int, *, on_cpu: bool) -> None:
-    """Exit if the compiled switch moves other bytes than the formula's, or is slower than plain copies."""
+    """Exit if the compiled switch moves other bytes than the formula says, or is slower than plain copies."""
     if not switch.bytes_per_device == switch.received_bytes == expected:
         found = f"lacks {switch.bytes_per_device} bytes and receives {switch.received_bytes}"
         sys.exit(f"in the refining switch a device {found}; the formula says {expected}")

@@ -1,9 +1,10 @@
-"""Measures training passes on packed sequences: one update of the actor, one forward pass. Prints one JSON line.
+"""Benchmark of training passes on packed sequences: an update of the actor, a forward pass. Prints one JSON line.
 
     python scripts/bench_update.py --preset small --sequences 64 --tokens 192 [--trained 128] [--responses 8]
 
-`update_flops_per_s` counts what the mathematics needs for the tokens that exist: products with weights (three times the
-forward pass's for an update), causal attention, and the head where a token is trained; nothing that is computed twice.
+`update_flops_per_s` counts the operations that the mathematics needs for real tokens: products with weights, causal
+attention, and the head on trained tokens. An update counts three forward passes. Recomputation and padding do not
+count.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from jaxrlhf.workers.build import Phase
 
 
 def sequences_of(count: int, length: int, trained: int, vocab: int, responses: int) -> Sequences:
-    """Random tokens of which the last are trained; so many sequences in turn begin with the same."""
+    """Return random sequences whose last tokens are trained; `responses` consecutive sequences share a prompt."""
     draw = np.random.default_rng(0)
     mask_BT = np.broadcast_to(np.arange(length) >= length - trained, (count, length))
     token_BT = draw.integers(2, vocab, (count, length), dtype=np.int32)
@@ -37,7 +38,7 @@ def sequences_of(count: int, length: int, trained: int, vocab: int, responses: i
 
 
 def seconds(call: Any, repeats: int) -> float:
-    """Median of the calls after the first, which compiles; of that one where it is alone."""
+    """Return the median of the calls after the first call, which compiles; the first call's if there is no other."""
     times = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
@@ -47,7 +48,7 @@ def seconds(call: Any, repeats: int) -> float:
 
 
 def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[str, Any]:
-    """Seconds of an update over the workload's sequences, and of a forward pass where calls are repeated."""
+    """Measure an update over the workload's sequences, and a forward pass unless `repeats` is 0."""
     preset = bench.PRESETS[workload.preset]
     length = workload.prompt_tokens + workload.new_tokens
     sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab, workload.responses)
@@ -85,23 +86,23 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=bench.PRESETS, default="small")
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=192, help="of a sequence")
-    parser.add_argument("--trained", type=int, default=128, help="of them, at the end")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of a sequence")
+    parser.add_argument("--trained", type=int, default=128, help="trained tokens, at the end of a sequence")
     parser.add_argument("--responses", type=int, default=1, help="sequences that share a prompt")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
-    parser.add_argument("--repeats", type=int, default=3, help="calls after one; 0 counts that, with its compilation")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls after the first; 0 times the first")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()
     prompts, prompt_tokens = flags.sequences // flags.responses, flags.tokens - flags.trained
     workload = bench.Workload(flags.preset, prompts, flags.responses, prompt_tokens, flags.trained)
     model = bench.checkpoint(flags.preset, flags.models)
     settings = {"tokens_per_microbatch": flags.tokens_per_microbatch, "remat": flags.remat}
-    # GRPO samples groups; which prompts the sequences here have is no matter of its configuration.
+    # GRPO requires groups in its configuration; the sequences measured here may still have one response to a prompt.
     config = config_of(replace(workload, responses=max(2, flags.responses)), model, steps=1, **settings)
     with bench.Memory() as memory:
         figures = measure(workload, config, repeats=flags.repeats)

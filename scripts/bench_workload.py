@@ -1,8 +1,8 @@
-"""The workloads of the benchmarks: checkpoints, prompts, reward, and what is measured beside seconds.
+"""Workloads of the benchmarks: checkpoints, prompts, reward, and measurements of memory and machine.
 
-Other frameworks run the same ones (`bench_peers.py`), so nothing of JAX is imported here at the top.
-Word `t<i>` is token i. In the preset `tail` the end of a response has probability 1/64 at every step, by the
-weights themselves; in the others responses run to their limit.
+Other frameworks run the same workloads (`bench_peers.py`), so nothing of JAX is imported here at the top.
+Word `t<i>` is token i. In the preset `tail` the weights give the end of a response probability 1/64 at every step; in
+the other presets responses run to their limit.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from typing import Any, Self
 END = 0
 PAD = 1
 END_PROBABILITY = 1 / 64
-"""Of a preset that ends, at every step of a response."""
+"""Probability of the end token at every step of a response, in a preset that ends."""
 SHORTEST_PROMPT = 16
-"""Tokens, in a preset that ends."""
+"""Minimum number of tokens of a prompt, in a preset that ends."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Preset:
     """A Qwen2-shaped decoder with random weights.
 
     Attributes:
-      ends: Responses end by themselves.
-      positions: Tokens of the longest sequence.
+      ends: Whether responses end by themselves.
+      positions: Maximum number of tokens of a sequence.
     """
 
     hidden: int
@@ -51,14 +51,14 @@ class Preset:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied with, but for the head."""
+        """Number of weights that every token is multiplied with, except the head."""
         head_dim = self.hidden // self.heads
         attention = 2 * self.hidden * self.heads * head_dim + 2 * self.hidden * self.kv_heads * head_dim
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def head_parameters(self) -> int:
-        """Weights that a token is multiplied with for its logits."""
+        """Number of weights that a token is multiplied with for its logits."""
         return self.vocab * self.hidden
 
 
@@ -73,11 +73,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One step's work.
+    """Work of one step.
 
     Attributes:
-      prompt_tokens: Of every prompt; in a preset that ends, 16 up to this many.
-      new_tokens: Of every response; in a preset that ends, at most.
+      prompt_tokens: Number of tokens of every prompt; in a preset that ends, the maximum, and 16 is the minimum.
+      new_tokens: Number of tokens of every response; in a preset that ends, the maximum.
     """
 
     preset: str = "small"
@@ -93,7 +93,7 @@ class Workload:
 
 
 def forward_flops(preset: Preset, sequences: int, length: int, read: int) -> float:
-    """Of one forward pass: products with weights, causal attention, and the head where a token is read."""
+    """Return the FLOPs of a forward pass: weights, causal attention, and the head on `read` tokens of a sequence."""
     head_dim = preset.hidden // preset.heads
     attention = preset.layers * 4 * preset.heads * head_dim * length * (length + 1) / 2
     return sequences * (2 * length * preset.matmul_parameters + attention + 2 * read * preset.head_parameters)
@@ -111,27 +111,27 @@ WORKLOADS = {
 def add_flags(
     parser: argparse.ArgumentParser, *, workload: str = "fixed", choices: Mapping[str, Workload] = WORKLOADS
 ) -> None:
-    """Add flags that choose a workload, change its sizes, and say where checkpoints are."""
+    """Add flags for the workload, its sizes, and the folder of checkpoints."""
     parser.add_argument("--workload", choices=choices, default=workload)
-    parser.add_argument("--preset", choices=PRESETS, help="of the model; the workload's if not given")
+    parser.add_argument("--preset", choices=PRESETS, help="preset of the model; by default the workload's")
     for name, what in (
-        ("prompts", "of a step"),
-        ("responses", "to a prompt"),
-        ("prompt-tokens", "of a prompt"),
-        ("new-tokens", "of a response"),
+        ("prompts", "prompts of a step"),
+        ("responses", "responses to a prompt"),
+        ("prompt-tokens", "tokens of a prompt"),
+        ("new-tokens", "tokens of a response"),
     ):
-        parser.add_argument(f"--{name}", type=int, help=f"{what}; the workload's if not given")
+        parser.add_argument(f"--{name}", type=int, help=f"{what}; by default the workload's")
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
 
 
 def workload_of(flags: argparse.Namespace, choices: Mapping[str, Workload] = WORKLOADS) -> Workload:
-    """The workload that flags choose."""
+    """Return the workload that the flags choose."""
     sizes = {name: getattr(flags, name) for name in ("preset", "prompts", "responses", "prompt_tokens", "new_tokens")}
     return replace(choices[flags.workload], **{name: size for name, size in sizes.items() if size is not None})
 
 
 def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Distinct prompts as token ids."""
+    """Sample random prompts as token ids."""
     draw, preset = random.Random(seed), PRESETS[workload.preset]
     shortest = SHORTEST_PROMPT if preset.ends else workload.prompt_tokens
     return [
@@ -141,13 +141,13 @@ def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int,
 
 
 def even_share(prompt: str, response: str, answer: str | None, record: Any) -> float:
-    """The reward: share of the response's tokens whose id is even."""
+    """Return the reward: the share of the response's tokens with an even id."""
     ids = [int(word) for word in re.findall(r"\bt(\d+)\b", response)]
     return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
 
 
 def checkpoint(preset: str, folder: Path) -> Path:
-    """A Hugging Face checkpoint of the preset with its tokenizer, written once; returns its place."""
+    """Return the folder of a Hugging Face checkpoint of the preset with its tokenizer; write it unless it exists."""
     place, unfinished = folder / preset, folder / f"{preset}.unfinished"
     if not place.exists():
         _write_checkpoint(PRESETS[preset], unfinished)
@@ -156,7 +156,7 @@ def checkpoint(preset: str, folder: Path) -> Path:
 
 
 def checkpoint_of_bytes(preset: str, folder: Path) -> Path:
-    """The same checkpoint with a tokenizer that can write any text: ids 2 to 257 are bytes, others are ` t<i>`."""
+    """Return the folder of the checkpoint with a tokenizer for any text: ids 2 to 257 are bytes, others are ` t<i>`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -226,15 +226,16 @@ def _write_checkpoint(preset: Preset, place: Path) -> None:
         "torch_dtype": "float32",
     }
     (place / "config.json").write_text(json.dumps(config, indent=2))
-    # Ids past the vocabulary can never be drawn, so that in every framework responses run to their limit.
+    # Ids past the vocabulary are never sampled, so that responses run to their limit in every framework.
     tokenizer(preset, outside=not preset.ends).save_pretrained(str(place))
 
 
 def _end_at_random(tensors: dict[str, Any], preset: Preset) -> None:
-    """Have a coordinate of the residual stream that stays 1 decide the end's logit.
+    """Set weights so that the end token has probability 1/64 in every context.
 
-    The final norm divides it by the stream's root mean square. Layers are made to add little, so that it is the
-    embedding's in every context; else the end would be as likely as what came before it says.
+    The end's logit reads coordinate 0 of the residual stream, which stays 1 and which the final norm divides by the
+    root mean square of the stream. The layers' outputs are scaled down, so that the root mean square is that of the
+    embedding in every context; otherwise the probability of the end would depend on the context.
     """
     import numpy as np
 
@@ -248,7 +249,7 @@ def _end_at_random(tensors: dict[str, Any], preset: Preset) -> None:
     head = tensors["lm_head.weight"]
     head[:, 0] = 0.0
     head[END] = 0.0
-    # Other logits are normal with the variance of |hidden|^2 x 0.02^2; the sum of their exponentials is their number
+    # The other logits are normal with variance |hidden|^2 x 0.02^2. The sum of their exponentials is their number
     # times exp(variance / 2).
     normal = stream[:, 1:] * scale
     variance = float(np.mean(np.sum(np.square(normal), axis=1))) * 0.02**2
@@ -257,7 +258,7 @@ def _end_at_random(tensors: dict[str, Any], preset: Preset) -> None:
 
 
 def tokenizer(preset: Preset, *, outside: bool) -> Any:
-    """Word `t<i>` is token i; `<eos>` and `<pad>` lie past the vocabulary, or are ids 0 and 1."""
+    """Return a tokenizer where word `t<i>` is token i; `<eos>` and `<pad>` are past the vocabulary, or ids 0 and 1."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -266,12 +267,12 @@ def tokenizer(preset: Preset, *, outside: bool) -> Any:
     model = models.WordLevel({**words, "<eos>": end, "<pad>": pad}, unk_token="t2")
     fast = Tokenizer(model)
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # A special token is cut out of words too, so the unknown one (t2, of t27) must not be declared here.
+    # Special tokens are split out of words too (t2 out of t27), so t2 must not be declared here as the unknown token.
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
 class Watching(ABC):
-    """Context that looks at something in a thread while the block runs, every `period_s`."""
+    """Context manager that calls `look` in a thread every `period_s` seconds while the block runs."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s, self._done = period_s, threading.Event()
@@ -291,14 +292,15 @@ class Watching(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Note what is there now."""
+        """Record the current value."""
 
 
 class Memory(Watching):
     """Peak resident memory of this process and its children while the block runs, in MiB.
 
-    The system keeps this process's own peak; children are looked at now and then, because every look takes a core
-    from the work: 20 a second made generation 5 to 18 % slower on two cores.
+    The system records the peak of this process, from the start of the process on. The memory of children is sampled
+    only twice a second, because a sample takes a core from the work: 20 samples a second made generation 5 to 18 %
+    slower on two cores.
     """
 
     def __init__(self) -> None:
@@ -312,10 +314,10 @@ class Memory(Watching):
 
 
 class Held(Watching):
-    """Memory of this process while the block runs, over what it was before.
+    """Memory of this process while the block runs, minus the memory before the block.
 
     Attributes:
-      peaks: Most bytes of its own, and of mapped files.
+      peaks: Peak bytes of anonymous memory, and of mapped files.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -352,40 +354,40 @@ def _resident_mb(process: int) -> float:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    # What it shares with others is counted in parts, so that a forked child is not its parent twice.
+    # Pss divides shared memory among the processes, so that a forked child does not count pages of its parent again.
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of packages."""
+    """Return the versions of Python and of packages."""
     return {"python": platform.python_version()} | {package: version(package) for package in packages}
 
 
 def processor() -> str:
-    """Name of the processor, or its kind where the system says no more, and cores."""
+    """Return the name of the processor, or the architecture if the system gives no name, and the number of cores."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = fields.get("model name", platform.machine())
-    if name == "AMD EPYC":  # virtual machines call Zen 4 and Zen 5 so
+    if name == "AMD EPYC":  # virtual machines use this name for Zen 4 and Zen 5
         name += f" (family {fields['cpu family']}, model {fields['model']})"
     return f"{name}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
-    """The commit that is measured."""
+    """Return the short hash of the checked-out commit."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def about(*packages: str) -> dict[str, Any]:
-    """Machine, versions, commit and date of a measurement."""
+    """Return machine, versions, commit and date of a measurement."""
     now = time.strftime("%Y-%m-%d")
     return {"processor": processor(), "versions": versions(*packages), "commit": commit(), "date": now}
 
 
 def printed(command: Sequence[str], **settings: Any) -> dict[str, Any]:
-    """The JSON object on the last line that a command prints.
+    """Run a command; return the JSON object on the last line that the command prints.
 
     Args:
       settings: Arguments of `subprocess.run`, such as its environment and folder.

@@ -1,4 +1,4 @@
-"""Workloads of a real chat model, SmolLM2-135M-Instruct: its checkpoint, records, reward.
+"""Workloads of a real chat model, SmolLM2-135M-Instruct: checkpoint, records, reward.
 
 Other frameworks run the same workloads (`bench_peers.py`), so nothing of JAX is imported here at the top. A record is a
 word problem of 100 to 200 tokens in the chat template, a worked solution, and a wrong solution. Responses run to their
@@ -25,15 +25,15 @@ WORKLOADS = {
     "smollm2_sft": bench.Workload(NAME, 32, 1, 160, 96, "sft"),
     "smollm2_dpo": bench.Workload(NAME, 16, 2, 128, 72, "dpo"),
 }
-"""Workloads by name; a response of `sft` is a solution, and the two responses of `dpo` are a pair."""
+"""Workloads by name. The response of `sft` is the solution of a record; the two responses of `dpo` are a pair."""
 PAD = "<|endoftext|>"
-"""Padding of the peers; the model's own is its end of a turn, which TRL's PPO would not attend to in prompts."""
+"""Padding token of the peers; TRL's PPO would mask the model's own padding token, the end of a turn, in prompts."""
 STEPS = 8
-"""Steps that the written records last for."""
+"""Number of steps that the written records are enough for."""
 SHORTEST = 0.8
-"""Least length of a text, as a share of its limit."""
+"""Minimum length of a text, as a share of its limit."""
 ATTEMPTS = 500
-"""Problems that are tried for each record."""
+"""Maximum number of problems to try for each record."""
 
 PEOPLE = ("Ada", "Ben", "Emma", "Hugo", "Ivy", "Leo", "Mia", "Nora", "Omar", "Rosa", "Tom", "Zoe")
 THINGS = ("apples", "candles", "cookies", "flowers", "lemons", "marbles", "melons", "notebooks", "shells", "stamps")
@@ -67,13 +67,13 @@ def add_flags(
     workload: str = "smollm2_grpo",
     choices: Mapping[str, bench.Workload] = WORKLOADS,
 ) -> None:
-    """Add flags that choose a workload, change its sizes, and say where checkpoints are."""
+    """Add flags for the workload, its sizes, and the checkpoints."""
     bench.add_flags(parser, workload=workload, choices=choices)
     parser.add_argument("--model", type=Path, help="a chat checkpoint in place of SmolLM2's: to try the script")
 
 
 def checkpoint(folder: Path) -> Path:
-    """Path of SmolLM2 in float32, as transformers reads the GGUF file; fetched and written unless it is there."""
+    """Return the path of SmolLM2 in float32, as transformers reads the GGUF file; fetch and write it if missing."""
     import get_smollm2
 
     place, unfinished = folder / NAME, folder / f"{NAME}.unfinished"
@@ -91,14 +91,14 @@ def _write_checkpoint(file: Path, place: Path) -> None:
 
 
 def tokenizer_of(model: Path) -> Any:
-    """Tokenizer of a checkpoint, by its own files alone."""
+    """Return the tokenizer of a checkpoint, from the checkpoint's own files only."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(model)
 
 
 def records_file(workload: bench.Workload, folder: Path, model: Path) -> Path:
-    """Path of the records of `STEPS` steps, one JSON object a line; written unless it is there.
+    """Return the path of the records of `STEPS` steps, in JSON lines; write the file unless it exists.
 
     A record has the prompt as `messages` and as `text` in the chat template, `solution`, `rejected` and `answer`.
     """
@@ -113,10 +113,10 @@ def records_file(workload: bench.Workload, folder: Path, model: Path) -> Path:
 
 
 def read_records(file: Path, *, count: int) -> list[dict[str, Any]]:
-    """The first records of a file.
+    """Return the first `count` records of a file.
 
     Raises:
-      ValueError: The file has fewer.
+      ValueError: The file has fewer records.
     """
     lines = file.read_text().splitlines()
     if len(lines) < count:
@@ -125,10 +125,10 @@ def read_records(file: Path, *, count: int) -> list[dict[str, Any]]:
 
 
 def records(workload: bench.Workload, tokenizer: Any, *, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Distinct records whose prompts and, where they are trained on, solutions nearly fill the workload's limits.
+    """Return distinct records whose prompts nearly fill the workload's limit; in SFT and DPO, solutions do so too.
 
     Raises:
-      ValueError: No problem fits the limits.
+      ValueError: Too few problems fit the limits.
     """
     draw, found = random.Random(seed), dict[str, dict[str, Any]]()
     trained = workload.algorithm in ("sft", "dpo")
@@ -152,7 +152,7 @@ def _fits(tokenizer: Any, text: str, limit: int) -> bool:
 
 
 def _record(draw: random.Random) -> dict[str, Any]:
-    """A word problem with 2 to 6 changes, some of them followed by a sentence that changes nothing."""
+    """Sample a word problem with 2 to 6 changes; a sentence that changes nothing follows some changes."""
     name, friend = draw.sample(PEOPLE, 2)
     thing, amount = draw.choice(THINGS), draw.randint(40, 90)
     sentences, lines, steps = [OPENING.replace("{n}", str(amount))], [], draw.randint(2, len(DAYS))
@@ -175,7 +175,7 @@ def _record(draw: random.Random) -> dict[str, Any]:
 
 
 def _solution(lines: list[tuple[str, str, int]], thing: str, *, slip: int) -> str:
-    """Worked lines and the answer, the last amount being wrong by `slip`."""
+    """Return the worked lines and the answer; the last amount and the answer are too large by `slip`."""
     last = len(lines) - 1
     worked = [
         f"On {day} there are {sum_} = {after + slip * (index == last)} {thing}."
@@ -185,12 +185,12 @@ def _solution(lines: list[tuple[str, str, int]], thing: str, *, slip: int) -> st
 
 
 def lowercase_share(prompt: str, response: str, answer: str | None, record: Any) -> float:
-    """Reward of a response: share of its characters that are small letters."""
+    """Return the reward of a response: the share of lowercase letters among its characters."""
     return len(re.findall("[a-z]", response)) / max(1, len(response))
 
 
 def endless_tokenizer(model: Path) -> Any:
-    """The model's tokenizer with an end past the model's vocabulary, so that no response ends before its limit."""
+    """Return the model's tokenizer with an end token past the vocabulary, so that no response ends before its limit."""
     tokenizer = tokenizer_of(model)
     tokenizer.padding_side = "left"
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
@@ -200,10 +200,10 @@ def endless_tokenizer(model: Path) -> Any:
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    """Largest difference of log-probabilities of the same solutions.
+    """Return the largest difference of log-probabilities of the same solutions.
 
     Raises:
-      ValueError: The two sides read other models or other tokens.
+      ValueError: A difference exceeds 1e-3: the two sides read different models or different tokens.
     """
     largest = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
     if largest > 1e-3:

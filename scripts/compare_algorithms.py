@@ -1,10 +1,10 @@
-"""Draws how every algorithm that learns from scores learns one task, from the same policies with the same budget.
+"""Plot of how every algorithm that learns from scores learns one task, from the same policies with the same budget.
 
     python scripts/compare_algorithms.py [--seeds 3]
 
 Writes `docs/algorithms_learning.json` (greedy accuracy on held-out problems by step and seed, versions, commit)
-and `docs/algorithms.png`. The task is that of `learning_task.py`. Another seed is another policy to start from,
-other problems first, and other samples. Takes five minutes on two CPU cores.
+and `docs/algorithms.png`. `learning_task.py` defines the task. The seed determines the initial policy, the order of
+the problems and the samples. Takes five minutes on two CPU cores.
 """
 
 import argparse
@@ -30,7 +30,7 @@ COLUMNS = 5
 BLUE, GREY = "#3b6fb6", "#c8c8c8"
 
 Curves = dict[str, list[dict[int, float]]]
-"""Accuracy by step, of each seed of an algorithm."""
+"""Accuracy by step of each seed, by algorithm."""
 
 
 def learn(folder: Path, name: str, policies: Sequence[Pretrained]) -> list[dict[int, float]]:
@@ -46,7 +46,7 @@ def learn(folder: Path, name: str, policies: Sequence[Pretrained]) -> list[dict[
 
 
 def measure(*, seeds: int) -> dict[str, Any]:
-    """The curves, and how they were measured."""
+    """Train every algorithm; return the curves and the conditions of the measurement."""
     with tempfile.TemporaryDirectory() as place:
         folder = task.write_records(Path(place))
         policies = [task.exported(folder, "guess", seed=seed) for seed in range(seeds)]
@@ -55,7 +55,7 @@ def measure(*, seeds: int) -> dict[str, Any]:
 
 
 def about(seeds: int) -> dict[str, Any]:
-    """Machine, versions and date of a measurement."""
+    """Return task, machine, versions and date of the measurement."""
     return {
         "task": "three digits are given, say the first",
         "steps": task.STEPS,
@@ -66,7 +66,7 @@ def about(seeds: int) -> dict[str, Any]:
 
 
 def draw(curves: Curves) -> Figure:
-    """A panel for each algorithm: its seeds, over the means of all others."""
+    """Plot a panel for each algorithm: its seeds, drawn over the means of all other algorithms."""
     rows = -(-len(curves) // COLUMNS)
     figure = Figure(figsize=(2.5 * COLUMNS, 2.1 * rows), layout="constrained")
     for place, name in enumerate(curves, start=1):
@@ -80,7 +80,7 @@ def draw(curves: Curves) -> Figure:
 
 
 def draw_one(axes: Axes, name: str, seeds: Sequence[dict[int, float]]) -> None:
-    """An algorithm's seeds and their mean."""
+    """Plot the seeds of an algorithm and their mean."""
     for curve in seeds:
         axes.plot(list(curve), list(curve.values()), color=BLUE, linewidth=0.8, alpha=0.5)
     axes.plot(*mean_of(seeds), color=BLUE, linewidth=2.0)
@@ -91,12 +91,12 @@ def draw_one(axes: Axes, name: str, seeds: Sequence[dict[int, float]]) -> None:
 
 
 def mean_of(seeds: Sequence[dict[int, float]]) -> tuple[list[int], list[float]]:
-    """Steps, and the mean over seeds at each."""
+    """Return the steps, and the mean over seeds at each step."""
     return list(seeds[0]), np.mean([list(curve.values()) for curve in seeds], axis=0).tolist()
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write and plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     measured = measure(seeds=parser.parse_args().seeds)

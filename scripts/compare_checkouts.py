@@ -1,10 +1,10 @@
-"""Whether two checkouts of jaxrlhf compute the same numbers: short runs of each, compared bit by bit.
+"""Comparison of two checkouts of jaxrlhf: metrics of short runs, bit by bit.
 
     python scripts/compare_checkouts.py ../before . --cases ppo_arithmetic lora --out comparison.json
 
-A change that moves or rewrites code must leave every metric of these runs as it was, to the last bit. Seconds,
-bytes and compile counts are left out. Both checkouts run with this interpreter, one after the other, each from its
-own folder; runs that were made before with `--keep` are not run again.
+A change that moves or rewrites code must leave every metric of these runs equal to the last bit. Seconds, bytes and
+compile counts are not compared. Both checkouts run with this interpreter, one after the other, each from its own
+folder. With `--keep`, runs of `before` that the folder already has are not repeated.
 """
 
 import argparse
@@ -31,7 +31,7 @@ EIGHT = "--actor.layout.data 2 --actor.layout.fsdp 2 --actor.layout.tensor 2"
 LAYOUTS = f"{EIGHT} --algorithm.critic.layout.data 4 --algorithm.critic.layout.fsdp 2"
 RAY = "--cluster ray --devices 4 --cluster.devices-per-host 2 --actor.layout.fsdp 4 --algorithm.critic.layout.fsdp 4"
 UNCOMPARED = ("time/", "compile/", "memory/", "throughput/", "reward/overlapped_fraction", "transfer/", "offload/")
-"""Metrics of the machine and the hour, not of the mathematics."""
+"""Prefixes of metrics that depend on the machine and on timing; these metrics are not compared."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Case:
 
     Attributes:
       config: Name of a shipped configuration.
-      arguments: Further words of the command line.
-      steps: Of the run, after its cold start.
-      devices: CPU devices of the process.
-      source: Text of a configuration file of its own, in place of `config`.
+      arguments: Further command-line arguments.
+      steps: Number of steps after the cold start.
+      devices: Number of CPU devices of the process.
+      source: Text of a configuration file, written to a file that replaces the shipped `config`.
     """
 
     config: str
@@ -90,7 +90,11 @@ def main() -> int:
 
 
 def metrics_of(checkout: Path, name: str, workdir: Path, *, again: bool) -> list[dict[str, Any]]:
-    """Metrics of the case's cold start, steps and evaluations in a checkout, as its files hold them."""
+    """Run a case in a checkout; return the metrics records of its cold start, steps and evaluations.
+
+    Args:
+      again: Whether to repeat a run that is already in `workdir`.
+    """
     case, written = CASES[name], workdir / "metrics.jsonl"
     if again or not written.exists():
         shutil.rmtree(workdir, ignore_errors=True)
@@ -107,7 +111,7 @@ def metrics_of(checkout: Path, name: str, workdir: Path, *, again: bool) -> list
             "JAX_NUM_CPU_DEVICES": str(case.devices),
         }
         if case.devices > 1 or case.arguments == RAY:
-            environment["NPROC"] = "32"  # collectives of many devices wait for each other on as many threads
+            environment["NPROC"] = "32"  # in a collective of many devices each device blocks a thread
         done = subprocess.run(
             [*command, *case.arguments.split()], cwd=checkout, env=environment, capture_output=True, text=True
         )
@@ -118,12 +122,12 @@ def metrics_of(checkout: Path, name: str, workdir: Path, *, again: bool) -> list
 
 
 def compared(record: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a record that have to be equal."""
+    """Return the entries of a record that have to be equal."""
     return {name: value for name, value in record.items() if not name.startswith(UNCOMPARED)}
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
-    """A line for every number that is not the same to the last bit, and for every one that is in one run only."""
+    """Return a line for every number that differs in any bit, or that only one run has."""
     if len(before) != len(after):
         return [f"{len(before)} records before, {len(after)} after"]
     lines = []

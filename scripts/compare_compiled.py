@@ -1,12 +1,12 @@
-"""Compares the memory that plans count for with what the compilers of H100 and v5p allocate. Writes a table.
+"""Comparison of the memory that plans estimate with the memory that the compilers of H100 and v5p allocate.
 
     JAX_PLATFORMS=cpu python scripts/compare_compiled.py [--cases "7B fsdp" ...] [--chips h100x1 v5p-16] [--write]
     JAX_PLATFORMS=cpu python scripts/compare_compiled.py --estimates
 
-A case is a policy on some devices in one layout. Its update (a microbatch forward and backward), its forward pass, its
-prefill and its decoding of all slots are compiled, which takes the two cores of a notebook an hour for all of them.
+A case is a policy on some devices in one layout. Four programs of a case are compiled: the update (forward and backward
+of a microbatch), the forward pass, prefill, and decoding of all slots. All cases take an hour on two notebook cores.
 `--write` renews docs/compiled.json and the table in docs/accelerators.md after every case; `--estimates` renews only
-what plans say there, without compilers. These are from `jaxrlhf[compile]`.
+the plans' figures, without compilers. `jaxrlhf[compile]` installs the compilers.
 """
 
 import argparse
@@ -40,14 +40,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A policy and how it is trained.
+    """Policy and its training settings.
 
     Attributes:
       tokens: `tokens_per_microbatch`, over all devices.
-      longest: Most tokens of a sequence, half of them the response's. A model of fewer positions is given as many.
-      response: Most tokens of a response, where they are not half.
-      group: Responses of a step, all to one prompt; None is as many groups as the recipe has.
-      prompts: Prompts of a step of two updates, each with eight responses; None is those of the recipe.
+      longest: Maximum tokens of a sequence, half of them for the response. A model with fewer positions is extended.
+      response: Maximum tokens of a response, if not half of `longest`.
+      group: Number of responses of a step, all to one prompt; None keeps the groups of the recipe.
+      prompts: Number of prompts of a step of two updates, with eight responses each; None keeps the recipe's number.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Case:
     prompts: int | None = None
 
     def config(self) -> Config:
-        """GRPO with groups of responses."""
+        """Return the GRPO configuration of the case."""
         response = self.response or self.longest // 2
         settings: dict[str, Any] = {
             "model.path": long_enough(self.model, self.longest),
@@ -89,7 +89,7 @@ class Case:
 
 @cache
 def long_enough(model: str, positions: int) -> str:
-    """Path of a checkpoint's shape, which for rows longer than its positions says that it has as many."""
+    """Return the path of a model's configuration, or of a copy with `positions` positions if the model has fewer."""
     shape, _ = shape_of(model)
     if positions <= shape.max_positions:
         return model
@@ -138,14 +138,14 @@ CASES = {
 
 
 def planned(case: Case, chips: str) -> tuple[Config, PlacementProblem, PlacementPlan]:
-    """The configuration of a case, and its plan on chips with room for anything."""
+    """Return configuration, problem and plan of a case on chips with unlimited memory."""
     config = case.config()
     problem = question_of(config, replace(hardware(chips), memory_bytes=1e15)).problem
     return config, problem, search(problem).plans[0]
 
 
 def compare(case: Case, chips: str, programs: Sequence[str]) -> list[CompiledProgram]:
-    """Compile these programs of a case."""
+    """Compile programs of a case."""
     config, problem, plan = planned(case, chips)
     generation = any(name.startswith(GENERATION) for name in programs)
     lowered = lower_plan(config, problem, plan, topology(hardware(chips)), generation=generation)
@@ -155,14 +155,14 @@ def compare(case: Case, chips: str, programs: Sequence[str]) -> list[CompiledPro
 
 
 def estimates(case: Case, chips: str) -> dict[str, float | None]:
-    """Bytes that plans count for what is compared of a case."""
+    """Return the bytes that plans estimate for each compared program of a case."""
     _, problem, plan = planned(case, chips)
     expected = ExpectedPrograms(problem, plan)
     return {name: expected.of(name).program for name in COMPARED}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown of the results: GiB of a device by plan and compiler, and how far they are apart."""
+    """Return a Markdown table: GiB of a device by plan and by compiler, and their relative difference."""
     lines = ["| case | chip | program | plan | compiler | apart |", "|---|---|---|---:|---:|---:|"]
     for row in rows:
         plan, compiled = row["estimated_bytes"] / GIB, row["compiled_bytes"] / GIB
@@ -172,7 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def row_of(name: str, chips: str, program: CompiledProgram) -> dict[str, Any]:
-    """What docs/compiled.json says of a program."""
+    """Return the row of docs/compiled.json for a program."""
     return {
         "case": name,
         "chips": chips,
@@ -188,7 +188,7 @@ def row_of(name: str, chips: str, program: CompiledProgram) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Put rows in place of those of the same programs, and renew the table of the page."""
+    """Replace the saved rows of the same programs by new rows, and renew the table of the page."""
     file = DOCS / "compiled.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     by_name = {(row["chips"], row["case"], row["program"]): row for row in [*known, *rows]}
@@ -200,7 +200,7 @@ def write(rows: list[dict[str, Any]]) -> None:
 
 
 def estimate_again(cases: list[str], chips: list[str]) -> None:
-    """Renew the plan's figures beside those that the compilers gave before."""
+    """Renew the plan's figures in saved rows; the compilers' figures stay."""
     known = json.loads((DOCS / "compiled.json").read_text(encoding="utf-8"))
     for case, chip in itertools.product(cases, chips):
         rows = [row for row in known if (row["case"], row["chips"]) == (case, chip)]

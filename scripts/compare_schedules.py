@@ -1,11 +1,11 @@
-"""Compares what the planner simulates of schedules with the runs that `bench_staleness.py` measured.
+"""Comparison of the planner's simulated schedules with the runs that `bench_staleness.py` measured.
 
     python scripts/compare_schedules.py
 
-Lengths are those of the workload `longtail`, whose responses end with probability 1/64 at each token. Seconds are the
-cost model's for the CPU that `bench_plan.py` calibrated, times two factors by which those of the synchronous run are
-right: one for generating, one for learning. All of the other rows is predicted. Ages and tokens computed again are
-counts, which need no factor. Writes `docs/staleness_predicted.json` and the table in docs/async.md; takes seconds.
+Lengths follow the workload `longtail`, where a response ends with probability 1/64 at each token. Predicted seconds
+are the cost model's seconds on the CPU that `bench_plan.py` calibrated, times two factors: one for generating, one for
+learning. The factors are fitted to the synchronous run only. Ages and recomputed tokens are counts and need no factor.
+Writes `docs/staleness_predicted.json` and the table in docs/async.md; takes seconds.
 """
 
 import argparse
@@ -29,32 +29,37 @@ from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 from jaxrlhf.planner.search.mapping import search
 
 STEPS, SEEDS = 8, 20
-"""Steps that are measured, and simulated runs of as many, whose spread is told."""
+"""Number of steps of a run, and number of simulated runs of this length; `Compared.spread_s` is their spread."""
 
 
 @dataclass(frozen=True)
 class GeometricLengths:
-    """Lengths of responses that end with one probability at each token."""
+    """Lengths of responses that end with the same probability at each token."""
 
     end_probability: float
     longest: int
 
     @property
     def mean(self) -> float:
-        """Mean tokens, with the cut."""
+        """Mean number of tokens, truncation at `longest` included."""
         return (1 - (1 - self.end_probability) ** self.longest) / self.end_probability
 
     def draw(self, rng: np.random.Generator, groups: int, copies: int) -> np.ndarray:
-        """int64 `[P, G]`, tokens of each response of each group."""
+        """Sample the number of tokens of each response of each group, int64 `[P, G]`."""
         return np.minimum(rng.geometric(self.end_probability, (groups, copies)), self.longest).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row, predicted and measured; seconds of a step and of its parts, and shares of the tokens learnt from.
+    """Prediction or measurement of a row of the table.
 
     Attributes:
-      spread_s: Least and most seconds of a step over simulated runs as long as the measured one.
+      step_s: Seconds of a step.
+      spread_s: Minimum and maximum seconds of a step: over the simulated runs, or over the steps of the measured run.
+      generate_s: Seconds of generating in a step.
+      learn_s: Seconds of preparing and updating in a step.
+      age_mean: Mean age of a trained token, in policy versions.
+      recomputed: Tokens whose KV cache is computed again, as a share of the tokens of a step.
     """
 
     step_s: float
@@ -66,7 +71,7 @@ class Compared:
 
 
 def config_of(workload: bench.Workload, flags: Sequence[str], models: Path) -> Config:
-    """Configuration of a row of `bench_staleness.py`, by its flags of `bench_step.py`."""
+    """Return the configuration of a row of `bench_staleness.py` from its `bench_step.py` flags."""
     pairs = dict(zip(flags[::2], flags[1::2], strict=True))
     model = bench.checkpoint(workload.preset, models).resolve()
     return bench_step.config_of(
@@ -83,19 +88,19 @@ def config_of(workload: bench.Workload, flags: Sequence[str], models: Path) -> C
 
 
 def parts_of(config: Config, hardware: Hardware, lengths: GeometricLengths) -> tuple[Schedule, StepTimes]:
-    """A configuration's schedule, and seconds of its parts by the cost model."""
+    """Return the schedule of a configuration, and the cost model's seconds of its parts."""
     workload, rollout = config.rollout, config.rollout
     prompt = (bench.SHORTEST_PROMPT + workload.max_prompt_tokens) / 2
     problem = question_of(config, hardware, lengths=Lengths(prompt, lengths.mean)).problem
     times = times_of(problem, search(problem, keep=1).plans[0])
     schedule = Schedule(rollout.staleness, rollout.over_provision, keeps=rollout.on_new_weights == "keep")
-    return schedule, replace(times, slots=rollout.responses_per_step)  # as the engine has them
+    return schedule, replace(times, slots=rollout.responses_per_step)  # the engine's number of slots
 
 
 def predicted(
     schedule: Schedule, times: StepTimes, lengths: GeometricLengths, rollout: Any, factors: tuple[float, float]
 ) -> Compared:
-    """Prediction of a row, given what a second of generating and of learning is on this machine."""
+    """Predict a row; `factors` multiply the cost model's seconds of generating and of learning."""
     (generating, learning), (fixed, linear, square) = factors, times.prefill_s
     times = replace(
         times,
@@ -117,7 +122,7 @@ def predicted(
 
 
 def measured(run: Mapping[str, Any]) -> Compared:
-    """Figures of a run; the spread is of its steps after the second."""
+    """Return the measurement of a run; the spread is over the steps after the second step."""
     learn_s = run["prepare_s"] + run["update_s"]
     again = run.get("staleness/recomputed_tokens", 0.0) / run["generated_tokens"]
     steps = sorted(run["steps"][2:])
@@ -126,7 +131,7 @@ def measured(run: Mapping[str, Any]) -> Compared:
 
 
 def compared(models: Path) -> dict[str, dict[str, Any]]:
-    """Every row of `bench_staleness.py`, the synchronous one first."""
+    """Predict every row of `bench_staleness.py` and pair it with its measurement; the synchronous row comes first."""
     workload = bench.WORKLOADS["longtail"]
     saved = json.loads((DOCS / "predictions.json").read_text())["about"]["hardware"]
     hardware = Hardware(**saved | {"devices_per_machine": 1})
@@ -146,7 +151,7 @@ def compared(models: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Predicted and measured, side by side, and gains over the synchronous row."""
+    """Return a Markdown table of predicted and measured values, with speedups over the synchronous row."""
     headings = ["staleness", "step s", "times", "generate s", "learn s", "mean age", "computed again"]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     first = {side: rows["0"][side]["step_s"] for side in ("predicted", "measured")}
@@ -162,7 +167,7 @@ def table(rows: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()

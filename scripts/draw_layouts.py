@@ -1,10 +1,9 @@
-"""Draws which part of the weights each of eight devices holds in training and in generation.
+"""Picture of the part of the weights that each of eight devices holds in training and in generation.
 
     python scripts/draw_layouts.py
 
-Writes `docs/layouts.png`: HybridFlow's order of axes beside the vanilla one, for training
-with tensor 4 and generation with tensor 2 (Figure 8 of arXiv:2409.19256). The parts are read
-off the shardings that the package makes.
+Writes `docs/layouts.png`: HybridFlow's order of axes next to the vanilla order, for training with tensor 4 and
+generation with tensor 2 (Figure 8 of arXiv:2409.19256). The parts are read from the package's shardings.
 """
 
 import os
@@ -25,26 +24,26 @@ from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "layouts.png"
 SIZE = 4
-"""Parts that the weights are cut into."""
+"""Number of parts of the weights."""
 
 KEPT, RECEIVED, DROPPED = "#2f6f9f", "#f2b134", "#c9d3db"
 
 
 def parts(sharding: NamedSharding) -> list[set[int]]:
-    """Which parts each device holds."""
+    """Return the parts that each device holds."""
     indices = sharding.devices_indices_map((SIZE,))
     return [set(range(SIZE)[indices[device][0]]) for device in jax.devices()]
 
 
 def refining() -> tuple[list[set[int]], list[set[int]]]:
-    """The package's own layouts."""
+    """Return the parts of each device in the package's own training and generation layouts."""
     mesh = factored_mesh(Layout(tensor=4, generation_tensor=2), jax.devices())
     train, generate = (shardings(mesh, ("mlp",), rules) for rules in (TRAIN, GENERATE))
     return parts(train), parts(generate)
 
 
 def vanilla() -> tuple[list[set[int]], list[set[int]]]:
-    """Generation groups of consecutive devices, as training has them."""
+    """Return the parts of each device if generation groups are consecutive devices, like training groups."""
     devices = np.asarray(jax.devices()).reshape(2, 2, 2)
     mesh = Mesh(devices, ("data", "micro", "tensor"), axis_types=(AxisType.Auto,) * 3)
     return parts(NamedSharding(mesh, PartitionSpec(("micro", "tensor")))), parts(
@@ -53,7 +52,7 @@ def vanilla() -> tuple[list[set[int]], list[set[int]]]:
 
 
 def draw(axes: Axes, train: list[set[int]], generate: list[set[int]], title: str) -> None:
-    """A column for each device, a box for each part that it holds in either layout."""
+    """Draw a column for each device, with a box for each part that the device holds in either layout."""
     for device, (before, after) in enumerate(zip(train, generate, strict=True)):
         for part in before | after:
             color = KEPT if part in before & after else RECEIVED if part in after else DROPPED

@@ -1,8 +1,8 @@
-"""The rooms of the package and what imports what, drawn from the imports themselves.
+"""Picture of the rooms (folders) of the package and their imports, from the source code.
 
     python scripts/draw_rooms.py   # writes docs/rooms.png
 
-A room stands one floor above the highest room that it imports. Lines that follow from others are left out.
+A room is one floor above the highest room that it imports. Imports implied by other imports are not drawn.
 """
 
 import ast
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrlhf"
 PICTURE = ROOT / "docs" / "rooms.png"
 SINGLE = ("batch", "episode")
-"""Rooms of one file."""
+"""Rooms that are a single file."""
 COMMANDS = "command lines"
-"""All command lines together: the other modules right in the package, which nothing imports."""
+"""Room of all command lines: the other top-level modules of the package, which nothing imports."""
 WIDTH, HEIGHT = 2.0, 0.62
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def imports() -> tuple[dict[str, set[str]], dict[str, int]]:
-    """Rooms that each room imports, anywhere in its files, and its lines of code."""
+    """Return the rooms that each room imports anywhere in its files, and the lines of code of each room."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     graph: dict[str, set[str]] = defaultdict(set)
     lines: dict[str, int] = defaultdict(int)
@@ -70,7 +70,7 @@ def imports() -> tuple[dict[str, set[str]], dict[str, int]]:
 
 
 def imported(source: str) -> set[str]:
-    """First names below the package in a file's imports."""
+    """Return the top-level folders and modules of the package that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -82,18 +82,18 @@ def imported(source: str) -> set[str]:
 
 
 def room_of(name: str, rooms: set[str]) -> str:
-    """Room of a file or folder right in the package."""
+    """Return the room of a top-level file or folder of the package."""
     stem = name.removesuffix(".py")
     return stem if stem in rooms or stem in SINGLE else COMMANDS
 
 
 def floor_of(room: str, graph: dict[str, set[str]]) -> int:
-    """Imports on the longest way down."""
+    """Return the floor of a room: the length of its longest chain of imports."""
     return 1 + max((floor_of(below, graph) for below in graph.get(room, ())), default=-1)
 
 
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Imports that do not follow from others: the transitive reduction."""
+    """Return the transitive reduction: the imports that other imports do not imply."""
 
     def below(room: str) -> set[str]:
         return graph[room].union(*(below(target) for target in graph[room])) if graph[room] else set()
@@ -102,7 +102,7 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def positions(floors: dict[str, int]) -> dict[str, tuple[float, float]]:
-    """Centre of each room's box, floors one above the other."""
+    """Return the center of each room's box, with a row of boxes for each floor."""
     rows: dict[int, list[str]] = defaultdict(list)
     for room, floor in sorted(floors.items()):
         rows[floor].append(room)

@@ -1,11 +1,12 @@
-"""Compiles attention of every family for chips that are not here, and says which kernel each has. Writes a table.
+"""Table of the attention kernels of every model family, compiled for chips that need not be attached.
 
     JAX_PLATFORMS=cpu python scripts/kernel_table.py [--families qwen2 ...] [--chips h100 v5p ...] [--write]
 
-A family is a few layers of a published size, on one device of a chip. The kernels are those that a run chooses there.
-Compiled are packed rows forward and backward, a chunk of prompts, and a token of every slot whose cache lies in slots
-or in pages. `--write` renews docs/kernels.json and the table in docs/accelerators.md after every family. The compilers
-are from `jaxrlhf[compile]`; a family takes two quiet cores about 30 seconds for a GPU and a minute for a TPU.
+A family is compiled as a few layers with heads of a published size, for one device of a chip, with the kernels that a
+run chooses there. The compiled operations are packed rows forward and backward, prefill in chunks, and a decode step
+with the KV cache in slots or in pages. `--write` renews docs/kernels.json and the table in docs/accelerators.md after
+every family. `jaxrlhf[compile]` installs the compilers; a family takes about 30 seconds for a GPU and a minute for a
+TPU on two idle cores.
 """
 
 import argparse
@@ -37,16 +38,16 @@ from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.sharding.described import lowering_for
 
 CHIPS = {"h100": "h100x1", "b200": "b200x1", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1"}
-"""Hardware of which one device is compiled for."""
+"""Hardware name of each chip; programs are compiled for one device of the hardware."""
 
 LAYERS = 4
-"""Layers of a family, among which each of its kinds is."""
+"""Number of layers of a family; every kind of layer of the family occurs in them."""
 
 WIDTH, SLOTS, CAPACITY = 4096, 32, 2048
-"""Tokens of a row, slots, and positions of each."""
+"""Tokens of a packed row, number of slots, and cache positions of a slot."""
 
 _BORROWING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-"""Two layers that keep keys and values, and two that borrow them."""
+"""Two layers with a KV cache, and two layers that share it."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
@@ -71,7 +72,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 512,
     },
 }
-"""Fields of a published size where the defaults of transformers' configuration are of none."""
+"""Fields of a published size, for families whose defaults in transformers' configuration match no published model."""
 
 OPERATIONS = ("rows forward", "rows backward", "prefill", "decode", "pages")
 
@@ -79,9 +80,9 @@ Program = Callable[..., Any]
 
 
 def config_of(family: str) -> ModelConfig:
-    """A few narrow layers of a family whose heads are as published: transformers' defaults, but for `SIZES`.
+    """Return a few narrow layers of a family with published heads: transformers' defaults, except for `SIZES`.
 
-    Experts, which have no part in attention and take compilers minutes, are an MLP.
+    An MLP replaces experts, because experts do not affect attention and take minutes to compile.
     """
     fields = AutoConfig.for_model(family, num_hidden_layers=LAYERS, **SIZES.get(family, {})).to_dict()
     with TemporaryDirectory() as directory:
@@ -92,16 +93,16 @@ def config_of(family: str) -> ModelConfig:
 
 
 def execution_of(config: ModelConfig, mesh: Mesh, cache: Literal["slots", "auto"]) -> Execution:
-    """The execution that a run chooses on a mesh."""
+    """Return the execution that a run chooses on a mesh."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels left out, which the table says
+        warnings.simplefilter("ignore")  # warnings about unused kernels, which the table shows
         return models.choose_execution(
             config, jnp.bfloat16, mesh, row_axes=("data",), head_axes=(), decodes=True, cache=cache
         )
 
 
 def programs(config: ModelConfig, mesh: Mesh) -> Iterator[tuple[str, str, Program, tuple[Any, ...]]]:
-    """Operations of a family on a mesh of one device: name, kernel, function and shapes of its arguments."""
+    """Yield the operations of a family on a one-device mesh: name, kernel, function and shapes of the arguments."""
     execution, paged = (execution_of(config, mesh, cache) for cache in ("slots", "auto"))
     params = models.param_shapes(config, "lm", jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, WIDTH), jnp.int32)
@@ -148,7 +149,7 @@ def _prefill(params, token_PS, length_P, *, config, execution):
 
 
 def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> Iterator[dict[str, Any]]:
-    """Kernel, temporary bytes and seconds of compiling each operation of a family for a chip, or why it does not."""
+    """Compile each operation of a family for a chip; yield kernel, temporary bytes and seconds, or the error."""
     machine = hardware(CHIPS[chip])
     devices = topology(machine)[:1]
     mesh = Mesh(np.array(devices), ("data",))
@@ -166,7 +167,7 @@ def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> 
             with lowering_for(devices):
                 lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
             program = lowered.compile(compiler_options(machine))
-        except Exception as error:  # whatever a compiler raises is said in the table
+        except Exception as error:  # the table reports whatever a compiler raises
             yield row | {"refused": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
             continue
         memory = program.memory_analysis()
@@ -176,7 +177,7 @@ def compiled(family: str, chip: str, operations: Sequence[str] = OPERATIONS) -> 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the kernel of each operation of a family; chips that have the same share a line."""
+    """Return a Markdown table of the kernel of each operation of a family; chips with the same kernels share a line."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         text = f"{row['kernel']} does not compile" if "refused" in row else row["kernel"]
@@ -192,7 +193,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Put rows in place of those of the same operations, and renew the table of the page."""
+    """Replace the saved rows of the same operations by new rows, and renew the table of the page."""
     file = DOCS / "kernels.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     by_name = {(row["family"], row["chip"], row["operation"]): row for row in [*known, *rows]}

@@ -1,8 +1,8 @@
-"""Agent program that is a ReAct graph of LangGraph with the calculator, as its documentation shows one.
+"""Agent program with a ReAct graph of LangGraph and the calculator, written as in the documentation of LangGraph.
 
     pip install langgraph langchain-openai
 
-All that it is told of training is an address and a key. `agents_learning.py` trains it.
+The program knows nothing of training except an address and a key. `agents_learning.py` trains its policy.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from jaxrlhf.environments.calculator import calculator
 from jaxrlhf.episode import Session
 
 STEPS = 6
-"""Steps of a graph, at most: replies and rounds of calls."""
+"""Maximum number of graph steps: replies and rounds of tool calls."""
 
 
 async def run(session: Session, record: dict[str, Any]) -> float:
-    """Have the graph call until it has an answer; 1 if that is `#### answer` of the record."""
+    """Run the graph until it answers; return 1 if the answer is `#### answer` of the record, else 0."""
     model = ChatOpenAI(model="policy", base_url=session.base_url, api_key=session.api_key, max_retries=0)
     graph = create_react_agent(model, [calculator])
     try:

@@ -1,9 +1,9 @@
-"""Compares how GRPO learns with AdamW's moments in float32 and in bfloat16, from the same policies. Prints and writes.
+"""Comparison of GRPO with AdamW's moments in float32 and in bfloat16, from the same policies.
 
     python scripts/learning_moments.py [--seeds 2]
 
-Writes `docs/moments.json`: greedy accuracy on held-out problems and mean score of what was sampled, by step. The
-task is that of `learning_task.py`.
+Prints the accuracy, and writes `docs/moments.json`: greedy accuracy on held-out problems and mean score of the sampled
+responses, by step. `learning_task.py` defines the task.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SHOWN = ("eval/accuracy", "score/mean")
 
 
 def learn(folder: Path, policy: Pretrained, dtype: str, seed: int) -> dict[str, dict[int, float]]:
-    """Curves of one run, by name and step."""
+    """Run once; return the curves by name and step."""
     workdir = folder / f"{dtype}_{seed}"
     evaluation = Evaluation(every_steps=compare_algorithms.EVERY_STEPS, problems=task.HELD_OUT)
     settings: dict[str, Any] = {"seed": seed, "evaluation": evaluation, "workdir": str(workdir)}

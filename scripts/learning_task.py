@@ -1,9 +1,9 @@
-"""The smallest task on which every algorithm shows that it learns: three digits are given, say the first.
+"""Task for showing that an algorithm learns: the prompt is three digits, the answer is the first digit.
 
     <|user|>385<|assistant|>3
 
-All but supervised training start from a policy that says the first or, more often, the last. What tells it
-better is all that there is to learn. The slow tests and `compare_algorithms.py` share the task.
+All runs except supervised training start from a policy that answers the first digit or, more often, the last digit.
+An algorithm only has to learn that the first digit is better. The slow tests and `compare_algorithms.py` use this task.
 """
 
 import itertools
@@ -73,20 +73,20 @@ from jaxrlhf.config import (
 from jaxrlhf.trainer.policy import export_policy
 
 STEPS = 30
-"""Of what generates: 8 problems x 8 responses and one update each."""
+"""Number of steps of an algorithm that generates: 8 problems x 8 responses and one update each."""
 
 HELD_OUT = 64
 TINY = FromScratch(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8)
 
 
 def training(learning_rate: float, **settings: Any) -> Training:
-    """Of a model this small."""
+    """Return training settings for a model as small as `TINY`."""
     optimizer = Optimizer(learning_rate=learning_rate, weight_decay=0.0, **settings)
     return Training(optimizer, tokens_per_microbatch=1024, remat="none")
 
 
 def generating() -> dict[str, PolicyGradient]:
-    """The algorithms that learn from scores of what they generate, by name."""
+    """Return the algorithms that learn from scores of generated responses, by name."""
     grouped = (GRPO, DrGRPO, DAPO, GSPO, CISPO, SAPO, RLOO, OPO, GPG)
     others = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax)
     critic = training(5e-3)
@@ -96,7 +96,7 @@ def generating() -> dict[str, PolicyGradient]:
 
 
 def from_pairs() -> dict[str, Preference]:
-    """The algorithms that learn from preference pairs, by name."""
+    """Return the algorithms that learn from preference pairs, by name."""
     critic = training(5e-3, decay="linear")
     judges = (RewardModel(pairs_per_update=64, critic=critic), CostModel(pairs_per_update=64, critic=critic))
     every: tuple[Preference, ...] = (DPO(), IPO(), RPO(), *judges)
@@ -104,7 +104,7 @@ def from_pairs() -> dict[str, Preference]:
 
 
 def further() -> dict[str, Algorithm]:
-    """Further algorithms and losses, by name, which are learned by from one seed."""
+    """Return further algorithms and losses by name; they are trained from one seed only."""
     losses = (DPPOLoss(), DPPOLoss(divergence="kl", limit_low=0.05, limit_high=0.05), DROLoss())
     covariances = (ClipCovLoss(share=0.02, covariance_low=0.0), KLCovLoss(share=0.02))
     by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in (*losses, *covariances)}
@@ -115,7 +115,7 @@ def further() -> dict[str, Algorithm]:
 
 
 def write_records(folder: Path) -> Path:
-    """Write problems of both splits, each with the answer, a guess at it and a wrong answer."""
+    """Write the problems of both splits, each with the answer, a guess and a wrong answer; return the folder."""
     rng = random.Random(0)
     prompts = ["".join(digits) for digits in itertools.permutations("0123456789", 3)]
     rng.shuffle(prompts)
@@ -136,10 +136,10 @@ def write_records(folder: Path) -> Path:
 
 
 def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | None = None, **changes: Any) -> Config:
-    """A run on the records of a folder.
+    """Return the configuration of a run on the records of a folder.
 
     Args:
-      solution: Field that supervised training imitates.
+      solution: Record field that supervised training imitates.
     """
     files: dict[str, Any] = {"train": str(folder / "train.jsonl"), "evaluation": str(folder / "evaluation.jsonl")}
     settings: dict[str, Any] = {
@@ -158,24 +158,24 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         safe = ("answer_is_safe", "wrong_is_safe") if isinstance(algorithm, CostModel) else None
         pairs = PairFile(**files, chosen_key="answer", rejected_key="wrong", safe_keys=safe)
         settings |= {"data": pairs, "rewards": Rewards()}
-    if isinstance(algorithm, LUFFY):  # a solution in each group
+    if isinstance(algorithm, LUFFY):  # a group includes a solution of the record
         settings["data"] = PromptFile(**files, solution_key="answer")
-    if isinstance(algorithm, GDPO):  # of several rewards; this one says that there is a digit
+    if isinstance(algorithm, GDPO):  # needs several rewards; the second checks that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
     if isinstance(algorithm, RewardModel | ProcessRewardModel):
-        # It has no actor, and learns what a token is equal to.
+        # The algorithm has no actor, and learns to compare tokens.
         settings |= {"rewards": Rewards(), "actor": Training(), "steps": 150}
     return Config(algorithm=algorithm, model=model, **settings | changes)
 
 
 def supervised(folder: Path, solution: str, *, model: Model = TINY, **changes: Any) -> Config:
-    """A model that knows nothing imitates a field of the records."""
+    """Return the configuration of supervised training on a record field, by default from random weights."""
     settings = {"steps": 100, "actor": training(5e-3)} | changes
     return task(folder, SFT(examples_per_update=64), model, solution=solution, **settings)
 
 
 def exported(folder: Path, solution: str, *, seed: int, **changes: Any) -> Pretrained:
-    """The policy of such a run."""
+    """Run `supervised` and return its exported policy."""
     name = f"{solution}_{seed}"
     jaxrlhf.run(supervised(folder, solution, seed=seed, workdir=str(folder / f"{name}_run"), **changes))
     export_policy(folder / f"{name}_run", folder / name)

@@ -1,6 +1,6 @@
-"""Agent program that is an agent of a framework, openai-agents, as its documentation shows one.
+"""Agent program with an agent of the framework openai-agents, written as in the documentation of openai-agents.
 
-Needs `jaxrlhf[agents]`. All that it is told of training is an address and a key.
+Needs `jaxrlhf[agents]`. The program knows nothing of training except an address and a key.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ MOST_TURNS = 3
 
 
 async def run(session: Session, record: dict[str, Any]) -> float:
-    """Have the framework call until it has an answer; 1 if that is `#### answer` of the record."""
+    """Run the agent until it answers; return 1 if the answer is `#### answer` of the record, else 0."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
         model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
         agent = Agent(name="sums", tools=[TOOL], model=model)

@@ -1,4 +1,4 @@
-"""Parts of the pages in docs/ that scripts write: each lies between two marks."""
+"""Parts of the pages in docs/ that scripts write; two HTML comments mark each part."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,12 +7,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def renew(page: Path, parts: Mapping[str, str]) -> None:
-    """Renew parts of a page."""
+    """Replace parts of a page file, by name."""
     page.write_text(written(page.read_text(encoding="utf-8"), parts), encoding="utf-8")
 
 
 def written(page: str, parts: Mapping[str, str]) -> str:
-    """The page with each part between its marks renewed.
+    """Return the text of a page with each part between its marks replaced.
 
     Raises:
       ValueError: The page has no marks for a part.

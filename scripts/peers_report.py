@@ -1,4 +1,4 @@
-"""Tables and chart of what `bench_peers.py` measured; it calls `renew`."""
+"""Tables and chart of the measurements of `bench_peers.py`, which calls `renew`."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +41,18 @@ STARTS = {
 }
 """Figures of seconds from the command to the end of a step."""
 PANELS = 5
-"""Panels of the chart in a row."""
+"""Number of panels in a row of the chart."""
 PARTS = {"generate_s": "#3b6fb6", "prepare_s": "#4d9a5b", "update_s": "#e07b39", "rest": "#8c8c8c"}
 
 Measured = dict[str, Any]
-"""docs/peers.json, or that of another machine."""
+"""Content of docs/peers.json, or of the file of another machine."""
 Shown = dict[str, Measured]
-"""By workload."""
+"""Measurements by workload."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure of ours over the better peer's that was aimed at; at least where more is better."""
+    """Target ratio of our figure to the better peer's: a minimum where more is better, else a maximum."""
 
     workload: str
     figure: str
@@ -60,11 +60,11 @@ class Target:
 
     @property
     def more(self) -> bool:
-        """More is better."""
+        """Whether more is better."""
         return self.figure.endswith("_per_s")
 
     def better_peer(self, measured: Measured) -> tuple[str, float] | None:
-        """Who and how much; None where no peer has the figure."""
+        """Return the better peer and its figure, or None if no peer has the figure."""
         entry = measured.get(self.workload, {})
         found = [(each[self.figure], peer) for peer, each in entry.items() if peer != OURS and self.figure in each]
         if not found:
@@ -73,7 +73,7 @@ class Target:
         return peer, amount
 
     def reached(self, ratio: float) -> bool:
-        """Whether a ratio is as good as the target's."""
+        """Return whether a ratio reaches the target."""
         return ratio >= self.ratio if self.more else ratio <= self.ratio
 
 
@@ -95,18 +95,18 @@ FIRST_STEP_S = {
 
 
 def of_workloads(machines: Sequence[Measured]) -> Shown:
-    """Measurements that are shown of each workload: those of the first machine that has some."""
+    """Return the measurements to show of each workload, from the first machine that measured the workload."""
     found = {name: [each for each in machines if name in each] for name in LABELS}
     return {name: measured[0] for name, measured in found.items() if measured}
 
 
 def number(amount: float) -> str:
-    """Three digits, and no exponent."""
+    """Format a number with three digits and no exponent."""
     return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def figures_table(shown: Shown) -> str:
-    """Every figure of every framework, then seconds from the command on."""
+    """Return the table of all figures of all frameworks, and the table of seconds from the command on."""
     machine, cell_of = _machine_column(shown)
     lines = ["| workload | | " + " | ".join(COLUMNS.values()) + f" |{machine}", "|---|---|" + "---|" * len(COLUMNS)]
     lines[1] += "---|" if machine else ""
@@ -125,7 +125,7 @@ def _entries(shown: Shown) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _machine_column(shown: Shown) -> tuple[str, Callable[[str], str]]:
-    """Head and cells of a column that names the machine of each row; empty where all rows have one machine."""
+    """Return head and cells of a column for the machine of each row, or empty strings if there is one machine."""
     names = {workload: measured["machine"]["processor"] for workload, measured in shown.items()}
     if len(set(names.values())) < 2:
         return "", lambda _: ""
@@ -133,7 +133,7 @@ def _machine_column(shown: Shown) -> tuple[str, Callable[[str], str]]:
 
 
 def _starts(shown: Shown) -> list[str]:
-    """Table of seconds from the command to the end of the first and of the third step, where they were measured."""
+    """Return the table of seconds from the command to the end of the first and third step, where measured."""
     rows = []
     for workload, framework, entry in _entries(shown):
         if any(name in entry for name in STARTS):
@@ -144,7 +144,7 @@ def _starts(shown: Shown) -> list[str]:
 
 
 def _failures(shown: Shown) -> list[str]:
-    """Sentences on what did not run."""
+    """Return a sentence for each reason that workloads did not run."""
     reasons: dict[str, list[str]] = {}
     for workload, framework, entry in _entries(shown):
         if "failed" in entry:
@@ -153,7 +153,7 @@ def _failures(shown: Shown) -> list[str]:
 
 
 def targets_table(measured: Measured) -> str:
-    """Ours beside the better peer and the aim."""
+    """Return the table of our figures, the better peer's figures and the targets."""
     lines = ["| workload | figure | jaxrlhf | better peer | ratio | aim | |", "|---|---|---|---|---|---|---|"]
     for target in TARGETS:
         ours, peer = measured.get(target.workload, {}).get(OURS, {}), target.better_peer(measured)
@@ -179,7 +179,7 @@ def _mark(reached: bool) -> str:
 
 
 def speed_table(shown: Shown) -> str:
-    """Seconds of a step, and from the command to the end of the third step, in short."""
+    """Return the short tables of seconds of a step, and from the command to the end of the third step."""
     machine, cell_of = _machine_column(shown)
     heads = "| seconds a step | " + " | ".join(NAMES.values()) + f" | of the better peer |{machine}"
     lines = [heads, "|---|---|---|---|---|" + ("---|" if machine else "")]
@@ -195,7 +195,7 @@ def speed_table(shown: Shown) -> str:
 
 
 def _third_steps(shown: Shown) -> list[str]:
-    """Table of seconds from the command to the end of the third step, where they were measured."""
+    """Return the table of seconds from the command to the end of the third step, where measured."""
     columns = [
         (OURS, "to_third_step_s"),
         (OURS, "kept_to_third_step_s"),
@@ -212,7 +212,7 @@ def _third_steps(shown: Shown) -> list[str]:
 
 
 def elsewhere_table(others: Sequence[Measured]) -> str:
-    """Ours over the better peer on other machines, each in a column."""
+    """Return the table of our figures over the better peer's on other machines, with a column for each machine."""
     heads = [each["machine"]["processor"] for each in others]
     lines = ["| ours over the better peer | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
     for target in TARGETS:
@@ -233,7 +233,7 @@ def _ratio(target: Target, measured: Measured) -> str:
 
 
 def captions(shown: Shown) -> list[str]:
-    """A sentence for each machine that a table shows, with a blank line between two of them."""
+    """Return a sentence for each machine of a table, with blank lines between the sentences."""
     of_machine: dict[str, list[str]] = {}
     for workload, measured in shown.items():
         of_machine.setdefault(measured["machine"]["processor"], []).append(workload)
@@ -244,7 +244,7 @@ def captions(shown: Shown) -> list[str]:
 
 
 def about(measured: Measured, names: Sequence[str]) -> str:
-    """Machine, versions, dates and commits of workloads."""
+    """Return a sentence with machine, versions, date and commits of workloads."""
     versions, runs = measured["versions"], [measured["runs"][name] for name in names]
     packages = (
         *(("trl", "trl", "TRL"), ("trl_ppo", "trl", "for PPO TRL"), ("trl", "torch", "torch")),
@@ -301,9 +301,9 @@ def _panel(axes: Axes, entry: dict[str, dict[str, float]]) -> None:
 
 
 def renew(docs: Path) -> None:
-    """Renew the chart, and the tables of the pages that are there; `peers_*.json` are of other machines.
+    """Renew the chart, and the tables of pages that exist, from peers.json and from `peers_*.json` of other machines.
 
-    A table shows a workload as the first machine measured it, peers.json before the others.
+    A table shows a workload from the first machine that measured it; peers.json comes first.
     """
     files = [path for path in (docs / "peers.json", *sorted(docs.glob("peers_*.json"))) if path.exists()]
     first, *others = machines = [json.loads(path.read_text()) for path in files]

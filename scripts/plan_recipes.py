@@ -1,9 +1,9 @@
-"""Plans every recipe of configs/recipes on its hardware, and writes the table of docs/recipes.md.
+"""Plans of every recipe of configs/recipes on its hardware, and the table of docs/recipes.md.
 
     python scripts/plan_recipes.py [--write] [--compile]
 
-Memory, seconds and hours are the plan's, for prompts as long as they may be and responses of a mean length that is
-assumed here. `--compile` has the chip's own compiler say what memory the programs take, where that takes minutes.
+Memory, seconds and hours are the plan's, for prompts of maximum length and responses of an assumed mean length.
+`--compile` measures the memory of the programs with the chip's own compiler, for recipes that compile in minutes.
 Nothing is downloaded, and no accelerator is needed.
 """
 
@@ -35,20 +35,20 @@ EXPORTED = {
     "models/tldr_sft": "Qwen/Qwen2.5-1.5B",
     "models/tldr_reward_model": "Qwen/Qwen2.5-1.5B",
 }
-"""Models that an earlier stage exports, and those that have their shape."""
+"""Models that an earlier stage exports, each with a published model of the same shape."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of the table.
+    """Recipe in one row of the table.
 
     Attributes:
-      name: Configuration.
-      hardware: Devices that it is planned for, as the plan command takes them.
-      response_tokens: Mean of the lengths of responses, which is assumed.
-      words: Settings that are changed on the command line.
-      tail: 99th percentile of the lengths, for a schedule that gains from it.
-      compiles: Its programs compile within minutes on two cores.
+      name: Name of the configuration.
+      hardware: Devices to plan for, in the format of the plan command.
+      response_tokens: Assumed mean number of tokens of a response.
+      words: Command-line flags that change settings.
+      tail: 99th percentile of response lengths, to simulate the recipe's schedule; None uses the plan's step seconds.
+      compiles: Whether the programs compile within minutes on two cores.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Recipe:
         return " ".join((self.name, *self.words))
 
     def config(self) -> Config:
-        """The configuration, with models of known shapes in the place of those that are yet to be trained."""
+        """Return the configuration, with published models in place of models that have yet to be trained."""
         config, _ = CommandLine().parse_config(["--config", self.name, *self.words])
         values = {name: find(config, name)[0] for name in setting_names(config)}
         return override(config, {name: EXPORTED[value] for name, value in values.items() if value in [*EXPORTED]})
@@ -95,12 +95,12 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Planned:
-    """The best plan of a recipe.
+    """Best plan of a recipe.
 
     Attributes:
-      peak_bytes: Most that a device holds.
+      peak_bytes: Peak bytes of a device.
       memory_bytes: Memory of a device.
-      offload: Models, or their optimizers, that wait in host memory.
+      offload: Models or optimizers that are offloaded to host memory.
     """
 
     recipe: Recipe
@@ -117,25 +117,25 @@ class Planned:
 
     @property
     def model(self) -> str:
-        """Model that it starts from, without its owner."""
+        """Name of the initial model, without its owner."""
         return str(getattr(self.config.model, "path", "")).rpartition("/")[2]
 
     @property
     def memory(self) -> str:
-        """Bytes of a device that are used, and those that there are."""
+        """Peak and available memory of a device in GiB, as text."""
         return f"{self.peak_bytes / 2**30:.0f} of {self.memory_bytes / 2**30:.0f}"
 
     @property
     def seconds(self) -> str:
-        """Seconds of a step."""
+        """Seconds of a step, as text."""
         return f"{self.step_s:,.{0 if self.step_s > 10 else 1}f}"
 
 
 def plan(recipe: Recipe) -> Planned:
-    """The best plan of a recipe on its hardware.
+    """Return the best plan of a recipe on its hardware.
 
     Raises:
-      Infeasible: It does not fit.
+      Infeasible: The recipe does not fit.
     """
     config = recipe.config()
     hardware, problem, best = _searched(recipe, config)
@@ -152,7 +152,7 @@ def plan(recipe: Recipe) -> Planned:
     drawn = LognormalLengths(recipe.response_tokens, recipe.tail, config.rollout.max_response_tokens)
     rollout = config.rollout
     asked = predictions(problem, best, drawn, staleness=rollout.staleness, over_provision=rollout.over_provision)
-    return replace(found, step_s=asked[1].prediction.step_s)  # the first one generates, then learns
+    return replace(found, step_s=asked[1].prediction.step_s)  # the first prediction is the synchronous schedule
 
 
 def _searched(recipe: Recipe, config: Config) -> tuple[Hardware, PlacementProblem, PlacementPlan]:
@@ -163,7 +163,7 @@ def _searched(recipe: Recipe, config: Config) -> tuple[Hardware, PlacementProble
 
 
 def compiled_bytes(recipe: Recipe) -> int:
-    """Most that a device holds in the programs of the best plan, by the chip's own compiler."""
+    """Return the peak bytes of a device in the programs of the best plan, by the chip's own compiler."""
     from jaxrlhf.planner.topology import topology
     from jaxrlhf.trainer.programs import compile_plan
 
@@ -174,7 +174,7 @@ def compiled_bytes(recipe: Recipe) -> int:
 
 
 def links(name: str) -> str:
-    """The first two sources that a recipe names, as links."""
+    """Return the first two sources in the docstring of a recipe, as links."""
     text = " ".join(shipped()[name].read_text().partition("Source: ")[2].partition('"""')[0].split())
     found = re.findall(r"https://[^\s,;)]+|arXiv:\d{4}\.\d{5}", text)[:2]
     papers = {one: f"https://arxiv.org/abs/{one.partition(':')[2]}" for one in found if one.startswith("arXiv:")}
@@ -182,7 +182,7 @@ def links(name: str) -> str:
 
 
 def table(planned: Sequence[Planned], compiled: Mapping[str, int]) -> str:
-    """The table in Markdown, of plans, and bytes by the compiler where they are known."""
+    """Return the Markdown table of plans, with the compiler's bytes where they are known."""
     lines = [
         "| recipe | model | hardware | GiB of a device | by the compiler | in host memory | tokens of a response "
         "| seconds a step | steps | hours | source |",
@@ -208,7 +208,7 @@ def table(planned: Sequence[Planned], compiled: Mapping[str, int]) -> str:
 
 
 def described(text: str, planned: Sequence[Planned]) -> str:
-    """A recipe's file with what its plans say, in the docstring's paragraph that begins with `Planned:`."""
+    """Return the text of a recipe file with the `Planned:` paragraph of its docstring replaced."""
     says = "; ".join(
         f"{one.model} on {one.recipe.hardware} {one.memory} GiB of a device, {one.seconds} s a step, {one.hours:,.1f} h"
         for one in planned
@@ -218,7 +218,7 @@ def described(text: str, planned: Sequence[Planned]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--write", action="store_true", help="renew docs/recipes.md and the recipes' docstrings")
     command.add_argument("--compile", action="store_true", help="compile those that take minutes; docs/recipes.json")
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def compiled() -> dict[str, int]:
-    """Bytes of a device by the compiler, of the recipes for which it was asked."""
+    """Read the compiler's bytes of a device, for the recipes that were compiled."""
     return {name: one["bytes"] for name, one in json.loads(COMPILED.read_text()).items()}
 
 

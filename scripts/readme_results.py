@@ -1,9 +1,9 @@
-"""Measures what README reports: both arithmetic jobs, each in a process of its own.
+"""Benchmark of the results in README: both arithmetic jobs, each in a separate process.
 
     python scripts/readme_results.py
 
-Writes `docs/results.json` (accuracy, seconds, throughput, machine, versions, commit), the
-learning curves `docs/<job>.png`, and prints README's table.
+Writes `docs/results.json` (accuracy, seconds, throughput, machine, versions, commit) and the learning curves
+`docs/<job>.png`, and prints README's table.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""Searches placements for the test bed of the HybridFlow paper, beside what the paper found.
+"""Placement search for the test bed of the HybridFlow paper, compared with the placements of the paper.
 
     python scripts/reproduce_hybridflow.py [--write]
 
-16 machines of 8 A100-80GB; Llama of 7, 13, 34 and 70 B weights; 1024 prompts of 1024 tokens
-with responses of 1024 tokens, eight updates a step (arXiv:2409.19256, section 8.1). Weights are
-bfloat16, gradients and Adam float32, pipelines 1F1B as in Megatron-LM, with two sequences to a
-microbatch. The hardware is the built-in `a100`; for the placements its network has the rate that
-the paper's own transition of 70 B shows, the same in every row. `--write` renews
+16 machines of 8 A100-80GB; Llama of 7, 13, 34 and 70 B weights; 1024 prompts of 1024 tokens with responses of 1024
+tokens, eight updates a step (arXiv:2409.19256, section 8.1). Weights are bfloat16, gradients and Adam float32,
+pipelines 1F1B as in Megatron-LM, with two sequences to a microbatch. The hardware is the built-in `a100`. For the
+placements the network has the rate implied by the paper's transition at 70 B, equal in every row. `--write` renews
 docs/hybridflow.json and the tables in docs/planning.md.
 """
 
@@ -33,7 +32,7 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 MODELS: dict[str, ModelConfig] = {
     "7B": SHAPES["meta-llama/Llama-2-7b-hf"],
     "13B": SHAPES["meta-llama/Llama-2-13b-hf"],
-    # The paper's 34 B Llama: CodeLlama's shape. Its 16 odd rows of vocabulary would forbid to split it.
+    # The paper's 34 B Llama has CodeLlama's shape. CodeLlama's 16 extra vocabulary rows would prevent sharding.
     "34B": replace(SHAPES["codellama/CodeLlama-34b-hf"], vocab_size=32_000),
     "70B": SHAPES["meta-llama/Llama-2-70b-hf"],
 }
@@ -74,7 +73,7 @@ FOUND_BY_PAPER: dict[tuple[str, str], dict[int, str]] = {
     ("70B", "70B"): {64: COLOCATE},
     ("13B", "70B"): {32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: CRITIC_APART},
 }
-"""By actor and critic, and devices. The reference is as large as the actor, the reward model as the critic."""
+"""Placement by actor and critic, then by devices. The reference has the actor's size, the reward model the critic's."""
 
 TRANSITIONS: dict[str, Layout] = {
     "7B": Layout(data=2, tensor=8, generation_tensor=2),
@@ -83,26 +82,26 @@ TRANSITIONS: dict[str, Layout] = {
     "70B": Layout(data=2, stage=8, tensor=8, generation_tensor=8),
 }
 STAGES_OF_PAPER = {"7B": (1,), "13B": (1,), "34B": (1, 2, 4), "70B": (1, 2, 4, 8)}
-"""Pipeline stages of its settings, and fewer where devices do not divide; tensor shards are always 8."""
+"""Pipeline stages in the paper's settings, and fewer where devices do not divide; tensor shards are always 8."""
 
 TRANSITION_70B_S = 78.2 * (1 - 0.891) / 0.891
-"""The paper says that 89.1 %, 78.2 s, are saved at 70 B."""
+"""Seconds of the paper's transition at 70 B, which saves 89.1 % (78.2 s) according to the paper."""
 
 
 def test_bed(devices: int) -> Hardware:
-    """Machines of eight A100, with the network as the paper's transition of 70 B shows it.
+    """Return machines of eight A100s with the network rate of the paper's transition at 70 B.
 
-    In that time each device received (64 - 8) / (8 * 64) of 70 B bfloat16 weights from other
-    machines: 1.6 GB/s, half of its share of 200 Gb/s.
+    In this transition each device received (64 - 8) / (8 * 64) of 70 B bfloat16 weights from other machines: 1.6 GB/s,
+    half of a device's share of 200 Gb/s.
     """
     machines = hardware(f"a100x{devices // 8}x8")
     received = switch_bytes(MODELS["70B"], TRANSITIONS["70B"], itemsize=2)
     network = received / TRANSITION_70B_S / machines.link_efficiency
-    return replace(machines, network_bytes_per_s=network, usable_memory=0.9)  # not JAX's share
+    return replace(machines, network_bytes_per_s=network, usable_memory=0.9)  # instead of JAX's share
 
 
 def ppo(actor: str, critic: str) -> tuple[Role, ...]:
-    """The four models; log-probabilities of the responses come from generation."""
+    """Return the roles of the four models; log-probabilities of the responses come from generation."""
     rows = SEQUENCES_PER_MICROBATCH
     return (
         Role("actor", MODELS[actor], "lm", generates=True, passes=0, trained=True, rows_per_microbatch=rows),
@@ -113,21 +112,21 @@ def ppo(actor: str, critic: str) -> tuple[Role, ...]:
 
 
 def problem(actor: str, critic: str, devices: int, **settings: Any) -> PlacementProblem:
-    """On whole machines of eight; anything may wait in host memory."""
+    """Return the placement problem on whole machines of eight devices; every model may be offloaded to the host."""
     offloads = ((), ("actor.optimizer", "critic.optimizer"), ROLES)
     given: dict[str, Any] = {"offloads": offloads, "fsdp": False, **settings}
     return PlacementProblem(ppo(actor, critic), STEP, MEGATRON, test_bed(devices), **given)
 
 
 def placement_of(plan: PlacementPlan) -> str:
-    """The paper's name of a placement, or its pools."""
+    """Return the paper's name of a placement, or the pools if the paper has no name for it."""
     pools = frozenset(frozenset(pool.roles) for pool in plan.pools)
     named = next((name for name, roles in PLACEMENTS.items() if roles == pools), None)
     return named or " | ".join("+".join(pool.roles) for pool in plan.pools)
 
 
 def compare(actor: str, critic: str, devices: int) -> dict[str, Any]:
-    """Seconds of a step of each placement that the paper compares, and of the best of all."""
+    """Return the step seconds of each placement that the paper compares, and of the best placement."""
     plans = search(problem(actor, critic, devices), keep=15).plans
     limited = search(problem(actor, critic, devices, layouts=paper_layouts(actor, critic)), keep=15).plans
     return {
@@ -142,14 +141,14 @@ def compare(actor: str, critic: str, devices: int) -> dict[str, Any]:
 
 
 def compared(plans: Sequence[PlacementPlan], *, critic_apart: bool) -> dict[str, float]:
-    """Seconds of a step by the paper's name of the placement."""
+    """Return the step seconds by the paper's name of the placement."""
     seconds = {placement_of(plan): plan.seconds for plan in plans}
     names = [COLOCATE, SPLIT, STANDALONE] + [CRITIC_APART] * critic_apart
     return {name: seconds[name] for name in names if name in seconds}
 
 
 def paper_layouts(actor: str, critic: str) -> dict[str, tuple[Layout, ...]]:
-    """For actor and critic the paper's stages and tensor shards; the actor generates with any tensor size."""
+    """Return the paper's stages and tensor shards for actor and critic; the actor generates with any tensor size."""
     generating = [(stage, tensor) for stage in STAGES_OF_PAPER[actor] for tensor in (1, 2, 4, 8)]
     return {
         "actor": tuple(Layout(stage=stage, tensor=8, generation_tensor=tensor) for stage, tensor in generating),
@@ -158,7 +157,7 @@ def paper_layouts(actor: str, critic: str) -> dict[str, tuple[Layout, ...]]:
 
 
 def placements() -> list[dict[str, Any]]:
-    """Every case that the paper speaks of."""
+    """Search every case of the paper."""
     cases = [(*models, devices) for models, found in FOUND_BY_PAPER.items() for devices in found]
     rows = []
     for actor, critic, devices in track(cases, "searching", console=Console(stderr=True)):
@@ -173,16 +172,16 @@ def placements() -> list[dict[str, Any]]:
 
 
 def margin(seconds: Mapping[str, float], paper: str) -> float | None:
-    """How much longer the best of the others takes than the paper's placement; below 0 it takes less.
+    """Return the extra time of the best other placement relative to the paper's placement; negative if it is faster.
 
-    None if no other one fits.
+    None if no other placement fits.
     """
     others = [value for name, value in seconds.items() if name != paper]
     return min(others) / seconds[paper] - 1 if others else None
 
 
 def generation_splits() -> list[dict[str, Any]]:
-    """Seconds of generation and of the switch before it on 16 devices trained 1-8-2, by generation tensor size."""
+    """Predict seconds of generation, with the switch to it, by generation tensor size; 16 devices train in 1-8-2."""
     rows = []
     for size, paper in (("7B", 2), ("13B", 4)):
         seconds = {}
@@ -200,7 +199,7 @@ def generation_splits() -> list[dict[str, Any]]:
 
 
 def transitions() -> list[dict[str, Any]]:
-    """Seconds from training to generation in the paper's layouts on 16 machines, by the built-in figures."""
+    """Predict the seconds of the switch from training to generation in the paper's layouts on the built-in hardware."""
     machines = hardware("a100x16x8")
     rows = []
     for size, layout in TRANSITIONS.items():
@@ -210,7 +209,7 @@ def transitions() -> list[dict[str, Any]]:
 
 
 def tables(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
-    """The three tables in Markdown."""
+    """Return the three tables in Markdown."""
     lines = ["| actor, critic | GPUs | paper | found | margin | found with the paper's p and t | best of all |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in result["placements"]:
@@ -239,12 +238,12 @@ def tables(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
 
 
 def reproduce() -> dict[str, list[dict[str, Any]]]:
-    """All of it."""
+    """Compute all results."""
     return {"placements": placements(), "generation": generation_splits(), "transitions": transitions()}
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     flags = parser.parse_args()

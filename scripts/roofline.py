@@ -1,15 +1,16 @@
-"""The least seconds that this machine needs for each workload, beside what was measured.
+"""Roofline: lower bound of the seconds of each workload on this machine, next to the measured seconds.
 
     python scripts/roofline.py
 
-Measures the rate of float32 matrix products and the memory's bandwidth, counts what the mathematics needs, and writes
-docs/roofline.json and the table in docs/benchmarks.md. Measured seconds are those of docs/peers.json.
+Measures the rate of float32 matrix products and the memory bandwidth, counts the operations and bytes that the
+mathematics needs, and writes docs/roofline.json and the table in docs/benchmarks.md. Measured seconds are from
+docs/peers.json.
 
-What is counted: prompts once for each group, in every phase; in every decode step the weights and the cache that is
-filled, for responses that go on; one forward pass of the reference; three for an update, with the head only where a
-token is trained; AdamW's state read and written once. A decode step takes the longer of its products and its bytes.
-Activations, samples, rewards and what is done twice are not counted. Only weights that stay in the processor's own
-caches can be read faster than this.
+Counted are: prompts once for each group, in every phase; in every decode step the weights and the filled KV cache of
+unfinished responses; one forward pass of the reference; three forward passes for an update, with the head only on
+trained tokens; one read and write of AdamW's state. A decode step takes the longer of its products and its memory
+traffic. Activations, sampling, rewards and repeated work are not counted. Only weights that stay in the processor's
+caches can be read faster.
 """
 
 import argparse
@@ -26,25 +27,25 @@ import numpy as np
 from bench_workload import END_PROBABILITY, SHORTEST_PROMPT, Preset, Workload
 from pages import DOCS, renew
 
-BYTES = 4  # of a float32
-ADAMW_NUMBERS = 7  # of a weight: it, its gradient and two moments are read, all but the gradient are written
+BYTES = 4  # per float32
+ADAMW_NUMBERS = 7  # per weight: weight, gradient and two moments are read; weight and moments are written
 PHASES = ("generate_s", "prepare_s", "update_s", "step_s")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What it does at best."""
+    """Peak rates of the machine."""
 
     flops_per_s: float
     bytes_per_s: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Of work that is bound by one of the two."""
+        """Return the seconds of work that is bound by compute or by memory bandwidth."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
 
 def prompt_lengths(workload: Workload) -> dict[int, float]:
-    """Probability of each length of a prompt."""
+    """Return the probability of each prompt length."""
     if not bench.PRESETS[workload.preset].ends:
         return {workload.prompt_tokens: 1.0}
     lengths = range(SHORTEST_PROMPT, workload.prompt_tokens + 1)
@@ -52,18 +53,18 @@ def prompt_lengths(workload: Workload) -> dict[int, float]:
 
 
 def going_on(workload: Workload) -> np.ndarray:
-    """Probability that a response has more than s tokens, for s = 0, 1, ... below the limit."""
+    """Return the probability that a response has more than s tokens, for s = 0, 1, ... below the limit."""
     stay = 1 - END_PROBABILITY if bench.PRESETS[workload.preset].ends else 1.0
     return stay ** np.arange(workload.new_tokens)
 
 
 def generated_tokens(workload: Workload) -> float:
-    """Expected tokens of all responses of a step."""
+    """Return the expected number of tokens of all responses of a step."""
     return workload.sequences * float(going_on(workload).sum())
 
 
 def generate_s(workload: Workload, machine: Machine) -> float:
-    """Prompts once for each group, then decode steps, in which responses that go on read weights and cache."""
+    """Return the least seconds of prefill, once per group, and of decode steps that read weights and filled cache."""
     preset = bench.PRESETS[workload.preset]
     prompt = sum(length * share for length, share in prompt_lengths(workload).items())
     flops = workload.prompts * sum(
@@ -71,7 +72,7 @@ def generate_s(workload: Workload, machine: Machine) -> float:
     )
     seconds = machine.seconds(flops, BYTES * _read_weights(preset))
     width = preset.hidden // preset.heads
-    for step, share in enumerate(going_on(workload)[1:], start=1):  # the first token is the prompts' pass's
+    for step, share in enumerate(going_on(workload)[1:], start=1):  # prefill samples the first token
         active, filled = workload.sequences * share, prompt + step
         any_active = 1 - (1 - share) ** workload.sequences
         products = 2 * _read_weights(preset) + preset.layers * 4 * preset.heads * width * filled
@@ -82,7 +83,7 @@ def generate_s(workload: Workload, machine: Machine) -> float:
 
 
 def forward_flops(workload: Workload, *, head: bool) -> float:
-    """Expected operations of one pass over prompts and responses of a step, with logits of the responses or none."""
+    """Return the expected FLOPs of a pass over prompts and responses of a step, with or without response logits."""
     preset = bench.PRESETS[workload.preset]
     on = going_on(workload)
     exactly = on - np.append(on[1:], 0.0)  # probability of 1, 2, ... tokens
@@ -93,7 +94,7 @@ def forward_flops(workload: Workload, *, head: bool) -> float:
 
 
 def least(workload: Workload, machine: Machine) -> dict[str, float]:
-    """Seconds of each phase."""
+    """Return the least seconds of each phase."""
     preset, ppo = bench.PRESETS[workload.preset], workload.algorithm == "ppo"
     policy = forward_flops(workload, head=True)
     value = forward_flops(workload, head=False) if ppo else 0.0
@@ -111,12 +112,12 @@ def _counts(on: np.ndarray) -> range:
 
 
 def _read_weights(preset: Preset) -> int:
-    """In one decode step; of an embedding that is not the head only some rows are."""
+    """Return the number of weights that a decode step reads, without the few rows of an untied embedding."""
     return preset.matmul_parameters + preset.head_parameters
 
 
 def _weights(preset: Preset) -> int:
-    """All, but for norms and biases."""
+    """Return the number of all weights, except norms and biases."""
     return preset.matmul_parameters + preset.head_parameters * (1 if preset.tied else 2)
 
 
@@ -131,7 +132,7 @@ def _best_s(call: Callable[[], Any], repeats: int) -> float:
 
 
 def measure_machine() -> Machine:
-    """Rates of square products, and of a triad and a matrix times a vector over arrays that no cache holds."""
+    """Measure square products for compute, and a triad and a matrix-vector product larger than caches for bandwidth."""
     import jax
     import jax.numpy as jnp
 
@@ -141,7 +142,7 @@ def measure_machine() -> Machine:
         rates.append(2 * size**3 / _best_s(partial(product, square, square), 5))
     count, rounds = 2**25, 8
     a, b = jnp.ones(count), jnp.ones(count)
-    # Within one program: a new output in every call would measure how fast the system hands out pages.
+    # One program runs all rounds: a new output in every call would measure how fast the system allocates pages.
     triad = jax.jit(lambda a, b: jax.lax.fori_loop(0, rounds, lambda _, x: 0.5 * x + b, a)[:8])
     triad_s = _best_s(partial(triad, a, b), 3) / rounds
     matrix, vector = jnp.ones((4096, count // 4096)), jnp.ones(count // 4096)
@@ -150,7 +151,7 @@ def measure_machine() -> Machine:
 
 
 def compare(machine: Machine, measured: dict[str, Any]) -> dict[str, Any]:
-    """For each workload the least seconds, ours, and which share of ours they are."""
+    """Return, for each workload, the least seconds, our seconds, and least seconds as a share of our seconds."""
     found = {}
     for name, workload in bench.WORKLOADS.items():
         limit = {phase: round(seconds, 4) for phase, seconds in least(workload, machine).items()}
@@ -166,7 +167,7 @@ def compare(machine: Machine, measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(machine: Machine, found: dict[str, Any]) -> str:
-    """Seconds at best / measured, and the first as a share of the second."""
+    """Return a Markdown table of least and measured seconds, with their ratio."""
     lines = ["| workload | generate | prepare | update | step |", "|---|---|---|---|---|"]
     for name, entry in found.items():
         cells = []
@@ -181,7 +182,7 @@ def table(machine: Machine, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--docs", type=Path, default=DOCS, help="where peers.json is, and results are written")
     docs = parser.parse_args().docs

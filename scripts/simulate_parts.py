@@ -1,11 +1,12 @@
-"""Simulates what it gains to learn from a step in parts, by the lengths of the workload `longtail`.
+"""Simulation of the gain of learning from a step in parts, with response lengths of the workload `longtail`.
 
     python scripts/simulate_parts.py [--write]
 
-Generation has a pool of its own, a slot for every response, and takes as long for a token of one slot as of all: so a
-group is complete after as many tokens as its longest response has, and generation ends with the longest of all.
-Learning takes as long as its share of the tokens, on another pool, part after part: the simulation is that of
-`jaxrlhf.plan`. With `--write` it writes `docs/staleness_parts_predicted.json` and the table in docs/async.md.
+Generation has a separate pool with a slot for every response, and a decode step takes the same time for one slot as for
+all slots. A group is therefore complete after as many decode steps as its longest response has tokens, and generation
+ends with the longest response of all. Another pool learns from the parts one after the other; the time of a part is
+proportional to its tokens. The simulator is the one of `jaxrlhf.plan`. `--write` writes
+`docs/staleness_parts_predicted.json` and the table in docs/async.md.
 """
 
 import argparse
@@ -22,11 +23,11 @@ from jaxrlhf.planner.schedules.simulation import Schedule, StepTimes, simulate
 STEPS, SEED = 2000, 0
 PARTS = (1, 2, 4, 8)
 LEARNING = (0.5, 1.0, 2.0)
-"""Seconds of learning from a step over those of generating it, in the mean."""
+"""Mean seconds of learning from a step, divided by the mean seconds of generating the step."""
 
 
 def simulated(parts: int, learning: float) -> dict[str, float]:
-    """Mean seconds of a step over those of generating it and of learning from it in turns, and idle shares."""
+    """Return the speedup over taking turns, the arrival of the first part as a share of a round, and idle shares."""
     workload = bench.WORKLOADS["longtail"]
     lengths = GeometricLengths(bench.END_PROBABILITY, workload.new_tokens)
     sizes = {"groups": workload.prompts, "copies": workload.responses, "steps": STEPS, "seed": SEED}
@@ -56,7 +57,7 @@ def simulated(parts: int, learning: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write docs/")
     flags = parser.parse_args()

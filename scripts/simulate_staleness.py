@@ -1,14 +1,15 @@
-"""Simulates asynchronous schedules of a 7B DAPO run on H20s, beside what verl reports of one.
+"""Simulation of asynchronous schedules of a 7B DAPO run on H20s, compared with a run that verl reports.
 
     python scripts/simulate_staleness.py [--devices 128] [--write]
 
-verl's documentation (docs/advance/fully_async.md, "Asynchronous Training on 7B Model") has Qwen2.5-Math-7B, DAPO, 512
-prompts x 16 responses of at most 28k tokens on H20s: seconds of colocated synchronous steps by stage, and a run 2.35 to
-2.67 times as fast with 64 GPUs that generate and 64 that learn. Learning takes verl's own seconds here, between its
-rows of 32, 64 and 128 GPUs in proportion to 1 / GPUs; asynchronous steps take its update alone, as it then leaves out
-the pass for old log-probabilities. Generation is the cost model's. How long verl's responses are is not said: the mean
-is a guess, and the tail is varied. On 1024 devices there are eight times as many prompts, and eight times as many GPUs
-learn in the same seconds. No accelerator is needed. `--write` renews the table in docs/planning.md.
+verl's documentation (docs/advance/fully_async.md, "Asynchronous Training on 7B Model") reports Qwen2.5-Math-7B, DAPO,
+512 prompts x 16 responses of at most 28k tokens on H20s: seconds of colocated synchronous steps by stage, and an
+asynchronous run on 64 generating and 64 learning GPUs that is 2.35 to 2.67 times as fast. Seconds of learning are
+verl's, interpolated between its rows of 32, 64 and 128 GPUs in proportion to 1 / GPUs. Asynchronous steps take only the
+seconds of verl's update, because verl then skips the pass for old log-probabilities. Seconds of generation are the cost
+model's. verl does not report response lengths: the mean is a guess, and the tail is varied. On 1024 devices there are
+eight times as many prompts, and eight times as many GPUs learn in the same seconds. No accelerator is needed. `--write`
+renews the table in docs/planning.md.
 """
 
 import argparse
@@ -38,17 +39,17 @@ H20 = replace(
 )
 PROMPT_TOKENS, MEAN_TOKENS, LONGEST = 150, 1700, 28 * 1024
 TAILS = (5_000, 10_000, 20_000)
-"""99th percentiles of the lognormal lengths."""
+"""99th percentiles of the lognormal response lengths, in tokens."""
 SCHEDULES = ((1, 1.0), (4, 1.0), (2, 1.5), (4, 1.5))
-"""Staleness and over-provisioning."""
+"""Staleness and over-provisioning of each schedule."""
 GENERATING = (32, 48, 64, 80)
-"""Of 128 devices."""
+"""Numbers of generating devices to try, out of 128 devices."""
 GPUS, OLD_LOGP_S, UPDATE_S = (128, 64, 32), (53.92, 70.26, 107.71), (113.81, 133.41, 269.80)
-"""verl's colocated synchronous rows."""
+"""verl's colocated synchronous rows: GPUs, seconds of old log-probabilities, seconds of the update."""
 
 
 def problem(devices: int) -> PlacementProblem:
-    """One step of the run; a response's cache takes what it needs, as with pages, and is taken to be twice the mean."""
+    """Return the placement problem; the paged KV cache of a response is assumed to be twice the mean length."""
     config = override(
         load("dapo_arithmetic"),
         {
@@ -69,12 +70,12 @@ def problem(devices: int) -> PlacementProblem:
 
 
 def learning_s(seconds: tuple[float, ...], share: float) -> float:
-    """verl's seconds on a share of the devices."""
+    """Interpolate verl's seconds for a share of the 128 devices."""
     return float(np.interp(1 / (128 * share), [1 / gpus for gpus in GPUS], seconds))
 
 
 def rows_of(devices: int, console: Console) -> list[str]:
-    """Rows of the table: each schedule with 64 of 128 devices generating, as verl has it, and with the best split."""
+    """Return the table's rows: schedules with half of the devices generating, as in verl, and with the best split."""
     asked = problem(devices)
     work, many = asked.workload, devices // 128
     together = search(replace(asked, pools=((("actor",), devices),)), keep=1).plans[0]
@@ -108,7 +109,7 @@ def rows_of(devices: int, console: Console) -> list[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="*", default=[128], help="numbers of H20s, multiples of 128")
     parser.add_argument("--write", action="store_true", help="renew the table in docs/planning.md")

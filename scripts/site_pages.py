@@ -1,7 +1,8 @@
-"""Hook of the documentation site (mkdocs.yml): README as its overview, and links that differ from those on GitHub.
+"""Hook of the documentation site (mkdocs.yml): adds README as the overview, and changes links.
 
-There a page may link to anything in the repository; on the site such a link would be dead, and becomes the path. And
-settings and functions that a page names in code, `PPO` or `algos.gae`, lead to the reference.
+On GitHub a page may link to any file of the repository. On the site a link to a file outside docs/ would be dead, so
+the path replaces the link. Settings and functions that a page names in code, such as `PPO` or `algos.gae`, become links
+to the reference.
 """
 
 import ast
@@ -18,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "docs/overview.md"
-"""README's place among the pages."""
+"""Path of README among the pages."""
 LEFT_ALONE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)#\n]*)(#[^)\n]*)?\)")
 
@@ -26,7 +27,7 @@ _NAME = re.compile(r"(?<![\[`])`(?:[\w.]+=)?([A-Za-z_][\w.:]*)(?:\([^`\n]*\))?`(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README, with its links as from docs/."""
+    """Add README to the pages, with links relative to docs/."""
     text = (ROOT / "README.md").read_text()
     moved = _in_prose(LINK, text, lambda link: _written(link[1], posixpath.relpath(link[2], "docs"), link[3]))
     files.append(File.generated(config, posixpath.basename(OVERVIEW), content=moved))
@@ -34,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links out of docs/ into the paths that they lead to, but for those to README."""
+    """Replace links out of docs/ by their paths, except links to README, and link names in code to the reference."""
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def within(link: re.Match[str]) -> str:
@@ -56,7 +57,7 @@ def _to_reference(name: re.Match[str]) -> str:
 
 @cache
 def _reference() -> dict[str, str]:
-    """Anchors of what the reference shows, by the names that pages use: `PPO`, `algos.gae`, `dataflows.ppo:learn`."""
+    """Return the anchors of the reference, by the names that pages use: `PPO`, `algos.gae`, `dataflows.ppo:learn`."""
     found: dict[str, str] = {}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for module in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
@@ -70,7 +71,7 @@ def _reference() -> dict[str, str]:
 
 
 def _in_prose(pattern: re.Pattern[str], markdown: str, change: Callable[[re.Match[str]], str]) -> str:
-    """Change what a pattern finds, but for blocks of code and headings."""
+    """Replace matches of a pattern, except in code blocks and headings."""
     parts = LEFT_ALONE.split(markdown)
     return "".join(part if alone else pattern.sub(change, part) for part, alone in zip(parts, cycle((False, True))))
 

@@ -1,9 +1,9 @@
-"""Agent program that is a `ToolCallingAgent` of smolagents with the calculator, and demonstrations in its form.
+"""Agent program with a `ToolCallingAgent` of smolagents and the calculator, and demonstrations in its format.
 
     pip install 'smolagents[openai]'
 
-smolagents writes a call again as text in the next prompt, so an episode is a sequence a step. All that it is told of
-training is an address and a key. `agents_learning.py` trains it.
+smolagents repeats a call as text in the next prompt, so each step of an episode is a separate training sequence. The
+program knows nothing of training except an address and a key. `agents_learning.py` trains its policy.
 """
 
 import random
@@ -25,27 +25,27 @@ TEMPLATES = PromptTemplates(
     managed_agent={"task": "", "report": ""},
     final_answer={"pre_messages": "", "post_messages": ""},
 )
-"""No explanations of how to call tools: a small model that begins from random weights learns that by examples."""
+"""Prompts without instructions for tool calls: a small model with random initial weights learns calls by examples."""
 
 
 def answer_of(session: Session, prompt: str) -> str:
-    """Final answer of an agent; none if it gives up."""
+    """Run the agent; return its final answer, or an empty string if it gives up."""
     asked = {"api_base": session.base_url, "api_key": session.api_key, "client_kwargs": {"max_retries": 0}}
     model = OpenAIModel("policy", tool_choice="auto", **asked)
     agent = ToolCallingAgent([TOOL], model, TEMPLATES, max_steps=STEPS, verbosity_level=0)
     try:
         return str(agent.run(prompt))
-    except AgentError:  # of a conversation that outgrows the context, or beyond the limit of turns
+    except AgentError:  # the conversation outgrows the context or the limit of turns
         return ""
 
 
 def run(session: Session, record: dict[str, Any]) -> float:
-    """Score of an episode: 1 if the agent's answer is the record's, else 0."""
+    """Run an episode; return 1 if the agent's answer is the record's answer, else 0."""
     return float(answer_of(session, record["prompt"]) == record["answer"])
 
 
 def steps(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Steps of an agent as smolagents asks for them: guesses, calls, and answers to what the calculator said."""
+    """Return demonstrations of single agent steps: guessed answers, calculator calls, and answers after a call."""
     dice, records = random.Random(f"{seed} {split} steps"), []
     for record in products(split, count, seed, calls=0.5):
         prompt = [{"role": "system", "content": ""}, {"role": "user", "content": f"New task:\n{record['prompt']}"}]
@@ -65,6 +65,6 @@ def steps(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def called(name: str, **arguments: str) -> dict[str, Any]:
-    """A message that calls a tool."""
+    """Return a message that calls a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,10 +1,10 @@
-"""Measures what a staleness does to learning: arithmetic from one cold start a seed, under every schedule.
+"""Comparison of learning by staleness: arithmetic from one cold start per seed, under every schedule.
 
     python scripts/staleness_learning.py [--seeds 0 1 2] [--only "2" "2, uncorrected" ...] [--folder DIR]
 
 Writes `docs/staleness_learning.json` (held-out greedy accuracy by step and seed, and the mean age of the tokens) after
-every run, `docs/staleness_learning.png`, and the table in docs/async.md. Everything runs on one pool: which tokens are
-learnt from does not depend on how long they take.
+every run, `docs/staleness_learning.png`, and the table in docs/async.md. Everything runs on one pool, so the choice of
+trained tokens does not depend on timing.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Curve = Mapping[str, float]
 
 
 def schedules() -> dict[str, Config]:
-    """The runs by name, all of the configuration `grpo_arithmetic`."""
+    """Return the runs by name, all from the configuration `grpo_arithmetic`."""
     config = replace(load("grpo_arithmetic"), steps=STEPS)
     rollout, algorithm = config.rollout, config.algorithm
     assert isinstance(algorithm, GRPO)
@@ -50,7 +50,7 @@ def schedules() -> dict[str, Config]:
 
 
 def learn(config: Config, folder: Path, name: str, seed: int) -> dict[str, Any]:
-    """Accuracy by step from 0 on, and the mean age of the tokens of the last half."""
+    """Run; return the accuracy by step from 0 on, and the mean age of tokens in the last half of the steps."""
     config = replace(
         config,
         seed=seed,
@@ -70,12 +70,12 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> dict[str, Any]:
 
 
 def at(runs: Mapping[str, Any], step: int) -> list[float]:
-    """Accuracy of each seed at a step."""
+    """Return the accuracy of each seed at a step."""
     return [run["accuracy"][str(step)] for run in runs.values()]
 
 
 def table(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Accuracy in percent of each schedule, mean and range of the seeds."""
+    """Return a Markdown table: accuracy in percent of each schedule, mean and range over seeds."""
     steps = range(EVERY_STEPS, STEPS + 1, EVERY_STEPS)
     headings = ["staleness", "mean age", *(f"step {step}" for step in steps)]
     rows = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
@@ -88,7 +88,7 @@ def table(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(measured: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel for each staleness beside 0, a line a seed."""
+    """Plot a panel for each staleness above 0, next to staleness 0, with a line per seed."""
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     for axes, staleness in zip(panels, ("1", "2", "4"), strict=True):
@@ -110,11 +110,11 @@ def draw(measured: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write and plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(schedules()), default=list(schedules()))
-    parser.add_argument("--folder", type=Path, help="of the runs; a temporary one otherwise")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; by default a temporary folder")
     flags = parser.parse_args()
     measured: dict[str, Any] = json.loads(PAGE.read_text()) if PAGE.exists() else {"runs": {}}
     with tempfile.TemporaryDirectory() as place:

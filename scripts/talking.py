@@ -1,4 +1,4 @@
-"""Environment of `bench_agents.py` and `bench_slow_tools.py`, in a file of its own that loads quickly."""
+"""Environment of `bench_agents.py` and `bench_slow_tools.py`, in a separate file so that it loads quickly."""
 
 import random
 import time
@@ -13,14 +13,14 @@ TURNS = 6
 
 
 def records(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Records whose answers take 0 to 2 s each."""
+    """Return records of episodes whose answers take 0 to 2 s each."""
     return [{"prompt": "", "number": number, "turns": TURNS, "pause_s": 2.0} for number in range(count)]
 
 
 class Talks:
-    """Answers with digits after a pause that depends on the record and the turn; the last reply ends the episode.
+    """Environment that answers with digits after a pause, sampled by record and turn; the last reply ends the episode.
 
-    It pays the share of digits in that reply.
+    The reward is the share of digits in the last reply.
     """
 
     def reset(self, record: dict[str, Any], seed: int) -> str:

@@ -1,8 +1,8 @@
-"""Rewrite the golden of every shipped configuration, after a change to one that is meant.
+"""Update of the golden files of all shipped configurations, after an intended change.
 
     python scripts/update_goldens.py
 
-`git diff tests/golden_configs` then shows what the change does to each run.
+`git diff tests/golden_configs` then shows the effect of the change on each configuration.
 """
 
 import json
@@ -14,7 +14,7 @@ GOLDENS = Path(__file__).parents[1] / "tests" / "golden_configs"
 
 
 def main() -> None:
-    """Write one JSON file for each configuration, and remove those of configurations that are gone."""
+    """Write one JSON file for each configuration, and remove files of deleted configurations."""
     GOLDENS.mkdir(exist_ok=True)
     known = shipped()
     for golden in GOLDENS.glob("*.json"):

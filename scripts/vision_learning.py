@@ -1,10 +1,11 @@
-"""Draws how a policy with a vision tower learns from random weights to read pictures, and that it has to see them.
+"""Plot of how a policy with a vision tower learns to read pictures from random weights, with a shuffled control.
 
     python scripts/vision_learning.py [--seeds 0 1 2]
 
-Runs `grpo_shapes`, and the same with the pictures shuffled among the questions, and writes `docs/vision_learning.json`
-and `docs/vision.png` after every run: greedy accuracy on held-out questions by step, seconds, and seconds of cores,
-compilation included. Another seed is other weights, other demonstrations first, and other samples.
+Runs `grpo_shapes`, and a control that shuffles the pictures among the questions so that seeing them cannot help.
+Writes `docs/vision_learning.json` and `docs/vision.png` after every run: greedy accuracy on held-out questions by step,
+wall-clock seconds and CPU seconds, compilation included. The seed determines the initial weights, the order of the
+demonstrations and the samples.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from jaxrlhf.tracking.plots import read_curves
 
 PAGE = DOCS / "vision_learning.json"
 RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled"])}
-"""Colour of the lines, and what is changed."""
+"""Color of the lines and changed command-line flags, by run."""
 
 
 def learn(changes: list[str], seed: int) -> dict[str, Any]:
-    """Accuracy by step of a run in a process of its own, and its seconds."""
+    """Run in a separate process; return accuracy by step, wall-clock seconds and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--seed", str(seed), "--devices", "1", "--workdir", folder, *changes]
         command = [sys.executable, "-m", "jaxrlhf.train", "--config", "grpo_shapes.py", *flags]
@@ -41,7 +42,7 @@ def learn(changes: list[str], seed: int) -> dict[str, Any]:
 
 
 def draw(runs: dict[str, dict[str, Any]]) -> Figure:
-    """A line a run."""
+    """Plot the accuracy of each run as a line."""
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for name, seeds in runs.items():
@@ -58,7 +59,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    """Measure, write and draw."""
+    """Measure, write and plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     flags = parser.parse_args()

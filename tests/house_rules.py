@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +42,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_ROOM_FILES = 16
 UNCLEAR_OPENINGS = {"What", "Which", "Where", "How", "Whether", "Of", "As", "Those", "Likewise", "Idem"}
+_CODE = re.compile(r"`[^`]*`|^\s*\w+(?:, \w+)*: ", re.MULTILINE)
 _UNCLEAR_ENTRY = re.compile(r"^\s+([\w, `*]+): ((?:Of|Idem|As|Those|That|Likewise)\b[^\n]*)", re.MULTILINE)
 RETIRED = {
     r"\b[Ii]slands?\b": "local submesh",
@@ -53,6 +55,15 @@ RETIRED = {
     r"\bclass (Lane|Place|Rewarded|Answered|Ends)\b": "DeviceQueue, RankCoordinates, Returns, PromptGroups",
 }
 """Patterns that the package has given up, and the words that it uses in their place."""
+DIALECT = {
+    r"begun|gone on|go(es)? on\b": "started, resumed, continues",
+    r"those that|those which|of whom": "the noun again, and one relative clause",
+    r"(?<!picture )drawn (from|by|among|at|with)|drew": "sampled",
+    r"(lies|lie) (in|on|at|beside|before|behind)\b": "is stored, is located",
+}
+"""Words of docstrings and comments that a reader of other frameworks would have to decode, and plain ones."""
+CHAINS = re.compile(r"\b(of which|in which case|that of those|which of them)\b")
+MOST_CHAINS = 10
 VAGUE = {"util", "utils", "helper", "helpers", "common", "base", "misc"}
 
 
@@ -148,6 +159,27 @@ def retired_words(path: Path) -> list[str]:
     return found
 
 
+def dialect(path: Path) -> list[str]:
+    """Words of docstrings and comments that the field does not use in this sense."""
+    return [
+        f"{path.name}:{line}: {match[0]!r}; say {plain}"
+        for text, line in _prose(path)
+        for words, plain in DIALECT.items()
+        for match in re.finditer(rf"\b(?:{words})", text)
+    ]
+
+
+def chains(paths: list[Path]) -> list[str]:
+    """Chained clauses in the docstrings and comments of all files, if there are more than a few."""
+    found = [
+        f"{path.name}:{line}: {match[0]!r}"
+        for path in paths
+        for text, line in _prose(path)
+        for match in CHAINS.finditer(text)
+    ]
+    return found if len(found) > MOST_CHAINS else []
+
+
 def unclear_docstrings(path: Path) -> list[str]:
     """Docstrings that begin in the middle: their subject is named only further on, or elsewhere."""
     found = []
@@ -234,6 +266,17 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[str, int]]:
         value = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield value.value, statement.lineno
+
+
+def _prose(path: Path) -> Iterator[tuple[str, int]]:
+    """Docstrings and comments of a file, without the names of code in them, each with its line."""
+    for node in _nodes(path):
+        for text, line in _docstrings(node):
+            yield _CODE.sub("", text), line
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield _CODE.sub("", token.string), token.start[0]
 
 
 def _module(path: Path, package: Path) -> str:

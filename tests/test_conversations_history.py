@@ -74,6 +74,6 @@ def test_a_call_that_the_template_does_not_show_is_in_the_history_without_the_re
     tokens = chat.tokenizer.encode(f"<think>plan</think>\n\nWell.\n{written}", add_special_tokens=False)
     reply = chat.parse(tokens, F)
     assert [one.name for one in reply.calls] == ["f"]
-    [message] = chat.told([chat.said(reply)])
+    [message] = chat.template_messages([chat.reply_message(reply)])
     assert message["content"] == (f"Well.\n{call}" if call else "Well.")
     assert ("tool_calls" in message) == (call is None)

@@ -12,7 +12,7 @@ from test_data_mixtures import write
 from jaxrlhf.config import Mixture, PairFile, PromptFile, Refusal, Source, StepFile
 from jaxrlhf.data.records import read_rows
 from jaxrlhf.data.sources import load_problems
-from jaxrlhf.data.table import kept
+from jaxrlhf.data.table import cache
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 RECORDS = [
@@ -23,7 +23,7 @@ RECORDS = [
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXRLHF_DATA_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 1)
     return tmp_path
 
 
@@ -85,7 +85,7 @@ def test_pairs_steps_and_mixtures_are_kept_too(folder):
 
 
 def test_small_files_are_not_kept(folder, monkeypatch):
-    monkeypatch.setattr(kept, "LEAST_BYTES", 2**20)
+    monkeypatch.setattr(cache, "LEAST_BYTES", 2**20)
     assert load(PromptFile(write(folder / "a.jsonl", RECORDS))).kept is None
     assert not (folder / "kept").exists()
 
@@ -93,9 +93,9 @@ def test_small_files_are_not_kept(folder, monkeypatch):
 def test_compressed_files_count_for_the_text_in_them(folder, monkeypatch):
     plain, packed = write(folder / "a.jsonl", RECORDS * 20), folder / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(plain).read_bytes()))
-    monkeypatch.setattr(kept, "LEAST_BYTES", packed.stat().st_size * 5)
+    monkeypatch.setattr(cache, "LEAST_BYTES", packed.stat().st_size * 5)
     assert load(PromptFile(str(packed))).kept is not None
-    monkeypatch.setattr(kept, "LEAST_BYTES", os.path.getsize(plain) + 1)
+    monkeypatch.setattr(cache, "LEAST_BYTES", os.path.getsize(plain) + 1)
     assert load(PromptFile(plain)).kept is None
 
 

@@ -28,7 +28,7 @@ from jaxrlhf.config import (
     function_of,
     load,
 )
-from jaxrlhf.dataflows.batches.episode_rows import Apart, side_by_side
+from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter, side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, value_of
@@ -67,7 +67,7 @@ def test_rows_side_by_side_come_apart_as_they_were():
     assert joined.shape == (4, 27)
     assert whole.sequences.mask_BT.sum(axis=1).tolist() == [2, 4, 4, 7]
     assert whole.truncated_B.tolist() == [False, True, False, False]
-    apart = Apart(whole.sequences)
+    apart = EpisodeSplitter(whole.sequences)
     for given, found in zip(
         jax.tree.leaves((rollout.sequences, value_BT)),
         jax.tree.leaves((apart.sequences, apart.array(joined))),

@@ -52,7 +52,7 @@ def engine():
             decode_tokens_per_dispatch=2,
             slot_axes=SLOT_AXES,
             records_routing=True,
-            goes_ahead=True,
+            dispatch_ahead=True,
         )
     engine.load(jax.device_put(sharp(MODEL), layout), version=0)
     return engine

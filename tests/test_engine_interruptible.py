@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_engine_turns import MODEL, build
-from test_workers_partial_rollouts import COPIES, PROMPTS, SEED, WIDTH, begun, load, problems, sampler_of, whole
+from test_workers_partial_rollouts import COPIES, PROMPTS, SEED, WIDTH, load, problems, sampler_of, unstarted, whole
 from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, not_begun
+from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, unstarted_groups
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.models.config import LinearAttention
 
@@ -40,7 +40,7 @@ def keeping(engine):
 
 def in_rounds(engine, scales, *, model=MODEL, sampling=None, again=lambda under_way: under_way) -> list[PartialRollout]:
     """Groups under way after each round of which the last has all complete, and each before one more."""
-    rounds, under_way = [], begun().holding(True)
+    rounds, under_way = [], unstarted().holding(True)
     for version, scale in enumerate(scales):
         engine.load(jax.tree.map(lambda leaf, scale=scale: jnp.asarray(scale * leaf), gaussian(model)), version)
         complete = len(PROMPTS) if version == len(scales) - 1 else 1 + version
@@ -73,9 +73,9 @@ def test_rounds_of_one_policy_draw_what_it_draws_at_once_and_run_no_token_twice(
     build_engine, model = ENGINES[name]
     engine = build_engine()
     if name == "a window ahead":  # dispatched before the one before it is read
-        monkeypatch.setattr(engine, "_goes_ahead", True)
+        monkeypatch.setattr(engine, "_dispatch_ahead", True)
     engine.load(jax.device_put(gaussian(model), jax.tree.map(lambda leaf: leaf.sharding, engine.weights.params)), 0)
-    expected, before, under_way = whole(engine, Sampling()), engine.prefill.prompt_tokens, begun().holding(True)
+    expected, before, under_way = whole(engine, Sampling()), engine.prefill.prompt_tokens, unstarted().holding(True)
     rounds = []
     for complete in (1, 2, 3, 4):
         under_way = keeping(engine).go_on(problems(), under_way, Sampling(), Round(complete, 4, 0))
@@ -139,7 +139,7 @@ def test_no_program_is_compiled_once_responses_go_on():
     keeping(engine).compile_ahead([3, 48])
     compiled = engine.compilations
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
-    under_way = not_begun(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3).holding(True)
+    under_way = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3).holding(True)
     for complete in (1, 2, 3, 4):
         under_way = keeping(engine).go_on(long, under_way, Sampling(top_k=3), Round(complete, len(long), due=-1))
     assert under_way.ended_B.all() and engine.compilations == compiled
@@ -147,7 +147,7 @@ def test_no_program_is_compiled_once_responses_go_on():
 
 def test_responses_that_there_are_no_slots_for_any_more_are_computed_again():
     wide, narrow = (load(build(slots=slots, window=2), 1.0, 0) for slots in (8, 2))
-    first = keeping(wide).go_on(problems(), begun().holding(True), Sampling(), Round(1, 4, 0))
+    first = keeping(wide).go_on(problems(), unstarted().holding(True), Sampling(), Round(1, 4, 0))
     assert sum(held is not None for held in first.held_B) > 2
     last = keeping(narrow).go_on(problems(), first, Sampling(), Round(4, 4, 0))
     expected = whole(wide, Sampling())

@@ -107,7 +107,7 @@ def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged
 
 @pytest.mark.slow
 def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots, monkeypatch):
-    monkeypatch.setattr(paged, "_goes_ahead", True)
+    monkeypatch.setattr(paged, "_dispatch_ahead", True)
     same_responses(generate(paged)[0], slots[0])
 
 

@@ -13,7 +13,7 @@ from tiny_models import gaussian, same_responses
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.engine.cache.contents import Contents, Known, Ring, _Content
+from jaxrlhf.engine.cache.contents import PrefixCache, PrefixMatch, Ring, _Content
 from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.models.config import FullHeads, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -77,7 +77,7 @@ def build(model, *, rings: bool, **sizes: int) -> Engine:
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES)),
-            goes_ahead=True,
+            dispatch_ahead=True,
         )
     engine.load(jax.device_put(gaussian(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine
@@ -151,7 +151,7 @@ def test_conversations_go_on_where_the_window_is_there_and_are_run_whole_where_i
 def test_what_a_ring_lost_is_never_gone_on_from():
     """Every beginning of a response of which a token's window is gone: brute force over positions that are there."""
     for length in range(1, 60):
-        contents = Contents(slots=1, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
+        contents = PrefixCache(slots=1, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
         contents._content[0] = _Content(0, np.arange(length), 1, parked=True)
         for known in range(1, length + 1):
             found = contents.longest((*range(known), -1, -2)[: known + 1])
@@ -160,17 +160,17 @@ def test_what_a_ring_lost_is_never_gone_on_from():
             window = set(range(max(0, found.tokens - WINDOW + 1), found.tokens))
             assert not found.tokens or window <= there
             assert found.tokens % STEP == 0
-    assert found == Known(56, 0)
+    assert found == PrefixMatch(56, 0)
 
 
 class Slots:
     """Rings of slots whose entries are the tokens themselves, and what a cache says that they hold."""
 
     def __init__(self, count: int) -> None:
-        self.contents = Contents(slots=count, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
+        self.contents = PrefixCache(slots=count, ring=Ring(ENTRIES, WINDOW, ahead=2 * DISPATCH))
         self.rings, self.turns = [[-1] * ENTRIES for _ in range(count)], 0
 
-    def turn(self, slot: int, prompt: list[int], response: list[int]) -> Known:
+    def turn(self, slot: int, prompt: list[int], response: list[int]) -> PrefixMatch:
         """One turn in a slot, from what is known of its prompt, all of whose first token's window has to be there."""
         known = self.contents.longest(prompt)
         row = [self.rings[known.slot][place % ENTRIES] for place in range(known.tokens)]

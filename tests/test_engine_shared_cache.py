@@ -91,7 +91,7 @@ def build(kind: str, **sizes: int) -> Engine:
         slot_axes=SLOTS,
         kv_head_axis="tensor",
         execution=execution if sizes else models.ONE_DEVICE,
-        goes_ahead=True,
+        dispatch_ahead=True,
     )
     engine.load(jax.device_put(gaussian(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine

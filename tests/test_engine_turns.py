@@ -12,7 +12,7 @@ from tiny_models import SMALL, gaussian, same_responses
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Engine, InterruptibleEngine, Request
-from jaxrlhf.engine.cache.contents import Contents, Known
+from jaxrlhf.engine.cache.contents import PrefixCache, PrefixMatch
 from jaxrlhf.engine.programs import Prompts
 from jaxrlhf.models.config import LatentAttention
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -209,16 +209,16 @@ def test_few_programs_serve_conversations_of_all_lengths_and_none_takes_more_mem
         sizes.add((names[0], *token_PS.shape, chunk))
         return Prompts(np.zeros(1), models.Prefix(nothing, nothing), np.ones(1))
 
-    contents = Contents(slots=64)
+    contents = PrefixCache(slots=64)
     monkeypatch.setattr(engine.compiled, "run", recorded)
     monkeypatch.setattr(engine.cache, "prefix", lambda slots, width: models.Prefix(nothing, nothing))
-    monkeypatch.setattr(contents, "longest", lambda prompt: Known(known.get(len(prompt), 0), 0))
+    monkeypatch.setattr(contents, "longest", lambda prompt: PrefixMatch(known.get(len(prompt), 0), 0))
     monkeypatch.setattr(contents, "go_on", lambda known: 0)
     rng = np.random.default_rng(0)
     for _ in range(2000):
         length = int(2 ** rng.uniform(0, 13))
         known[length] = int(rng.integers(max(1, length - 600), length)) if rng.random() < 0.9 and length > 1 else 0
-        sequence = engine.begun(Request(0, (5,) * length, max_tokens=1), Sampling(), seed=0)
+        sequence = engine.new_sequence(Request(0, (5,) * length, max_tokens=1), Sampling(), seed=0)
         most = engine.prefill.most(engine.prefill.kind(contents, sequence))
         together = [(5,) * length] * int(rng.integers(1, most + 1))
         engine.prefill.run(together, engine.weights, engine.cache, contents)

@@ -85,7 +85,7 @@ def held_bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def spent_but(weights, *kept):
+def donated_but(weights, *kept):
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in kept, weights)
 
 
@@ -106,7 +106,7 @@ def test_weights_that_only_the_engine_reads_lie_apart_and_generate_the_same(expe
     engine = new_engine(sizes)
     for version in range(2):
         weights = weights_on(engine, seed=version)
-        engine.load(weights, version, spent=spent_but(weights, "mlp_norm"))
+        engine.load(weights, version, donated=donated_but(weights, "mlp_norm"))
         gone = jax.tree.map(lambda leaf: leaf.is_deleted(), weights)
         assert not gone["layers"].pop("mlp_norm")
         assert all(jax.tree.leaves(gone["layers"]))
@@ -115,7 +115,7 @@ def test_weights_that_only_the_engine_reads_lie_apart_and_generate_the_same(expe
             same_responses(engine.generate(REQUESTS, SAMPLING, seed=11), expected[version])
     assert engine.compilations <= most_compilations(engine)
     compiled = engine.compilations
-    engine.load((again := weights_on(engine)), 2, spent=spent_but(again, "mlp_norm"))
+    engine.load((again := weights_on(engine)), 2, donated=donated_but(again, "mlp_norm"))
     engine.generate(REQUESTS, SAMPLING, seed=12)
     assert engine.compilations == compiled
 
@@ -134,7 +134,7 @@ def test_only_a_part_of_the_layers_exists_twice_at_a_time(monkeypatch):
         return apart[-1]
 
     monkeypatch.setattr(Weights, "_unstacked", watched)
-    engine.load(weights, 0, spent=spent_but(weights))
+    engine.load(weights, 0, donated=donated_but(weights))
     assert len(alive) == 5  # attention, three matrices of the MLP, norms
     assert alive[0] == whole + attention == max(alive)
     assert all(leaf.is_deleted() for leaf in stack)
@@ -146,5 +146,5 @@ def test_programs_for_a_stack_do_not_take_layers_that_lie_apart():
     engine.load(weights_on(engine), 0)
     weights = weights_on(engine)
     with pytest.raises(ValueError, match="layout than those loaded before"):
-        engine.load(weights, 1, spent=spent_but(weights))
+        engine.load(weights, 1, donated=donated_but(weights))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(weights))

@@ -61,6 +61,7 @@ RULES = {
     house_rules.vague_names: [*MODULES, *PROGRAMS],
     house_rules.retired_words: [*MODULES, *PROGRAMS],
     house_rules.unclear_docstrings: MODULES,
+    house_rules.dialect: [*MODULES, *PROGRAMS],
     house_rules.front_door_logic: [PACKAGE / "__init__.py", *FRONT_DOORS],
 }
 """Rules of single files, and the files that they are for."""
@@ -88,6 +89,10 @@ def test_rooms_are_no_wider_than_one_reads_through():
 
 def test_a_class_name_means_one_thing():
     assert house_rules.repeated_class_names(MODULES) == []
+
+
+def test_sentences_are_not_chained():
+    assert house_rules.chains(MODULES) == []
 
 
 @pytest.mark.slow
@@ -183,6 +188,8 @@ def test_rule_floors_can_fail(tmp_path):
             'class A:\n    """A batch.\n\n    Attributes:\n      rows: Of it.\n    """',
         ),
         (house_rules.retired_words, "batch.py", "def island_of(mesh): ...  # an island"),
+        (house_rules.dialect, "batch.py", '"""Tokens that were drawn by an old policy."""'),
+        (house_rules.dialect, "batch.py", "# the group is begun"),
         (house_rules.front_door_logic, "room/__init__.py", "import os\nx = os.getcwd()"),
         (house_rules.front_door_logic, "room/__init__.py", "def load(): ..."),
         (house_rules.front_door_logic, "room/__init__.py", "if True:\n    import os"),

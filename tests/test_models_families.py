@@ -166,10 +166,10 @@ def test_windows_count_in_sequences_that_share_their_prompt():
     prompt, first, second = np.arange(18).reshape(3, 6)
     each = np.array([np.concatenate([prompt, first]), np.concatenate([prompt, second])])
     position_1W = np.concatenate([np.arange(12), 6 + np.arange(6)])[None].astype(np.int32)
-    tells = np.concatenate([np.arange(12) >= 0, np.arange(12) >= 6])[None, None]
+    is_primary = np.concatenate([np.arange(12) >= 0, np.arange(12) >= 6])[None, None]
     segment = np.repeat([1, 2], 12)[None, None]
     shared_prefix = SharedPrefix(
-        (AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, tells, np.ones(1, np.int32)),)
+        (AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, is_primary, np.ones(1, np.int32)),)
     )
     shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
         params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), shared_prefix=shared_prefix

@@ -56,10 +56,10 @@ def in_one_row(count, length):
     each = np.array([np.concatenate([prompt, response]) for response in responses])
     position_1W = np.concatenate([np.arange(2 * length), *[length + np.arange(length)] * (count - 1)])[None]
     first = np.arange(count * 2 * length) < 2 * length
-    tells = first | (np.arange(count * 2 * length) % (2 * length) >= length)
+    is_primary = first | (np.arange(count * 2 * length) % (2 * length) >= length)
     segment = np.repeat(np.arange(1, count + 1), 2 * length)
     source = each.reshape(1, 1, -1).astype(np.int32)
-    rows = AttentionRows(source, segment[None, None].astype(np.int32), tells[None, None], np.ones(1, np.int32))
+    rows = AttentionRows(source, segment[None, None].astype(np.int32), is_primary[None, None], np.ones(1, np.int32))
     return each, position_1W.astype(np.int32), SharedPrefix((rows,))
 
 

@@ -9,7 +9,7 @@ from tiny_models import DECODER
 
 from jaxrlhf.models.config import LayerInputs, Streams
 from jaxrlhf.models.mlp import gated
-from jaxrlhf.models.residual.streams import gathered, spread
+from jaxrlhf.models.residual.streams import make_streams, merge_streams
 
 GEMMA3N = replace(DECODER, norms="sandwich", layer_inputs=LayerInputs(4, 96), streams=Streams(3))
 WIDTH = GEMMA3N.hidden_size
@@ -20,7 +20,7 @@ def test_streams():
 
     def total(matrix, embed_RWD):
         params = {"streams": {"spread": matrix, "gather": matrix}}
-        return gathered(params, GEMMA3N, jnp.sin(spread(params, GEMMA3N, embed_RWD))).sum()
+        return merge_streams(params, GEMMA3N, jnp.sin(make_streams(params, GEMMA3N, embed_RWD))).sum()
 
     embed_RWD = jnp.zeros((1, 2, WIDTH)).at[0, 0].set(1.0)
     gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(matrix, embed_RWD)

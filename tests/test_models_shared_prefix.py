@@ -120,7 +120,7 @@ def test_rows_that_are_not_used_are_not_computed() -> None:
     assert not both[rows.segment_RW == 0].any()
     none = SharedPrefix((narrow, wide._replace(used_R=np.zeros(1, np.int32))))
     told_W = np.zeros(rows.token_RW.shape[1], bool)
-    told_W[narrow.source_RAS[0][narrow.tells_RAS[0]]] = True
+    told_W[narrow.source_RAS[0][narrow.is_primary_RAS[0]]] = True
     assert not np.asarray(run(*arrays, none))[0, ~told_W].any() and told_W.any()
 
 

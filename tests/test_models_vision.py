@@ -14,11 +14,11 @@ from tiny_checkpoints import build, tiered, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.vision.rows import Room, RowLayout, turns_of
+from jaxrlhf.models.vision.rows import RowLayout, StripShape, mrope_positions
 
 TOLERANCE = 1e-4
 KINDS = tiered(seeing.KINDS, fast=["qwen2.5-vl"], slow=["qwen3-vl"])
-ROOM = Room(strips=3, patches=60)
+ROOM = StripShape(strips=3, patches=60)
 """One image fills a strip, the other leaves it part empty, and a row may have strips without any."""
 
 
@@ -41,7 +41,7 @@ class Loaded:
     def rows(self, sequences, places, shape):
         """Arrays of sequences that begin at these places, `(row, first column)`, and the images of their rows."""
         token_RW, position_RW, segment_RW, block_RW = np.zeros((4, *shape), np.int32)
-        feature_RW, turn_RW3 = np.full(shape, -1, np.int32), np.zeros((*shape, 3), np.int32)
+        feature_RW, mrope_position_RW3 = np.full(shape, -1, np.int32), np.zeros((*shape, 3), np.int32)
         of_row = [
             [one for (_, images), at in zip(sequences, places, strict=True) if at[0] == row for one in images]
             for row in range(shape[0])
@@ -51,8 +51,8 @@ class Loaded:
             at = row, slice(first, first + len(tokens))
             token_RW[at], position_RW[at], segment_RW[at] = tokens, np.arange(len(tokens)), number
             feature_RW[at], block_RW[at] = layout.tokens(row, images, len(tokens))
-            turn_RW3[at] = turns_of(self.vision, images, len(tokens))
-        tables = feature_RW, block_RW, turn_RW3
+            mrope_position_RW3[at] = mrope_positions(self.vision, images, len(tokens))
+        tables = feature_RW, block_RW, mrope_position_RW3
         images = layout.rows(range(shape[0]), lambda one: self.pixels[int(one.digest)], *tables)
         return jax.tree.map(jnp.asarray, (token_RW, position_RW, segment_RW, images))
 
@@ -110,8 +110,10 @@ def test_prefill_and_decoding(checkpoint, chunk_tokens):
     slots = jnp.arange(3)
     cache = models.insert_prefix(models.empty_cache(config, slots=3, capacity=width + 4), output.prefix, slots, slots)
     layers = models.unstack_layers(params, config)
-    turns = [turns_of(vision, images, len(tokens) + 1) for tokens, images in sequences]
-    offset_B = jnp.array([turn_T3[-1, 0] - len(turn_T3) + 1 for turn_T3 in turns], jnp.int32)
+    turns = [mrope_positions(vision, images, len(tokens) + 1) for tokens, images in sequences]
+    offset_B = jnp.array(
+        [mrope_position_T3[-1, 0] - len(mrope_position_T3) + 1 for mrope_position_T3 in turns], jnp.int32
+    )
     assert ((offset_B[:2] < 0) == (vision.sections is not None)).all() and offset_B[2] == 0
     decode = jax.jit(models.decode, static_argnums=2)
     more = np.random.default_rng(3).integers(1, 80, (3, 3)).astype(np.int32)

@@ -68,7 +68,7 @@ def verbs_of(function: FunctionType) -> Counter:
         passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # which call a role where it is needed
         if isinstance(call, ast.Name) and call.id in passes:
             found[passes[call.id], "compute"] += 1
-        if isinstance(call, ast.Name) and call.id in ("learn", "actor_critic", "respond", "answered"):
+        if isinstance(call, ast.Name) and call.id in ("learn", "actor_critic", "respond", "generate_and_score"):
             found += verbs_of(function.__globals__[call.id])
     return found
 

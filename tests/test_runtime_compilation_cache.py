@@ -79,7 +79,7 @@ def test_nothing_is_kept_where_that_is_off(tmp_path):
 
 ANOTHERS = """
 import os
-from jaxrlhf.data.table import kept
+from jaxrlhf.data.table import cache
 from jaxrlhf.runtime import compilation_cache
 
 if os.getuid() == 0:
@@ -87,11 +87,11 @@ if os.getuid() == 0:
 os.environ["HOME"] = os.environ["ANOTHERS"]
 compilation_cache.turn_on()
 print(compilation_cache.settings_row()[2:])
-with kept.new_folder(kept._place() / "x") as made:
+with cache.new_folder(cache._place() / "x") as made:
     assert made is None
 os.environ.pop("HOME")
 os.path.expanduser = lambda path: path  # as of a user without an entry
-assert kept._place() is None
+assert cache._place() is None
 print(compilation_cache.settings_row()[2:])
 """
 

@@ -72,7 +72,7 @@ class Versioned(Made):
 class MadeRoles(SimpleNamespace):
     """Roles of one actor, which generates on its own devices or apart."""
 
-    def as_of_now(self, *, waiting):
+    def snapshot(self, *, waiting):
         assert waiting == self.waiting
         if not self.generates_apart:
             return self

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, ONE_TO_ALL, worker_method, worker_methods
-from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, RemoteValue, Timeline
+from jaxrlhf.single_controller.group import ActorWithRolloutPool, DeviceQueue, Group, RemoteValue, Timeline
 
 PATIENCE_S = 30.0
 
@@ -253,7 +253,7 @@ class Writer:
 def apart(trainer, writer, queues, beside):
     """An actor whose responses a group on other devices generates."""
     rollout, fetching = (group_of("rollout", writer, queue) for queue in (queues[1], beside))
-    return ActorApart(group_of("actor", trainer, queues[0]), rollout, lambda: fetching)
+    return ActorWithRolloutPool(group_of("actor", trainer, queues[0]), rollout, lambda: fetching)
 
 
 def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues, beside):
@@ -272,9 +272,9 @@ def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_i
 ):
     trainer, writer = Trainer(), Writer()
     actor = apart(trainer, writer, queues, beside)
-    first, second = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
+    first, second = actor.snapshot(waiting=2), actor.snapshot(waiting=2)
     actor.update_actor()
-    third = actor.as_of_now(waiting=2)
+    third = actor.snapshot(waiting=2)
     actor.update_actor()
     asked = (first, first, actor, second, third, actor)
     rollouts = [one.generate_sequences().result(PATIENCE_S) for one in asked]
@@ -289,10 +289,10 @@ def test_weights_come_while_others_draw_and_are_loaded_after_them(queues, beside
     actor.generate_sequences().result(PATIENCE_S)
     writer.begun.clear()
     writer.end.clear()
-    drawing = actor.as_of_now(waiting=2).generate_sequences()
+    drawing = actor.snapshot(waiting=2).generate_sequences()
     assert writer.begun.wait(PATIENCE_S)
     actor.update_actor()
-    later = actor.as_of_now(waiting=2)
+    later = actor.snapshot(waiting=2)
     beside.submit(lambda *_: None, "nobody", "wait").result(PATIENCE_S)  # behind the fetch
     assert [*writer.fetched.values()] == [1] and not drawing.done() and writer.received[-1] == 0
     writer.end.set()
@@ -305,12 +305,12 @@ def test_a_rollout_group_that_came_back_with_other_splits_has_the_newest_weights
 ):
     trainer, writer = Trainer(), Writer()
     actor = apart(trainer, writer, queues, beside)
-    begun, waiting = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
+    begun, waiting = actor.snapshot(waiting=2), actor.snapshot(waiting=2)
     assert begun.generate_sequences().result(PATIENCE_S)[-1] == "0"
     actor.update_actor()
     writer.splits = "fewer"
     actor.send_again()
-    after = actor.as_of_now(waiting=2)
+    after = actor.snapshot(waiting=2)
     actor.update_actor()
     rollouts = [one.generate_sequences().result(PATIENCE_S)[-1] for one in (waiting, waiting, after, actor)]
     assert rollouts == ["2", "2", "1", "2"] and trainer.withdrawn == ["splits"]

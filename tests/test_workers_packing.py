@@ -121,8 +121,8 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
                             np.testing.assert_array_equal(position_W[source_S[where]], np.arange(len(where)))
                             assert (np.diff(where) == 1).all()
                             seen.append(tuple(token_W[source_S[where]]))
-                assert not part.tells_RAS[row][segment_AS == 0].any()
-                np.add.at(told, source_AS[part.tells_RAS[row]], 1)
+                assert not part.is_primary_RAS[row][segment_AS == 0].any()
+                np.add.at(told, source_AS[part.is_primary_RAS[row]], 1)
             np.testing.assert_array_equal(told, segment_W > 0)
     whole = [tuple(t[:n]) for t, n in zip(sequences.token_BT, sequences.length_B, strict=True)]
     assert sorted(seen) == sorted(whole)

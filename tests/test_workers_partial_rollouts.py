@@ -13,7 +13,7 @@ from tiny_models import gaussian
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, not_begun
+from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, unstarted_groups
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Request
 from jaxrlhf.workers.sampler import CompletionFeed, Sampler
@@ -49,8 +49,8 @@ def problems() -> list[Problem]:
     return [Problem(prompt_id=7 + n, prompt="", prompt_tokens=tokens) for n, tokens in enumerate(PROMPTS)]
 
 
-def begun(most_kept: int = 0) -> PartialRollout:
-    return not_begun(problems(), copies=COPIES, seed=SEED, step=STEP, width=WIDTH, most_kept=most_kept)
+def unstarted(most_kept: int = 0) -> PartialRollout:
+    return unstarted_groups(problems(), copies=COPIES, seed=SEED, step=STEP, width=WIDTH, most_kept=most_kept)
 
 
 def sampler_of(engine) -> Sampler:
@@ -63,7 +63,7 @@ def whole(engine, sampling: Sampling):
 
 def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int = 0) -> list[PartialRollout]:
     """Groups under way after each round: one more is complete in each, and all are in the last."""
-    rounds, under_way = [], begun()
+    rounds, under_way = [], unstarted()
     for version, scale in enumerate(scales):
         last = version == len(scales) - 1
         sampler = sampler_of(loaded(scale, version))
@@ -180,7 +180,7 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     sampling = Sampling(top_k=3)
     engine = load(build(slots=8, most_kept=3), 1.0, 0)
     expected = whole(engine, sampling)
-    under_way = begun(most_kept=3)
+    under_way = unstarted(most_kept=3)
     for complete in (1, 2, 4):
         under_way = sampler_of(engine).go_on(problems(), under_way, sampling, Round(complete, 4, due=0))
     np.testing.assert_array_equal(under_way.rollout.sequences.kept_BTK, expected.sequences.kept_BTK)
@@ -191,7 +191,7 @@ def test_no_program_is_compiled_once_responses_go_on():
     engine.compile_ahead([3, 48, *range(49, 63)])
     compiled = engine.compilations
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
-    under_way = not_begun(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
+    under_way = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
     for complete in (1, 2, 3, 4):
         under_way = sampler_of(engine).go_on(long, under_way, Sampling(top_k=3), Round(complete, len(long), due=-1))
     assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
@@ -200,7 +200,7 @@ def test_no_program_is_compiled_once_responses_go_on():
 
 @pytest.mark.parametrize("failing", ["step", "enqueue"])
 def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(failing, loaded, monkeypatch):
-    engine, before = loaded(1.0, 0), begun()
+    engine, before = loaded(1.0, 0), unstarted()
     copy = jax.tree.map(np.array, before)
 
     def fail(*args, **kwargs):
@@ -219,7 +219,7 @@ def test_an_engine_of_another_kind_is_refused(loaded):
 
     sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
     with pytest.raises(Refusal, match="Server answers a request whole"):
-        sampler.go_on(problems(), begun(), Sampling(), Round(4, 4, due=0))
+        sampler.go_on(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
 
 
 @pytest.mark.parametrize(("complete", "of"), [(8, 12), (7, 13), (1, 2), (12, 12)])

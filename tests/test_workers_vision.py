@@ -13,7 +13,7 @@ from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.engine import Completion
 from jaxrlhf.models.parameters import Param
-from jaxrlhf.models.vision.rows import Room
+from jaxrlhf.models.vision.rows import StripShape
 from jaxrlhf.optimizers.groups import ParameterGroups
 from jaxrlhf.optimizers.optimizer import optimizer_of
 from jaxrlhf.workers.sampler import CompletionFeed, Sampler
@@ -49,8 +49,8 @@ def test_room_for_images_is_in_a_checkpoint():
         made.role, made.updates, made._patch_room = role, 3, [*room]
         return made
 
-    saved = json.loads(json.dumps(worker("actor", Room(3, 60)).counters() | worker("critic").counters()))
-    for role, expected in (("actor", [Room(3, 60)]), ("critic", [])):
+    saved = json.loads(json.dumps(worker("actor", StripShape(3, 60)).counters() | worker("critic").counters()))
+    for role, expected in (("actor", [StripShape(3, 60)]), ("critic", [])):
         resumed = worker(role)
         resumed.updates = 0
         resumed.set_counters(saved)

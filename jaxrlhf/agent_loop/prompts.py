@@ -71,7 +71,7 @@ class EpisodePrompts:
         """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
         template = self._format.template
         try:
-            [said] = self._format.told([message])
+            [said] = self._format.template_messages([message])
             opened = template.render([_ASKED], tools, open_reply=True)
             whole = template.render([_ASKED, said], tools, open_reply=False)
         except EnvironmentFailure as error:

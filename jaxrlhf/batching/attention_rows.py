@@ -54,14 +54,14 @@ class AttentionPlaces:
         token: tuple[np.ndarray, ...],
         source: np.ndarray,
         segment_B: np.ndarray,
-        tells: np.ndarray,
+        is_primary: np.ndarray,
     ) -> SharedPrefix:
         """Return the whole sequences of some packed rows.
 
         Args:
           token: Sequence and position of every token in these rows; a shared token appears once per sequence.
           source: Position of each token in its packed row.
-          tells: True for the copy of each token from which the packed row takes the result.
+          is_primary: True for the copy of each token from which the packed row takes the result.
         """
         b, position = token
         row = self._row_B[b] - rows.start
@@ -74,7 +74,7 @@ class AttentionPlaces:
                 AttentionRows(
                     source_RAS=_table(source.astype(np.int32)[inside], at, shape),
                     segment_RAS=_table(segment_B[b][inside], at, shape),
-                    tells_RAS=_table(tells[inside], at, shape),
+                    is_primary_RAS=_table(is_primary[inside], at, shape),
                     used_R=used_R[rows.start : rows.stop],
                 )
             )

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrlhf.batch import Image
 from jaxrlhf.models.config import Vision
-from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, RowLayout, turns_of
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, RowLayout, StripShape, mrope_positions
 
 Pack = Callable[[np.ndarray], np.ndarray]
 """Function from a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
@@ -36,7 +36,7 @@ class ImagePlaces:
         row_B: np.ndarray,
         *,
         rows: int,
-        room: list[Room],
+        room: list[StripShape],
         agree: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         self._vision, self._row_B = vision, row_B
@@ -46,10 +46,10 @@ class ImagePlaces:
             of_row[row] |= {image.digest: image for image in images}
         images_R = [[*images.values()] for images in of_row]
         self.any = bool(agree(np.array(any(images_R), np.int64)))
-        before, room_of = room[0] if room else None, partial(Room.of, images_R, merge=vision.merge, steps=_SIZES)
+        before, room_of = room[0] if room else None, partial(StripShape.of, images_R, merge=vision.merge, steps=_SIZES)
         patches = int(agree(np.array(room_of(least=before).patches)))
-        strips = int(agree(np.array(room_of(least=Room(before.strips if before else 1, patches)).strips)))
-        room[:] = [Room(strips, patches)]
+        strips = int(agree(np.array(room_of(least=StripShape(before.strips if before else 1, patches)).strips)))
+        room[:] = [StripShape(strips, patches)]
         self._layout = RowLayout(vision, images_R, room[0])
 
     def rows(self, length_B: np.ndarray, width: int, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
@@ -60,10 +60,11 @@ class ImagePlaces:
           each: Number of packed rows of a microbatch.
         """
         shape = len(length_B), width
-        feature_BT, block_BT, turn_BT3 = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros((*shape, 3))
+        feature_BT, block_BT = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        mrope_position_BT3 = np.zeros((*shape, 3))
         for b, (images, length) in enumerate(zip(self._images_B, length_B.tolist(), strict=True)):
             feature_BT[b, :length], block_BT[b, :length] = self._layout.tokens(int(self._row_B[b]), images, length)
-            turn_BT3[b, :length] = turns_of(self._vision, images, length)
-        tables = pack(feature_BT + 1) - 1, pack(block_BT), pack(turn_BT3.astype(np.int32))  # -1 in padding
+            mrope_position_BT3[b, :length] = mrope_positions(self._vision, images, length)
+        tables = pack(feature_BT + 1) - 1, pack(block_BT), pack(mrope_position_BT3.astype(np.int32))  # -1 in padding
         for index, own in enumerate(zip(*tables, strict=True)):
             yield self._layout.rows(range(index * each, (index + 1) * each), pixels, *own)

@@ -23,7 +23,7 @@ from jaxrlhf.batching.shared_prompts import shared_prefixes
 from jaxrlhf.models.attention.score_mod import SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.config import Vision
-from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, no_pixels
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, StripShape, no_pixels
 
 
 @struct.dataclass
@@ -98,7 +98,7 @@ class Packing:
         attention_rows: dict[int, int] | None = None,
         vision: Vision | None = None,
         pixels: Pixels = no_pixels,
-        patch_room: list[Room] | None = None,
+        patch_room: list[StripShape] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)

@@ -52,13 +52,13 @@ class Round:
         """Return the condition for a rank with `groups` of all groups; together the ranks complete enough groups."""
         return Round(-(-self.complete * groups // self.groups), groups, self.due, self.repeated)
 
-    def over(self, complete_P: np.ndarray, begun_P: np.ndarray) -> bool:
+    def over(self, complete_P: np.ndarray, started_P: np.ndarray) -> bool:
         """Return True if enough groups, and all due groups, are complete.
 
         Args:
-          begun_P: Step in which each group was started.
+          started_P: Step in which each group was started.
         """
-        return bool(complete_P.sum() >= self.complete and complete_P[begun_P <= self.due].all())
+        return bool(complete_P.sum() >= self.complete and complete_P[started_P <= self.due].all())
 
 
 @struct.dataclass
@@ -141,7 +141,7 @@ class OpenGroups:
         return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
 
 
-def not_begun(
+def unstarted_groups(
     problems: Sequence[Problem], *, copies: int, seed: int, step: int, width: int, most_kept: int
 ) -> PartialRollout:
     """Return groups of `copies` responses to these problems, with no token sampled yet.

@@ -44,7 +44,7 @@ class ChatFormat:
         self._parser = ReplyParser(tokenizer, self.template.source, self.synthetic.opening())
         self._keeps = {
             (of_tool, reasoning): self.synthetic.keeps(messages, reasoning=reasoning)
-            for of_tool, messages in ((False, _USER), (True, self.told(self.synthetic.answers())))
+            for of_tool, messages in ((False, _USER), (True, self.template_messages(self.synthetic.answers())))
             for reasoning in (False, True)
         }
 
@@ -68,7 +68,7 @@ class ChatFormat:
         Raises:
           EnvironmentFailure: The template rejects the messages.
         """
-        given, spelled = self.template.as_text(self.told(messages))
+        given, spelled = self.template.as_text(self.template_messages(messages))
         text = self.template.render(given, tools, open_reply=True)
         _check_shown(given, text)
         return self.template.encode(rewritten(text), marked=spelled)
@@ -93,7 +93,7 @@ class ChatFormat:
         Raises:
           EnvironmentFailure: The template rejects the messages.
         """
-        given, spelled = self.template.as_text(self.told(messages))
+        given, spelled = self.template.as_text(self.template_messages(messages))
         text = self.synthetic.following(given, tools)
         _check_shown(given, text)
         text = rewritten(text)
@@ -141,13 +141,13 @@ class ChatFormat:
         """Raise `Refusal` if calls of these tools could not be parsed, as `Signatures` does."""
         self._parser.signatures(tools)
 
-    def said(self, reply: Reply) -> Message:
-        """Return the reply as a message that this template shows, in the form of `told`."""
+    def reply_message(self, reply: Reply) -> Message:
+        """Return the reply as a message that this template shows, in the form of `template_messages`."""
         if self.synthetic.with_calls or self._parser.writes_calls or not reply.calls:
             return reply.message
         return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
 
-    def told(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def template_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages in the form that the template takes.
 
         If the template knows no tools, a tool's answers become a user's message, merged with the user's messages around

@@ -8,7 +8,7 @@ from typing import Literal
 from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.cutting import cut_to
-from jaxrlhf.conversations.images import SeenTokens, behind, marked, shown_again, spelled, written
+from jaxrlhf.conversations.images import SeenTokens, escape_marks, marked, shifted, shown_again, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 DrawnRun = tuple[int, Sequence[float], int, int]
@@ -56,7 +56,7 @@ class _Stream:
 
     def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
         """Append tokens, and the images among them."""
-        self.images += behind(images, len(self.tokens))
+        self.images += shifted(images, len(self.tokens))
         self.tokens += tokens
 
 
@@ -99,7 +99,7 @@ class Conversation:
             write = partial(format.prompt, tools=self.tools)
             prompt_tokens, images = written(self.messages, sources, format.reader, write)
         if not sources:
-            self.messages = spelled(self.messages)
+            self.messages = escape_marks(self.messages)
         self._streams = [_Stream(list(prompt_tokens), images)]
         self._calls, self._reasoned = 0, False
 
@@ -135,7 +135,7 @@ class Conversation:
         self._calls += len(numbered)
         reply = replace(reply, calls=numbered, ended=reply.ended or ended)
         self.replies.append(reply)
-        self.messages += spelled([self.format.said(reply)])
+        self.messages += escape_marks([self.format.reply_message(reply)])
         self._reasoned |= reply.reasoned
         return reply
 
@@ -174,7 +174,7 @@ class Conversation:
             told, inserted = cut_to(told, tokens_of, self.format.tokenizer, most_tokens)
         if not inserted:
             return 0
-        self.messages += told if sources else spelled(told)
+        self.messages += told if sources else escape_marks(told)
         if self._history == "as_templated" and not self.format.keeps(told, reasoning=self._reasoned):
             write = partial(self.format.prompt, self.messages, self.tools)
             self._follow(shown_again((*self.images, *images), self.format.reader, write))

@@ -78,7 +78,7 @@ def shown(
     return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=place))
 
 
-def spelled(messages: Sequence[Message]) -> list[Message]:
+def escape_marks(messages: Sequence[Message]) -> list[Message]:
     """Prepare messages without images for `shown_again`: replace each `MARK` that their texts spell."""
     if not any(MARK in text for message in messages for text in texts_in(message)):
         return [*messages]
@@ -108,7 +108,7 @@ def shown_again(
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
 
 
-def behind(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
+def shifted(images: Sequence[Image], tokens: int) -> tuple[Image, ...]:
     """Shift the positions of a part's images by the number of tokens before the part."""
     return tuple(replace(image, start=tokens + image.start) for image in images)
 

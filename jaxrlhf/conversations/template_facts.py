@@ -80,7 +80,9 @@ def check_template(format: ChatFormat, tools: Sequence[ToolSchema]) -> TemplateF
 def _check_parts(format: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
     """Raise `Refusal` if text encoded in parts has other tokens: spelled control tokens could not stay text then."""
     template = format.template
-    text = template.render([*format.synthetic.before(messages), *format.told(messages)], tools, open_reply=True)
+    text = template.render(
+        [*format.synthetic.before(messages), *format.template_messages(messages)], tools, open_reply=True
+    )
     if template.encode(text, marked=True) != template.encode(text, marked=False):
         raise Refusal(
             "this tokenizer encodes text by what stands around it, so control tokens that a tool's answer spells "

@@ -1,4 +1,4 @@
-"""Embedded vision task: pictures of colored digits to read, drawn by code."""
+"""Embedded vision task: pictures of colored digits to read, made by code."""
 
 from collections.abc import Iterator
 from functools import cache

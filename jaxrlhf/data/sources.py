@@ -31,7 +31,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
-from jaxrlhf.data.chats.messages import answering, behind, check_no_pictures, read_message, said
+from jaxrlhf.data.chats.messages import answering, check_no_pictures, read_answer, read_message, without_prompt
 from jaxrlhf.data.chats.parts import contents, is_picture, pictures_named
 from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import split_files, split_rows
@@ -41,9 +41,9 @@ from jaxrlhf.data.labelled.pairs import read_pairs, wrong_solution
 from jaxrlhf.data.labelled.steps import read_steps
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord, Stored, read_rows, without_field
 from jaxrlhf.data.shapes import shape_records
-from jaxrlhf.data.table.kept import folder_of, new_folder
+from jaxrlhf.data.table.cache import cache_folder_of, new_folder
 from jaxrlhf.data.table.problem_table import ProblemTable
-from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothing_fits, told
+from jaxrlhf.data.tokenized import EpisodeReader, Tokenized, TokenLimits, nothing_fits, with_system_prompt
 
 _FACTS = "split.json"
 _CHUNK = 4096
@@ -123,7 +123,7 @@ def load_problems(
     read = [_SourceReading.of(source, system_prompt, environment_key) for source in _sources(data)]
     folder = None
     if reader is None and episodes is None:
-        folder = folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
+        folder = cache_folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
     if folder is None:
         return _tokenized(read, split, Tokenized(tokenizer, limits, reader=reader, episodes=episodes))
     if not os.path.isdir(folder):  # Path.is_dir raises if a parent folder is not readable
@@ -158,7 +158,8 @@ def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Token
     malformed: list[str] = []
     for source in sources:
         examples = (
-            told(example, source.system_prompt, source.fields) for example in _read(source.data, split, malformed)
+            with_system_prompt(example, source.system_prompt, source.fields)
+            for example in _read(source.data, split, malformed)
         )
         tokenized.begin(source.name, as_text=getattr(source.data, "control_tokens", "parse") == "text")
         while chunk := list(islice(examples, _CHUNK)):
@@ -345,8 +346,8 @@ def _solutions(row: Row, data: PromptFields, prompt: str | Messages) -> tuple[An
     if first is not value:
         return first, further
     if key == _conversation(row, data):
-        return said(value[len(value) - max(1, _answering(value)) :], row.place, key), ()
-    return said(behind(value, prompt, row.place, key), row.place, key), ()
+        return read_answer(value[len(value) - max(1, _answering(value)) :], row.place, key), ()
+    return read_answer(without_prompt(value, prompt, row.place, key), row.place, key), ()
 
 
 def _several(solution: Any) -> tuple[Any, tuple[str, ...]]:

@@ -35,7 +35,7 @@ class EpisodeReader(Protocol):
         """Return the token ids of a solution of several turns, as they follow the prompt, and the mask to imitate."""
 
 
-def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
+def with_system_prompt(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
     """Return the record with some fields set, and with a system message before its prompt if the prompt has none."""
     if fields:
         example = example._replace(record={**restored(example.record), **fields})

@@ -16,7 +16,7 @@ from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Re
 from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
-from jaxrlhf.dataflows.batches.streamed import begun
+from jaxrlhf.dataflows.batches.streamed import start_streaming
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
 
@@ -46,27 +46,27 @@ def respond(
     settings = work.config.rollout
     if sampling is None and responses_per_prompt is None:
         if work.in_flight is not None:
-            return gone_on(roles, work, work.in_flight, problems)
+            return resume_groups(roles, work, work.in_flight, problems)
         if settings.stream_parts > 1:
             how = {"responses_per_prompt": settings.responses_per_prompt, "seed": work.seed}
-            return begun(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
+            return start_streaming(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
     copies = responses_per_prompt or settings.responses_per_prompt
     sampling = sampling or settings.sampling
-    return answered(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)
+    return generate_and_score(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)
 
 
-def gone_on(
+def resume_groups(
     roles: Roles, work: StepInput[Algorithm], in_flight: InFlight, problems: Sequence[Problem]
 ) -> ScoredRollout:
     """Start groups for these problems, and return complete groups, scored; they may have started in earlier steps."""
     assert work.draw_more is not None
     chosen, drawn = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
     if work.config.environment is not None:
-        return judged(roles, work.config.environment, chosen, drawn)
+        return score_episodes(roles, work.config.environment, chosen, drawn)
     return ScoredRollout(chosen, drawn, roles.reward.compute_reward(chosen, drawn))
 
 
-def answered(
+def generate_and_score(
     roles: Roles,
     config: Config,
     problems: Sequence[Problem],
@@ -79,12 +79,12 @@ def answered(
     how: dict[str, Any] = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     if config.environment is not None:
         episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
-        return judged(roles, config.environment, problems, episodes)
+        return score_episodes(roles, config.environment, problems, episodes)
     rollout = roles.actor.generate_sequences(problems, sampling, **how)
     return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
 
 
-def judged(
+def score_episodes(
     roles: Roles, environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch
 ) -> ScoredRollout:
     """Score episodes that started from these problems, an equal number for each problem."""

@@ -11,7 +11,7 @@ from jaxrlhf.algos import group_relative, has_spread, overlong_penalty
 from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import DAPO
 from jaxrlhf.dataflows import grpo
-from jaxrlhf.dataflows.batches.episode_rows import drawn_by
+from jaxrlhf.dataflows.batches.episode_rows import sampled_lengths
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns
@@ -23,7 +23,7 @@ def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
     wanted, settings = "that score differently", work.settings
     sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=settings.max_rounds, wanted=wanted)
     batch = sampled.for_step(work.config.rollout.prompts_per_step)
-    length_B, truncated_B = drawn_by(batch.rollout)
+    length_B, truncated_B = sampled_lengths(batch.rollout)
     trained_B = batch.trained_B & ~truncated_B if settings.mask_truncated else batch.trained_B
     return replace(batch, scores=shaped(work, batch, length_B), trained_B=trained_B)
 

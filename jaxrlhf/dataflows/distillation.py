@@ -19,7 +19,7 @@ from jaxrlhf.algos import kl_estimate, policy_objective, selected, span_objectiv
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import LogitDistillation, PolicyGradient, SpanDistillation
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches, trained_alone
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
@@ -47,7 +47,7 @@ def prepare(
     sequences, mask_BT = rollout.sequences, rollout.sequences.mask_BT
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
-    sequences = trained_alone(sequences, trained_B)
+    sequences = mask_untrained(sequences, trained_B)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, teacher_logp_BT)
     metrics = rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))

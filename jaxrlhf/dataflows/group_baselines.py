@@ -8,7 +8,7 @@ import numpy as np
 from jaxrlhf import algos
 from jaxrlhf.batch import Array
 from jaxrlhf.config import GRPO, OnlineDPO, PolicyGradient, Refusal
-from jaxrlhf.dataflows.batches.episodes import treated
+from jaxrlhf.dataflows.batches.episodes import truncated_with
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import Returns, learn
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
@@ -51,7 +51,7 @@ def gdpo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) ->
         weighed = {name: weight for name, weight in weights.items() if weight}
         part_KB = np.stack([value_of(batch.scores).parts[name] for name in weighed])
         if (environment := work.config.environment) is not None and batch.record_E is not None:
-            part_KB = np.where(treated(environment, list(batch.record_E), "zero"), 0, part_KB)
+            part_KB = np.where(truncated_with(environment, list(batch.record_E), "zero"), 0, part_KB)
         return algos.decoupled(part_KB, np.array([*weighed.values()]), returns.scorable_B, returns.prompt_id_B)
 
     return learn(roles, work, batch, advantage)

@@ -16,7 +16,7 @@ from jaxrlhf import algos
 from jaxrlhf.batch import Array, EpisodeRows, RolloutBatch, Scores
 from jaxrlhf.config import GRPO, KLInReward, PolicyGradient, Refusal, ReinforcePlusPlus
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches, trained_alone
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.batches.streamed import StreamedRollout, learn_in_parts
@@ -170,7 +170,7 @@ def prepare(
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"], **flat_groups(advantage_BT, prompt_id_B)}
-    sequences = trained_alone(sequences, trained_B)
+    sequences = mask_untrained(sequences, trained_B)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
 

@@ -14,7 +14,7 @@ from jaxrlhf.algos import Targets, gae, policy_objective, turn_counts, turn_gae,
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches, trained_alone
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
@@ -65,7 +65,7 @@ def prepare(
     targets = advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam)
     own = targets if lam is None else advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=lam)
     advantage_BT = whiten(own.advantage_BT, mask_BT)
-    sequences = trained_alone(sequences, trained_B)
+    sequences = mask_untrained(sequences, trained_B)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, marks)
     fields = {"returns": targets.return_BT, "old_value": value_BT}
     value = minibatches(work, sequences, fields, aggregation="token-mean")

@@ -15,7 +15,7 @@ from jaxrlhf.algos import policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import SafeRLHF
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches, trained_alone
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.ppo import advantages
@@ -77,7 +77,7 @@ def prepare(
     multiplier = priced["cost/multiplier"]
     advantage_BT = algos.lagrangian_advantage(gain.advantage_BT, cost.advantage_BT, multiplier=multiplier)
     advantage_BT = algos.whiten(advantage_BT, mask_BT)
-    sequences = trained_alone(sequences, trained_B)
+    sequences = mask_untrained(sequences, trained_B)
     policy: Sequence[Experience]
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     if settings.ptx is not None:

@@ -13,7 +13,7 @@ from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.batches.estimate import scorable
-from jaxrlhf.dataflows.batches.minibatches import Minibatches, trained_alone
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
@@ -35,7 +35,7 @@ def prepare(
     mask_BT = np.asarray(sequences.mask_BT)
     lam_B = length_adaptive_lambda(ppo.action_counts(settings, rollout, mask_BT), scale=settings.length_scale)
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]
-    marks = {"imitation_weight": succeeded_BT & trained_alone(sequences, trained_B).mask_BT}
+    marks = {"imitation_weight": succeeded_BT & mask_untrained(sequences, trained_B).mask_BT}
     prepared = ppo.prepare(work, rollout, scores, *(*said, trained_B), lam=lam_B, marks=marks)
     metrics = prepared.metrics | {
         "vapo/lambda_mean": float(np.mean(lam_B)),

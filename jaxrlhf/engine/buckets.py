@@ -31,7 +31,7 @@ class Shape:
     most_kept: int = 0
 
     @property
-    def counts_apart(self) -> bool:
+    def has_mrope(self) -> bool:
         """True if the positions of tokens after images differ from the tokens' indices (M-RoPE)."""
         return self.config.vision is not None and self.config.vision.sections is not None
 

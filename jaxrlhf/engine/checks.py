@@ -113,7 +113,7 @@ class RequestLimits:
     decodes: bool
     vision: Vision | None
 
-    def begun(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
+    def new_sequence(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
         """Validate a request and return its state, not queued yet.
 
         Args:

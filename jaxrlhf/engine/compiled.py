@@ -33,12 +33,13 @@ class Compiled:
     Attributes:
       shape: Sizes that all programs share.
       programs: Compiled programs by name and sizes.
-      here: False if the devices are only described: programs are lowered, not run, and return shapes with shardings.
+      has_devices: False if the devices are only described: programs are lowered, not run, and return shapes with
+        shardings.
       lowered: Lowered programs by name and sizes, if the devices are only described.
     """
 
     def __init__(self, shape: Shape, whole: NamedSharding) -> None:
-        self.shape, self._whole, self.here = shape, whole, are_here(list(whole.mesh.devices.flat))
+        self.shape, self._whole, self.has_devices = shape, whole, are_here(list(whole.mesh.devices.flat))
         self.programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
         self.lowered: dict[str, jax.stages.Lowered] = {}
 
@@ -47,17 +48,17 @@ class Compiled:
 
     def put(self, arrays: Any, sharding: Any) -> Any:
         """Put host arrays on the devices."""
-        return jax.device_put(arrays, sharding) if self.here else described(arrays, sharding)
+        return jax.device_put(arrays, sharding) if self.has_devices else described(arrays, sharding)
 
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
         """Call the program for these sizes, compiling it at the first call; `sizes[0]` is the program's name."""
-        if sizes not in self.programs or not self.here:
+        if sizes not in self.programs or not self.has_devices:
             layout = jax.tree.map(lambda leaf: _placement(leaf) or self._whole, arguments)
             jitted = jax.jit(
                 partial(program, shape=self.shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
             )
             lowered = jitted.lower(*arguments)
-            if not self.here:
+            if not self.has_devices:
                 return self._outputs(sizes, lowered, out)
             self.programs[sizes] = lowered.compile()
         return self.programs[sizes](*arguments)

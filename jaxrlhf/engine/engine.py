@@ -23,7 +23,7 @@ from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import checks, programs
 from jaxrlhf.engine.buckets import slot_counts, with_rings
-from jaxrlhf.engine.cache.contents import contents_of
+from jaxrlhf.engine.cache.contents import prefix_cache_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
 from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_prefill
@@ -32,7 +32,7 @@ from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
-from jaxrlhf.engine.weights import Weights, spent_layers
+from jaxrlhf.engine.weights import Weights, donated_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
@@ -52,7 +52,8 @@ class Engine:
       execution: Execution on this mesh; its pipeline stages split the cache too.
       records_routing: True to record in completions the experts of their tokens.
       most_kept: Responses sampled with a `top_k` up to this number record the sampling mask of each token.
-      goes_ahead: True to dispatch the next window before the last is read, if no request waits; None is False on CPU.
+      dispatch_ahead: True to dispatch the next window before the last is read, if no request waits; None is False on
+        CPU.
 
     Attributes:
       slots: Number of slots after rounding; while no request waits, only the slots in use are decoded.
@@ -80,7 +81,7 @@ class Engine:
         execution: Execution = ONE_DEVICE,
         records_routing: bool = False,
         most_kept: int = 0,
-        goes_ahead: bool | None = None,
+        dispatch_ahead: bool | None = None,
         stop_texts: tuple[str, ...] = (),
         decode: Decode | None = None,
         pixels: Pixels = no_pixels,
@@ -113,7 +114,7 @@ class Engine:
         most, self._decode = self._shape.most_stop_tokens, decode
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
         self._limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
-        self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
+        self._dispatch_ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
         self.mesh, self.execution, self._slot_counts = mesh, execution, slot_counts(self.slots // replicas)
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
         self.compiled = Compiled(self._shape, self._layout.whole)
@@ -141,12 +142,12 @@ class Engine:
         """True if a request was added and has not ended."""
         return self._scheduler.unfinished
 
-    def load(self, params: Params, version: int, *, spent: Any = None) -> None:
+    def load(self, params: Params, version: int, *, donated: Any = None) -> None:
         """Set the weights, already in the generation layout.
 
         Args:
-          spent: Tree of bools, True for leaves of `params` that nobody else reads. Decoding reads unstacked layers.
-            Spent layer leaves are deleted once the layers are unstacked; with none (or None) the stack stays too.
+          donated: Tree of bools, True for leaves of `params` that nobody else reads. Decoding reads unstacked layers.
+            Donated layer leaves are deleted once the layers are unstacked; with none (or None) the stack stays too.
 
         Raises:
           RuntimeError: Responses are in progress, and their cache belongs to the old weights.
@@ -159,17 +160,17 @@ class Engine:
                 f"finish or free() them before loading version {version}"
             )
         checks.check_laid_out(params, self.mesh)
-        spent = spent_layers(self._shape.config, spent)
-        signature = spent is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
+        donated = donated_layers(self._shape.config, donated)
+        signature = donated is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
             raise ValueError("weights of another shape, dtype or layout than those loaded before; build a new Engine")
         self.unload()
         self._signature = signature
-        self.weights = Weights(self.compiled, params, version, spent=spent)
+        self.weights = Weights(self.compiled, params, version, donated=donated)
 
     def update_weights(self, weights: PolicyWeights) -> None:
         """Set the weights, already in the generation layout; see `load`."""
-        self.load(weights.params, weights.version, spent=weights.spent)
+        self.load(weights.params, weights.version, donated=weights.donated)
 
     def unload(self) -> None:
         """Free the weights and the cache; compiled programs stay."""
@@ -185,14 +186,14 @@ class Engine:
         window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
         self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
         self._scheduler = Scheduler(slots=self.slots)
-        self._contents = contents_of(self._shape, slots=self.slots)
+        self._contents = prefix_cache_of(self._shape, slots=self.slots)
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""
         for length in self.prefill.only_busy(prompt_lengths):
             prefilled = self.prefill.run([(0,) * length], self._loaded(), self.cache, self._contents)
-            for size in self.cache.sizes_for(length)[0 if self.compiled.here else -1 :]:
+            for size in self.cache.sizes_for(length)[0 if self.compiled.has_devices else -1 :]:
                 self.cache.grow(size)
                 self._insert(prefilled, [])
                 self._dispatch()  # the program ends at once, as no slot is active
@@ -248,18 +249,18 @@ class Engine:
         self.book.dispatched(window)
 
     def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """Queue a request; `step` answers the request, and `cancel` drops it. See `RequestLimits.begun`."""
-        sequence = self.begun(request, sampling, seed=seed)
+        """Queue a request; `step` answers the request, and `cancel` drops it. See `RequestLimits.new_sequence`."""
+        sequence = self.new_sequence(request, sampling, seed=seed)
         self.enqueue(sequence)
         return sequence
 
     def enqueue(self, sequence: SequenceState) -> None:
-        """Queue a request whose state was made by `begun`, for example in another thread."""
+        """Queue a request whose state was made by `new_sequence`, for example in another thread."""
         self._scheduler.add(sequence)
 
-    def begun(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
-        """Validate a request and return its state, not queued yet; see `RequestLimits.begun`."""
-        return self._limits.begun(request, sampling, seed=seed)
+    def new_sequence(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
+        """Validate a request and return its state, not queued yet; see `RequestLimits.new_sequence`."""
+        return self._limits.new_sequence(request, sampling, seed=seed)
 
     def step(self) -> list[Completion]:
         """Fill free slots with waiting requests, sample tokens in all slots, and return the responses that ended.
@@ -285,7 +286,7 @@ class Engine:
         if not self.book.unread:
             self._dispatch()
         # Not while requests wait: a second window would delay the refill of slots that become free.
-        if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
+        if self._dispatch_ahead and not scheduler.waiting and self.book.outlasts:
             self._dispatch()
         ended = self._read()
         if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):

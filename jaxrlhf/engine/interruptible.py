@@ -111,7 +111,7 @@ class InterruptibleEngine(Engine):
 
     def compile_held(self) -> None:
         """Compile the programs that take responses out of slots and put them back, for every possible length."""
-        if not self.compiled.here:
+        if not self.compiled.has_devices:
             return
         for width in self.prefill.past_widths:
             shortest = min(width, self.context_tokens - 1)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrlhf.batch import images_of, tokens_of
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets, whole
-from jaxrlhf.engine.cache.contents import Contents
+from jaxrlhf.engine.cache.contents import PrefixCache
 from jaxrlhf.engine.cache.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
 from jaxrlhf.engine.programs import Prefilled
@@ -101,7 +101,7 @@ class Prefill:
         shortest = {fit(length, kept): length for length in sorted(prompt_lengths, reverse=True)}
         return list(shortest.values())
 
-    def kind(self, contents: Contents, sequence: SequenceState) -> Kind:
+    def kind(self, contents: PrefixCache, sequence: SequenceState) -> Kind:
         """Return the kind of a prompt: prompts of similar length and cached prefix have one kind, and run together."""
         prompt = sequence.request.prompt
         if known := contents.longest(prompt).tokens:
@@ -118,7 +118,7 @@ class Prefill:
         return min(self.rows, -(-rows // self._replicas) * self._replicas)
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: Contents
+        self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: PrefixCache
     ) -> Prefilled:
         """Run prompts of one kind; all of them start after the shortest cached prefix."""
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]

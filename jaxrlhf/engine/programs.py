@@ -21,7 +21,7 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, settings_of, uniforms
 from jaxrlhf.models.attention.interleaved import resized
-from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, is_ring, keeps_of
+from jaxrlhf.models.attention.kv_cache import LayerCache, SlidingCache, cache_kind, is_ring
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
@@ -152,7 +152,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
         limit_B=jnp.zeros(slots, jnp.int32),
         stop_BE=jnp.full((slots, shape.most_stop_tokens), -1, jnp.int32),
         settings=jax.tree.map(jnp.asarray, settings_of([Sampling()] * slots)),
-        offset_B=jnp.zeros(slots, jnp.int32) if shape.counts_apart else None,
+        offset_B=jnp.zeros(slots, jnp.int32) if shape.has_mrope else None,
         kept_BK=jnp.full((slots, shape.most_kept), -1, jnp.int32) if shape.most_kept else None,
     )
 
@@ -178,9 +178,9 @@ def prefill(
     how: dict[str, Any] = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
     how |= {name: each for name, each in (("past", past), ("images", images)) if each is not None}
     output = models.prefill(params, shape.config, token_PS, length_P, **how)
-    offset_P = jnp.zeros_like(length_P) if shape.counts_apart else None
-    if images is not None and shape.counts_apart:
-        offset_P = images.turn_RW3.max(axis=(1, 2)) + 1 - length_P
+    offset_P = jnp.zeros_like(length_P) if shape.has_mrope else None
+    if images is not None and shape.has_mrope:
+        offset_P = images.mrope_position_RW3.max(axis=(1, 2)) + 1 - length_P
     choice_PSLk = output.choice_PSLk if shape.records_routing else None
     return Prompts(output.hidden_PD, output.prefix, length_P, choice_PSLk, offset_P)
 
@@ -218,7 +218,7 @@ def place(
         by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
-    prefix = prompts.prefix.mapped(of_layer, keeps_of(stored))
+    prefix = prompts.prefix.mapped(of_layer, cache_kind(stored))
     return models.insert_prefix([stored], prefix, row_I, slot_I, prompts.length_P, execution=shape.execution)[0]
 
 
@@ -347,7 +347,7 @@ def _step(
 ) -> tuple[Cache, Slots, Array | None]:
     """Sample one token in every active slot; also return the experts of the token that was run, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
-    how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.counts_apart else {})
+    how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.has_mrope else {})
     output = models.decode(layers, params, shape.config, *state, **how)
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written

@@ -30,14 +30,14 @@ class PolicyWeights:
     Attributes:
       params: Weights in the generation layout; an adapted weight is an `Adapted` leaf, weight and adapter together.
       version: Number of steps that have updated the weights.
-      spent: Tree of bools, True for leaves of `params` that nobody else reads, so an engine may delete them; None
+      donated: Tree of bools, True for leaves of `params` that nobody else reads, so an engine may delete them; None
         lets it delete no leaf.
     """
 
     config: AnyModel
     params: Params
     version: int
-    spent: Any = None
+    donated: Any = None
 
     def tensors(self, dtype: Any = jnp.bfloat16) -> Iterator[tuple[str, np.ndarray]]:
         """Yield host tensors under the names of a Hugging Face checkpoint, one by one; adapters are merged.

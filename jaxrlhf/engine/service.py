@@ -41,7 +41,7 @@ class ServiceCounts:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _PendingRequest:
     """Request in progress, with its future and listener."""
 
     sequence: SequenceState
@@ -65,11 +65,11 @@ class EngineService:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.counts, self.held_s = engine, ServiceCounts(), 0.0
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._asked: dict[Future[Completion], _Asked] = {}
+        self._asked: dict[Future[Completion], _PendingRequest] = {}
         self._before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
         self._lock, self._closing = threading.Lock(), False
         self._holding, self._held, self._may_go_on = False, threading.Event(), threading.Event()
-        self._later: list[_Asked] = []
+        self._later: list[_PendingRequest] = []
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -98,8 +98,8 @@ class EngineService:
           Refusal: The engine cannot answer the request.
           RuntimeError: The service is closed.
         """
-        sequence = self.engine.begun(request, sampling, seed=seed)
-        asked = _Asked(sequence, on_tokens)
+        sequence = self.engine.new_sequence(request, sampling, seed=seed)
+        asked = _PendingRequest(sequence, on_tokens)
         sequence.on_tokens = partial(self._drew, asked)
         sequence.on_completion = partial(self._end, asked)
         self._tell(lambda: self._start(asked))
@@ -195,7 +195,7 @@ class EngineService:
         counts.prompt_tokens = prefill.prompt_tokens - before[0]
         counts.cached_tokens = prefill.reused_tokens - before[1]
 
-    def _start(self, asked: _Asked) -> None:
+    def _start(self, asked: _PendingRequest) -> None:
         self.counts.requests += 1
         self._asked[asked.future] = asked
         if self._holding:
@@ -203,7 +203,7 @@ class EngineService:
         else:
             self.engine.enqueue(asked.sequence)
 
-    def _drew(self, asked: _Asked, tokens: Sequence[int], logps: Sequence[float]) -> None:
+    def _drew(self, asked: _PendingRequest, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Count the tokens that were read of a response, and pass them to its listener."""
         if not asked.began:
             asked.began = True
@@ -217,7 +217,7 @@ class EngineService:
                 failure = error
                 self._inbox.put(lambda: self._drop(asked, failure))  # not now: a step is in progress
 
-    def _drop(self, asked: _Asked, error: Exception | None = None) -> None:
+    def _drop(self, asked: _PendingRequest, error: Exception | None = None) -> None:
         """Drop a request that was cancelled or whose listener failed, and free its slot."""
         if asked.future in self._asked:
             if asked in self._later:
@@ -226,7 +226,7 @@ class EngineService:
                 self.engine.cancel(asked.sequence)
             self._end(asked, error)
 
-    def _end(self, asked: _Asked, outcome: Completion | BaseException | None) -> None:
+    def _end(self, asked: _PendingRequest, outcome: Completion | BaseException | None) -> None:
         """Resolve the future of a request, unless it was cancelled."""
         if self._asked.pop(asked.future, None) is None:
             return

@@ -12,30 +12,30 @@ from jaxrlhf.models import AnyModel
 from jaxrlhf.models.config import STACKS, ModelConfig
 
 
-def spent_layers(config: AnyModel, spent: Any) -> Any:
-    """Return `spent` of `Engine.load` if it marks a leaf of stacked layers; else None."""
-    if spent is None or not isinstance(config, ModelConfig):
+def donated_layers(config: AnyModel, donated: Any) -> Any:
+    """Return `donated` of `Engine.load` if it marks a leaf of stacked layers; else None."""
+    if donated is None or not isinstance(config, ModelConfig):
         return None
-    return spent if any(jax.tree.leaves([spent[name] for name in STACKS if name in spent])) else None
+    return donated if any(jax.tree.leaves([donated[name] for name in STACKS if name in donated])) else None
 
 
 class Weights:
     """One version of the weights on the devices.
 
     Args:
-      spent: Result of `spent_layers`; None keeps the stack.
+      donated: Result of `donated_layers`; None keeps the stack.
 
     Attributes:
       params: All weights; without the layers if the stack was deleted.
       stackless: Unstacked layers whose stack was deleted; None if the stack is kept.
     """
 
-    def __init__(self, compiled: Compiled, params: Params, version: int, *, spent: Any = None) -> None:
+    def __init__(self, compiled: Compiled, params: Params, version: int, *, donated: Any = None) -> None:
         self._compiled, self.params, self.version = compiled, params, version
         self.stackless: list[Params] | None = None
         self._layers: list[Params] | None = None
-        if spent is not None:
-            self.stackless = self._taken_apart(spent)
+        if donated is not None:
+            self.stackless = self._taken_apart(donated)
             self.params = {name: tree for name, tree in params.items() if name not in STACKS}
 
     def layers(self) -> list[Params]:
@@ -50,15 +50,15 @@ class Weights:
         """Free the unstacked copies of layers that also have their stack."""
         self._layers = None
 
-    def _taken_apart(self, spent: Any) -> list[Params]:
-        """Unstack the layers and delete their spent leaves, part by part, so that only one part exists twice."""
+    def _taken_apart(self, donated: Any) -> list[Params]:
+        """Unstack the layers and delete their donated leaves, part by part, so that only one part exists twice."""
         made = []
-        parts = zip(models.layer_parts(self.params), models.layer_parts(spent), strict=True)
+        parts = zip(models.layer_parts(self.params), models.layer_parts(donated), strict=True)
         for number, (part, gone) in enumerate(parts):
             made.append(self._unstacked(part, number))
-            if self._compiled.here:
+            if self._compiled.has_devices:
                 jax.block_until_ready(made[-1])  # before its source is deleted, and before the next part is allocated
-                jax.tree.map(lambda leaf, is_spent: leaf.delete() if is_spent else None, part, gone)
+                jax.tree.map(lambda leaf, is_donated: leaf.delete() if is_donated else None, part, gone)
         return models.joined_parts(made)
 
     def _unstacked(self, params: Params, part: int | str) -> list[Params]:

@@ -71,7 +71,7 @@ class Process:
     late: bool = False
 
 
-class ProcessFamily:
+class WorkerGroup:
     """Worker processes of one environment setting. All methods run on the selector's thread.
 
     Args:
@@ -264,7 +264,7 @@ class ProcessFamily:
                         self._forked(pid, detail)
                     case ProcessEnded(pid, status):
                         if (process := self.processes.pop(pid, None)) is not None:
-                            self._bury(process, how_it_ended(status))
+                            self._handle_exit(process, how_it_ended(status))
         except (EOFError, OSError, Garbled, pickle.UnpicklingError):
             self._server_is_gone()
 
@@ -277,7 +277,7 @@ class ProcessFamily:
         process = self.processes[pid] = self._free[pid] = Process(pid, channel)
         self._selector.register(channel, selectors.EVENT_READ, (self, process))
 
-    def _bury(self, process: Process, ended: str) -> None:
+    def _handle_exit(self, process: Process, ended: str) -> None:
         """Fail the requests of a process that is gone; the current request gets the blame."""
         if not process.ending:
             with suppress(Exception):  # answers that the process sent before its end
@@ -312,7 +312,7 @@ class ProcessFamily:
         gone, self.processes = self.processes, {}
         self._start()
         for process in gone.values():
-            self._bury(process, ended)
+            self._handle_exit(process, ended)
 
     def jobs(self) -> list[Job]:
         """Return the unfinished requests."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxrlhf.config.environments import Agent, Tools
-from jaxrlhf.environments.family import Job, Process, ProcessFamily
+from jaxrlhf.environments.family import Job, Process, WorkerGroup
 from jaxrlhf.environments.protocol import (
     Answer,
     CallRequest,
@@ -45,7 +45,7 @@ class _Live:
     """
 
     number: int
-    family: ProcessFamily
+    family: WorkerGroup
     seed: int
     opened: Job | None = None
     future: Future | None = None
@@ -76,7 +76,7 @@ class LiveEpisodes:
       closing_failures: Number of instances that failed to close, by cause.
     """
 
-    def __init__(self, families: Sequence[ProcessFamily]) -> None:
+    def __init__(self, families: Sequence[WorkerGroup]) -> None:
         self._families = families
         self._live: dict[int, _Live] = {}
         self.closing_failures: Counter[FailureCause] = Counter()

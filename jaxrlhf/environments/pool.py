@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.named_functions import one_line
-from jaxrlhf.environments.family import ProcessFamily
+from jaxrlhf.environments.family import WorkerGroup
 from jaxrlhf.environments.live import LiveEpisodes
 from jaxrlhf.environments.protocol import Choice, OpenRequest, Request, RunRequest
 from jaxrlhf.episode import EnvironmentFailure, Observation, Opening, Reply
@@ -118,9 +118,9 @@ class _Watch:
         self._bell.setblocking(False)
         self._ring.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._families: list[ProcessFamily] = []
+        self._families: list[WorkerGroup] = []
         try:
-            self._families.extend(ProcessFamily(choice, self._selector, output) for choice in choices)
+            self._families.extend(WorkerGroup(choice, self._selector, output) for choice in choices)
             self._load()
         except BaseException:
             self._end_families()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention.chunks import Chunk, written
+from jaxrlhf.models.attention.chunks import Chunk, write_chunk
 from jaxrlhf.models.attention.interleaved import resized
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
@@ -28,7 +28,7 @@ from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
 from jaxrlhf.models.residual.embedding import looked_up
 from jaxrlhf.models.residual.layer_inputs import layer_inputs
-from jaxrlhf.models.residual.streams import gathered, spread
+from jaxrlhf.models.residual.streams import make_streams, merge_streams
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import (
     Flow,
@@ -41,7 +41,7 @@ from jaxrlhf.models.stack import (
     stacks,
 )
 from jaxrlhf.models.vision.rows import ImageRows
-from jaxrlhf.models.vision.tower import Seen, see
+from jaxrlhf.models.vision.tower import ImageFeatures, run_tower
 
 
 class HiddenStates(NamedTuple):
@@ -119,11 +119,11 @@ def hidden_states(
       router: Tokens that count for the load balance of experts, and expert choices to replay.
       execution: Result of `choose_execution` for the mesh of the rows.
     """
-    sight = see(params, config.vision, images, execution)
-    turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
+    sight = run_tower(params, config.vision, images, execution)
+    turn = rotations(config, execution.slices(position_RW), mrope_position_RW3=sight and sight.mrope_position_RW3)
     embed_RWD = _embed(params, config, execution.slices(token_RW), execution, sight)
     inputs = _inputs(params, config, execution.slices(token_RW), embed_RWD)
-    hidden_RWD = execution.split_rows(spread(params, config, embed_RWD))
+    hidden_RWD = execution.split_rows(make_streams(params, config, embed_RWD))
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
@@ -152,7 +152,7 @@ def hidden_states(
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     layers = stacks(params, config, execution.pipeline)
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
-    hidden_RWD = norm(config, gathered(params, config, hidden_RWD), params["final_norm"])
+    hidden_RWD = norm(config, merge_streams(params, config, hidden_RWD), params["final_norm"])
     return HiddenStates(execution.joined(hidden_RWD), outputs.get("router"))
 
 
@@ -185,16 +185,16 @@ def prefill(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
-    sight = see(params, config.vision, images, execution)
+    sight = run_tower(params, config.vision, images, execution)
     prompts = params, config, all_layers, token_PS, length_P, sight, execution
     width = token_PS.shape[1]
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
-        output = _prefill_whole(*prompts)
+        found = _prefill_whole(*prompts)
     elif sight is not None and sight.block_RW is not None:
         raise ValueError("prompts with images that are seen both ways run whole; give chunk_tokens=None and no past")
     else:
-        output = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
-    return output._replace(hidden_PD=norm(config, gathered(params, config, output.hidden_PD), params["final_norm"]))
+        found = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
+    return found._replace(hidden_PD=norm(config, merge_streams(params, config, found.hidden_PD), params["final_norm"]))
 
 
 def _prefill_whole(
@@ -203,14 +203,14 @@ def _prefill_whole(
     layers: Layers,
     token_PS: Array,
     length_P: Array,
-    sight: Seen | None,
+    sight: ImageFeatures | None,
     execution: Execution,
 ) -> PrefillOutput:
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
-    turn = rotations(config, position_PS, turn_RW3=None if sight is None else sight.turn_RW3)
+    turn = rotations(config, position_PS, mrope_position_RW3=sight and sight.mrope_position_RW3)
     embed_PSD = _embed(params, config, token_PS, execution, sight)
-    inputs, hidden_PSD = _inputs(params, config, token_PS, embed_PSD), spread(params, config, embed_PSD)
+    inputs, hidden_PSD = _inputs(params, config, token_PS, embed_PSD), make_streams(params, config, embed_PSD)
 
     def stack(layers, hidden_PSD, rows):
         turn, segment_PS, sight = rows
@@ -230,7 +230,7 @@ def _prefill_whole(
 
     rows = turn, segment_PS, sight
     hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
-    prefix, choice_LPSk = _prefix_of(outputs).dealt(execution.cache_ways), outputs.get("choice")
+    prefix, choice_LPSk = _prefix_of(outputs).interleave(execution.cache_ways), outputs.get("choice")
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
     return PrefillOutput(hidden_PD, prefix, choice_PSLk)
@@ -242,7 +242,7 @@ def _prefill_chunks(
     layers: Layers,
     token_PS: Array,
     length_P: Array,
-    sight: Seen | None,
+    sight: ImageFeatures | None,
     execution: Execution,
     chunk_tokens: int,
     past: Past | None,
@@ -269,7 +269,7 @@ def _prefill_chunks(
         extras = {name: (at, inputs.get(name)) for name, at in cache_places(config, execution.stages).items()}
         flow = Flow(hidden_PCD, nothing_lent(config, hidden_PCD, execution))
         (hidden_PCD, _), outputs = run_layers(config, step, flow, layers, extras)
-        prefix = written(prefix, _prefix_of(outputs), start, working=working, execution=execution)
+        prefix = write_chunk(prefix, _prefix_of(outputs), start, working=working, execution=execution)
         if "choice" in outputs:
             choice_PCLk = jnp.moveaxis(outputs["choice"], 0, 2).astype(jnp.int16)
             choice_PSLk = jax.lax.dynamic_update_slice_in_dim(choice_PSLk, choice_PCLk, start, axis=1)
@@ -281,10 +281,10 @@ def _prefill_chunks(
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
-        turn = rotations(config, position_PC, turn_RW3=None if part is None else part.turn_RW3)
+        turn = rotations(config, position_PC, mrope_position_RW3=part and part.mrope_position_RW3)
         embed_PCD = _embed(params, config, token_PC, execution, part)
         place = turn, start, length_P, part, _inputs(params, config, token_PC, embed_PCD)
-        hidden_PCD = spread(params, config, embed_PCD)
+        hidden_PCD = make_streams(params, config, embed_PCD)
         if execution.pipeline is None:
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
         else:
@@ -350,7 +350,7 @@ def decode(
     """
     turned_B = position_B if offset_B is None else position_B + offset_B
     turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
-    embed_B1D = _embed(params, config, token_B[:, None], execution)
+    embed_B1D = _embed(params, config, token_B[:, None], execution, None)
     input_LB1P = layer_inputs(params, config, token_B[:, None], embed_B1D)
 
     def stack(layers, cache, hidden_B1D, slots, working=True):
@@ -373,18 +373,18 @@ def decode(
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
-    state = layers, cache, spread(params, config, embed_B1D), (turn, position_B)
+    state = layers, cache, make_streams(params, config, embed_B1D), (turn, position_B)
     if execution.pipeline is None:
         hidden_B1D, written = stack(*state)
     else:
         hidden_B1D, written = pipeline_decode(execution.pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
-    hidden_B1D = norm(config, gathered(params, config, hidden_B1D), params["final_norm"])
+    hidden_B1D = norm(config, merge_streams(params, config, hidden_B1D), params["final_norm"])
     return DecodeOutput(hidden_B1D[:, 0], written, choice_BLk)
 
 
 def _embed(
-    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution, sight: Seen | None = None
+    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], execution: Execution, sight: ImageFeatures | None
 ) -> Float[Array, "R W D"]:
     """Look up the embeddings of tokens, and put image features in the places of image tokens."""
     embed_RWD = looked_up(params["embed"], token_RW, execution)
@@ -395,6 +395,6 @@ def _embed(
     return embed_RWD if sight is None else sight.merged(embed_RWD)
 
 
-def _deeper(sight: Seen | None, hidden_RWD: Array, layer: Params) -> Array:
+def _deeper(sight: ImageFeatures | None, hidden_RWD: Array, layer: Params) -> Array:
     """Add the vision tower's features for this layer (deepstack) to the hidden states after the layer."""
     return hidden_RWD if sight is None or "depth" not in layer else sight.deeper(hidden_RWD, layer["depth"][0])

@@ -73,17 +73,17 @@ def rotations(
     position_RW: Int[Array, "R W"],
     *,
     longest: int | None = None,
-    turn_RW3: Int[Array, "R W 3"] | None = None,
+    mrope_position_RW3: Int[Array, "R W 3"] | None = None,
 ) -> Rotations:
     """Compute the rotation of each position: angle = position * frequency, in float32.
 
     Args:
       longest: Bound on the positions, with which a decode loop may look rotations up in a table; None computes them.
-      turn_RW3: Time, row and column of each token, if each frequency uses one of the three (multimodal RoPE); None
-        uses `position_RW` for all frequencies.
+      mrope_position_RW3: Time, row and column of each token, if each frequency uses one of the three (multimodal RoPE);
+        None uses `position_RW` for all frequencies.
     """
     part_X = None
-    if turn_RW3 is not None and config.vision is not None and config.vision.sections is not None:
+    if mrope_position_RW3 is not None and config.vision is not None and config.vision.sections is not None:
         part_X = np.array(config.vision.sections.part_of())
 
     def turn(dims: int, theta: float, scaling: RopeScaling | None) -> Rotation:
@@ -91,8 +91,10 @@ def rotations(
 
         def at(position_RW: Array) -> Rotation:
             angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
-            if part_X is not None and turn_RW3 is not None:
-                angle_RWX = turn_RW3[:, :, part_X].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
+            if part_X is not None and mrope_position_RW3 is not None:
+                angle_RWX = (
+                    mrope_position_RW3[:, :, part_X].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
+                )
             return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
 
         return _at_positions(at, position_RW, longest)

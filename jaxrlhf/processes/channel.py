@@ -19,11 +19,11 @@ class Channel:
 
     Args:
       largest: Maximum size of a received message in bytes.
-      waits: If True, `send` and `receive` block; if False, they transfer only the bytes that can be transferred now.
+      blocking: If True, `send` and `receive` block; if False, they transfer only the bytes that can be transferred now.
     """
 
-    def __init__(self, end: socket.socket, *, largest: int, waits: bool) -> None:
-        end.setblocking(waits)
+    def __init__(self, end: socket.socket, *, largest: int, blocking: bool) -> None:
+        end.setblocking(blocking)
         self.socket, self._largest = end, largest
         self._received, self._unsent = bytearray(), bytearray()
 
@@ -31,7 +31,7 @@ class Channel:
         return self.socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message, or without `waits` only the bytes that can be sent now.
+        """Send a message, or without `blocking` only the bytes that can be sent now.
 
         Raises:
           OSError: The other end is gone.
@@ -42,7 +42,7 @@ class Channel:
     def flush(self) -> bool:
         """Send buffered bytes and return True once the buffer is empty.
 
-        Without `waits`, call this method again whenever the socket is writable.
+        Without `blocking`, call this method again whenever the socket is writable.
 
         Raises:
           OSError: The other end is gone.
@@ -56,7 +56,7 @@ class Channel:
         return True
 
     def receive(self) -> list[bytes]:
-        """Read once from the socket and return the messages that are now complete; with `waits`, block for new bytes.
+        """Read once from the socket and return the messages that are now complete; with `blocking`, wait for new bytes.
 
         Raises:
           EOFError: The other end is closed.

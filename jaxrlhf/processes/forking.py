@@ -100,7 +100,7 @@ def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
     settle()
     adopt_orphans()
     faulthandler.enable()
-    control = Channel(socket.socket(fileno=fd), largest=LARGEST_REQUEST, waits=True)
+    control = Channel(socket.socket(fileno=fd), largest=LARGEST_REQUEST, blocking=True)
     with suppress(ConnectionError):  # the run is gone
         try:
             served = _load(loader, setup)
@@ -277,4 +277,4 @@ def _serve(end: socket.socket, served: Served, folder: Path) -> None:
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)
     with suppress(EOFError, ConnectionError):  # the run closes the channel to end this process
-        served.serve(Channel(end, largest=LARGEST_REQUEST, waits=True))
+        served.serve(Channel(end, largest=LARGEST_REQUEST, blocking=True))

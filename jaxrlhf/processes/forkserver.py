@@ -47,7 +47,7 @@ class ForkServer:
                 # Threads do not help a thousand processes that handle a few calls each.
                 environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
             )
-        self.control = Channel(ours, largest=LARGEST_ANSWER, waits=False)
+        self.control = Channel(ours, largest=LARGEST_ANSWER, blocking=False)
 
     @property
     def pid(self) -> int:
@@ -71,7 +71,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        self._asked.append(Channel(ours, largest=self._largest, waits=False))
+        self._asked.append(Channel(ours, largest=self._largest, blocking=False))
 
     def take(self) -> Channel:
         """Return the channel of the process that the latest `ProcessForked` reported."""

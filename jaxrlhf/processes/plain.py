@@ -5,13 +5,13 @@ import pickle
 from dataclasses import is_dataclass
 from typing import Any
 
-WORDS = ("jaxrlhf.episode", "jaxrlhf.processes.forking", "jaxrlhf.environments.protocol")
+ALLOWED_MODULES = ("jaxrlhf.episode", "jaxrlhf.processes.forking", "jaxrlhf.environments.protocol")
 """Modules whose dataclasses a message may contain, in addition to built-in types."""
 
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in WORDS else None
+        found = super().find_class(module, name) if module in ALLOWED_MODULES else None
         if not (isinstance(found, type) and is_dataclass(found) and found.__module__ == module):
             raise pickle.UnpicklingError(f"a message holds a {module}.{name}")
         return found

@@ -66,7 +66,7 @@ class HybridEngine:
 
     Attributes:
       masters: Tree of bools: True for a leaf of `params` that is a master, kept but not used during generation.
-      spent: Tree of bools like the generation weights: True for a copy that only generation reads.
+      donated: Tree of bools like the generation weights: True for a copy that only generation reads.
       refines: Whether every device's training shard is a part of its generation shard.
       generation_bytes_per_device: Bytes of the weights during generation, without masters of cast leaves.
       copy_bytes_per_device: Bytes of cast copies, a part of `generation_bytes_per_device`.
@@ -90,7 +90,9 @@ class HybridEngine:
         self.generate = self._tree([jax.tree.map(lambda x: x.sharding, leaf.generated) for leaf in self._leaves])
         self.generation_shapes = self._tree([leaf.generated for leaf in self._leaves])
         self.masters = self._tree([leaf.cast for leaf in self._leaves])
-        self.spent = self._tree([jax.tree.map(lambda _, cast=leaf.cast: cast, leaf.generated) for leaf in self._leaves])
+        self.donated = self._tree(
+            [jax.tree.map(lambda _, cast=leaf.cast: cast, leaf.generated) for leaf in self._leaves]
+        )
         self.refines = all(
             refines(leaf.trained.sharding, array.sharding, array.shape)
             for leaf in self._leaves

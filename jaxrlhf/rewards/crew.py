@@ -264,7 +264,7 @@ class Crew:
             if worker.connection in readable:
                 self._receive(worker)
             elif worker.idle_s() > self._limit_s(worker):
-                self._bury(worker, patience_s=0.0)
+                self._handle_exit(worker, patience_s=0.0)
 
     def _limit_s(self, worker: _Worker) -> float:
         return self._timeout_s + SLACK_S + GRACE_S if worker.ready else START_LIMIT_S
@@ -273,7 +273,7 @@ class Crew:
         try:
             message: Message = pickle.loads(worker.connection.recv_bytes(LARGEST_MESSAGE_BYTES))
         except Exception:  # closed, or a function wrote into the pipe: further bytes cannot be decoded
-            self._bury(worker, patience_s=GRACE_S)
+            self._handle_exit(worker, patience_s=GRACE_S)
             return
         worker.progress_at = time.monotonic()
         match message:
@@ -293,7 +293,7 @@ class Crew:
                     worker.groups.popleft()
                 self._answer(call, message)
 
-    def _bury(self, worker: _Worker, *, patience_s: float) -> None:
+    def _handle_exit(self, worker: _Worker, *, patience_s: float) -> None:
         """Replace a process that died or hangs; blame its current example and requeue the others."""
         # This clock starts when the previous answer arrived, a little after the current call began.
         late = worker.idle_s() >= 0.9 * (self._timeout_s if worker.ready else START_LIMIT_S)

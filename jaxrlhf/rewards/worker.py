@@ -203,7 +203,7 @@ class _Caller:
             example: Example = pickle.loads(pickled)
             with self._builtins_kept():
                 value = called(function, example)
-            return judge(index, value)
+            return to_answer(index, value)
         except BaseException as error:  # SystemExit too: any error of a user's function concerns only its example
             return self._raised(index, error)
 
@@ -236,7 +236,7 @@ class _Caller:
                 values = called_on_all(function, unpickled)
                 if inspect.iscoroutine(values):
                     values = self._runner.run(values)
-            answers: Sequence[Message] = judge_all(indices, values)
+            answers: Sequence[Message] = to_answers(indices, values)
         except BaseException as error:
             answers = [self._raised(indices[0], error)] if len(indices) == 1 else [Split()]
         for answer in answers:
@@ -250,7 +250,7 @@ class _Caller:
                 async with limit:
                     with self._builtins_kept():
                         value = await called(function, example)
-                answer = judge(index, value)
+                answer = to_answer(index, value)
             except BaseException as error:
                 answer = self._raised(index, error)
                 if limit.expired():
@@ -260,7 +260,7 @@ class _Caller:
         await asyncio.gather(*(call(index, pickled) for index, pickled in examples))
 
 
-def judge(index: int, value: Any) -> Answer:
+def to_answer(index: int, value: Any) -> Answer:
     """Convert the value of a function to an answer: a finite number, or the cause of failure."""
     if isinstance(value, BaseException):
         return _raised(index, value)
@@ -274,12 +274,12 @@ def judge(index: int, value: Any) -> Answer:
     return Answer(index, number)
 
 
-def judge_all(indices: list[int], values: Any) -> list[Answer]:
+def to_answers(indices: list[int], values: Any) -> list[Answer]:
     """Convert the values of a batched function to answers; all answers fail if the number of values is wrong."""
     sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # no order there
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
     if found is not None and len(found) == len(indices):
-        return [judge(index, value) for index, value in zip(indices, found, strict=True)]
+        return [to_answer(index, value) for index, value in zip(indices, found, strict=True)]
     returned = one_line_repr(values) if found is None else f"{len(found)} scores"
     wrong = f"returned {returned} for {len(indices)} responses; a batched function gives a list, one score for each"
     return [Answer(index, None, "exception", wrong) for index in indices]

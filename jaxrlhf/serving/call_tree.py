@@ -10,7 +10,7 @@ from typing import Literal
 
 from jaxrlhf.batch import Image, SeenPrompt
 from jaxrlhf.conversations import ChatFormat, TokenSequence
-from jaxrlhf.conversations.images import behind, shown
+from jaxrlhf.conversations.images import shifted, shown
 from jaxrlhf.data.images import MARK
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
@@ -132,7 +132,7 @@ class CallTree:
                 write = partial(self._form.delta, named, tools, ended_by=ended_by if reply.ended else None)
                 new = [image for some in own[len(found.told) :] for image in some]
                 delta, placed = shown(new, self._form.reader, write, place="messages")
-                seen = found.images + behind(placed, len(found.stream))
+                seen = found.images + shifted(placed, len(found.stream))
                 return Prompt(found.stream + delta, found, told, tools_key, reasoning, seen)
             fork = "template"
         elif self._edits(told):

@@ -132,7 +132,7 @@ def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
         return  # the embedded tokenizer's calls are GSM8K's calculator calls, and its prompts show no tools
-    said = form.template.render(form.told(request.messages), request.tools, open_reply=True)
+    said = form.template.render(form.template_messages(request.messages), request.tools, open_reply=True)
     hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
     if hidden:
         raise unsupported(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from jaxrlhf.batching.transfer_protocol import RemoteValue, worker_methods
 from jaxrlhf.tracking import ON_HOST, Call
-from jaxrlhf.workers.generation.generates import Generates
+from jaxrlhf.workers.generation.generates import GenerationWorker
 
 Value = TypeVar("Value")
 
@@ -152,10 +152,10 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
-_GENERATING = worker_methods(Generates).keys()
+_GENERATING = worker_methods(GenerationWorker).keys()
 
 
-class GeneratesElsewhere(ABC):
+class DelegatesGeneration(ABC):
     """Actor that calls the rollout group to generate, and `_trains` for all other methods."""
 
     _rollout: Group
@@ -171,7 +171,7 @@ class GeneratesElsewhere(ABC):
         return getattr(self._trains, name)
 
 
-class ActorApart(GeneratesElsewhere):
+class ActorWithRolloutPool(DelegatesGeneration):
     """Actor whose responses a rollout group generates on a separate pool, with copies of the actor's weights.
 
     Changed weights are sent before the next generation. The calls of both groups are chained by futures, so the actor's
@@ -203,7 +203,7 @@ class ActorApart(GeneratesElsewhere):
             self._newest = None
             return update(*args, **kwargs)
 
-    def as_of_now(self, *, waiting: int) -> "ActorAsOf":
+    def snapshot(self, *, waiting: int) -> "ActorSnapshot":
         """Return an actor that generates with the current weights, even if updates come before its generation.
 
         The weights are fetched at once, while the rollout group may still generate with earlier weights.
@@ -220,7 +220,7 @@ class ActorApart(GeneratesElsewhere):
             self._wanted = known = self._rollout.wanted_weights().result(), fetching
         wanted, fetching = known
         fetched = fetching.fetch_weights(self._offer(wanted), number=next(self._fetches))
-        return ActorAsOf(self, self._rollout, fetched, launches)
+        return ActorSnapshot(self, self._rollout, fetched, launches)
 
     def _offer(self, wanted: Any) -> Pending[Any]:
         if wanted not in self._asked:
@@ -252,7 +252,7 @@ class ActorApart(GeneratesElsewhere):
         return self._newest
 
 
-class ActorAsOf(GeneratesElsewhere):
+class ActorSnapshot(DelegatesGeneration):
     """Actor as of one moment: generates with the weights of that moment, and is the current actor in all else.
 
     No other caller may generate on the rollout's devices between this actor's first and last call.
@@ -264,7 +264,7 @@ class ActorAsOf(GeneratesElsewhere):
       launches: Number of launches of the rollout group when the weights were fetched.
     """
 
-    def __init__(self, apart: ActorApart, rollout: Group, fetched: Pending[Any], launches: int) -> None:
+    def __init__(self, apart: ActorWithRolloutPool, rollout: Group, fetched: Pending[Any], launches: int) -> None:
         self._trains, self._rollout = apart, rollout
         self._fetched, self._launches = fetched, launches
         self._versions: Pending[Any] | None = None

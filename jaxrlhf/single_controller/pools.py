@@ -17,7 +17,7 @@ import jax
 from jaxrlhf.batching.transfer_protocol import TransferProtocol, worker_methods
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT, Config, Pool
-from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, RunOnRanks, Timeline
+from jaxrlhf.single_controller.group import ActorWithRolloutPool, DeviceQueue, Group, RunOnRanks, Timeline
 from jaxrlhf.single_controller.host import Built, Host
 from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
 from jaxrlhf.tracking import ON_HOST
@@ -148,7 +148,7 @@ class Roles:
         self._groups = sorted(groups)
         vars(self).update(groups)
         if ROLLOUT in groups:
-            vars(self)["actor"] = ActorApart(groups["actor"], groups[ROLLOUT], fetching)
+            vars(self)["actor"] = ActorWithRolloutPool(groups["actor"], groups[ROLLOUT], fetching)
 
     if not TYPE_CHECKING:  # else every misspelled role would have a type
 
@@ -159,14 +159,17 @@ class Roles:
     @property
     def generates_apart(self) -> bool:
         """True if a separate pool generates, on other devices than the actor's."""
-        return isinstance(vars(self).get("actor"), ActorApart)
+        return isinstance(vars(self).get("actor"), ActorWithRolloutPool)
 
-    def as_of_now(self, *, waiting: int) -> "Roles":
-        """Return these roles with an actor that generates with the current weights; see `ActorApart.as_of_now`."""
+    def snapshot(self, *, waiting: int) -> "Roles":
+        """Return these roles with an actor that generates with the current weights.
+
+        See `ActorWithRolloutPool.snapshot`.
+        """
         if not self.generates_apart:
             return self
         roles = copy(self)
-        vars(roles)["actor"] = vars(self)["actor"].as_of_now(waiting=waiting)
+        vars(roles)["actor"] = vars(self)["actor"].snapshot(waiting=waiting)
         return roles
 
     def relaunch(self, failed: HostFailure) -> bool:
@@ -179,7 +182,7 @@ class Roles:
         if pool is None or not pool.relaunch(failed):
             return False
         actor = vars(self).get("actor")
-        if isinstance(actor, ActorApart):
+        if isinstance(actor, ActorWithRolloutPool):
             actor.send_again()
         return True
 

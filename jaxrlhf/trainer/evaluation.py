@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxrlhf.batch import Problem, Scores
 from jaxrlhf.config import Config, EvaluationSet, Sampling
-from jaxrlhf.dataflows.batches.episode_rows import drawn_by
+from jaxrlhf.dataflows.batches.episode_rows import sampled_lengths
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.collect import answered
+from jaxrlhf.dataflows.collect import generate_and_score
 from jaxrlhf.dataflows.step import Metrics, value_of
 from jaxrlhf.rewards.final_text import after_thinking
 from jaxrlhf.rewards.mathematics import same_text
@@ -75,10 +75,10 @@ def evaluate(
       `eval/maj@k` and `eval/avg@k` if `samples` is above 1.
     """
     sampling = sampling or Sampling(greedy=True)
-    answers = answered(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
+    answers = generate_and_score(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
     rollout, scores = value_of(answers.rollout), value_of(answers.scores)
     first = _first_scores(config, scores, [problem.source for problem in problems for _ in range(samples)])
-    length_B, truncated_B = drawn_by(rollout)
+    length_B, truncated_B = sampled_lengths(rollout)
     metrics = {
         f"{prefix}/accuracy": _mean(first),
         f"{prefix}/problems": float(len(problems)),

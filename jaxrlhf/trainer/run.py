@@ -28,7 +28,7 @@ from jaxrlhf.trainer.signals import stopped_by_signals
 from jaxrlhf.trainer.workdir import CHECKPOINTS, locked
 from jaxrlhf.workers.pool_roles import check_vocabulary
 
-LAUNCHED_ANEW = (HostDied, HostHung, HostNotStarted, TransferError)
+RELAUNCHABLE = (HostDied, HostHung, HostNotStarted, TransferError)
 """Failures after which hosts may be relaunched; a `HostRaised` may have one of these as its cause."""
 
 STOPPED = "stopped after saving; the same command goes on from"
@@ -82,8 +82,8 @@ def run(
             try:
                 finished = _launch_and_run(context, on_step, loggers, dry_run=dry_run)
                 break
-            except (*LAUNCHED_ANEW, HostRaised) as failure:
-                beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, LAUNCHED_ANEW)
+            except (*RELAUNCHABLE, HostRaised) as failure:
+                beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
                 if beside or left == 0 or context.stop.asked:
                     raise
                 say(f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed")

@@ -16,14 +16,14 @@ from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
 from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
-from jaxrlhf.workers.generation.generates import Generates
+from jaxrlhf.workers.generation.generates import GenerationWorker
 from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.model import Metrics, ModelSetup
 from jaxrlhf.workers.sampler import Sampler
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker, Updated
 
 
-class Actor(TrainedWorker, Generates):
+class Actor(TrainedWorker, GenerationWorker):
     """Worker of the policy: training, log-probabilities and (without a rollout pool) generation.
 
     Args:
@@ -81,7 +81,7 @@ class Actor(TrainedWorker, Generates):
         """
         sampler = self._sampler if sampler is None else sampler
         assert sampler is not None and self._hybrid is not None, "another pool generates for this actor"
-        if not self.here:
+        if not self.has_devices:
             yield self._described_sampler(sampler, self._hybrid)
             return
         with self.parameters.on_devices():
@@ -93,7 +93,7 @@ class Actor(TrainedWorker, Generates):
             try:
                 # Master weights that have a cast copy are moved to host memory meanwhile.
                 with self.parameters.partly_away(self._hybrid.masters["parameters"]):
-                    sampler.load(weights, self.version, spent=self._hybrid.spent)
+                    sampler.load(weights, self.version, donated=self._hybrid.donated)
                     yield sampler
             finally:
                 sampler.engine.unload()
@@ -103,7 +103,7 @@ class Actor(TrainedWorker, Generates):
         """Lower the programs of the layout switch, load described weights, and return the sampler."""
         for way, programs in hybrid.lower()._asdict().items():
             self.lowered |= {f"{way}[{index}]": program for index, program in enumerate(programs)}
-        sampler.load(hybrid.generation_shapes, self.version, spent=hybrid.spent)
+        sampler.load(hybrid.generation_shapes, self.version, donated=hybrid.donated)
         return sampler
 
     @property

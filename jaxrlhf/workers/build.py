@@ -41,7 +41,7 @@ from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.generation.worker import RolloutWorker
 from jaxrlhf.workers.model import ModelSetup, ModelWorker, Progress
 from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_texts, stop_tokens
-from jaxrlhf.workers.reference import FrozenActor
+from jaxrlhf.workers.reference import SharedWeightsReference
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.role_weights import (
@@ -83,7 +83,7 @@ class Builder(PoolRoles):
       feed: Completion feed that all builders of this process share.
 
     Attributes:
-      here: False if the pool's devices are only described: workers have shapes instead of weights.
+      has_devices: False if the pool's devices are only described: workers have shapes instead of weights.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Builder(PoolRoles):
         feed: CompletionFeed | None = None,
     ) -> None:
         super().__init__(config, tokenizer, pool, roles)
-        self.here = are_here(pool.devices)
+        self.has_devices = are_here(pool.devices)
         self.rank, self.progress, self._feed = rank, progress, feed or CompletionFeed()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
@@ -121,7 +121,7 @@ class Builder(PoolRoles):
             self.sampler = self._sampler(replica_mesh(layout, pool.devices, role=f"rollout on pool {pool.name!r}"))
         self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}
         self._scorer: Scorer | None = None
-        if self.here and "reward" in roles and not config.rewards.by_model:
+        if self.has_devices and "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that cannot be loaded is refused before anything compiles
         for part in config.rewards.parts if "reward" in roles else ():
             if isinstance(part, ModelReward):
@@ -138,7 +138,7 @@ class Builder(PoolRoles):
     def _agent_loop(self) -> AgentLoop | None:
         """Build the runner of episodes; environments are loaded now, so that an invalid one is refused early."""
         environment, rollout = self.config.environment, self.config.rollout
-        if environment is None or not self.here:
+        if environment is None or not self.has_devices:
             return None
         return AgentLoop(
             environment,
@@ -193,7 +193,7 @@ class Builder(PoolRoles):
     def _opponents(self, start: Params, phase: Phase) -> MixtureSampler | None:
         """Build the sampler of a mixture with the phase's initial weights; None if the algorithm needs no mixture."""
         share, own = phase.config.algorithm.reference_share(), self.sampler
-        if share is None or own is None or self.hybrid is None or not self.here:
+        if share is None or own is None or self.hybrid is None or not self.has_devices:
             return None
         mixture, part = GeometricMixture.of(self.model, share), own.submesh.size / own.mesh.size
         engine = self._engine(mixture, own.submesh, part, slots=self.config.rollout.prompts_per_step)
@@ -206,7 +206,7 @@ class Builder(PoolRoles):
         if not isinstance(model, ModelConfig) or self.reader is not None:
             has = "reads images" if self.reader is not None else "is a module of your own"
             raise Refusal(f"rollout.server is sent token ids and checkpoints of Hugging Face, and the model {has}")
-        for url in server.urls if self.here else ():
+        for url in server.urls if self.has_devices else ():
             check_health(url)
         source = config.model.path if isinstance(config.model, Pretrained) else None
         # A folder for this run alone, since older weights in it are deleted.
@@ -244,7 +244,7 @@ class Builder(PoolRoles):
 
     def workers(self, phase: Phase) -> dict[str, Any]:
         """Build the workers of a phase on this pool; all copies of the policy start from the phase's initial policy."""
-        if self.here:
+        if self.has_devices:
             self._check_starts(phase)
         roles = [role for role in self.roles if role in phase.roles]
         workers: dict[str, Any] = {}
@@ -273,7 +273,7 @@ class Builder(PoolRoles):
         if "reference" in roles and phase.config.reference_is_frozen_actor:
             lora = self.config.actor.lora
             adapters = self._adapters(self.policy) if lora is not None and lora.start is not None else None
-            workers["reference"] = FrozenActor(workers["actor"], adapters or {})
+            workers["reference"] = SharedWeightsReference(workers["actor"], adapters or {})
         return workers
 
     def _check_starts(self, phase: Phase) -> None:
@@ -313,7 +313,7 @@ class Builder(PoolRoles):
             lora = replace(lora, quantize=None)
         weights = replace(self.policy, role=role, lora=lora)
         target = weights.trained_params(self.mesh(role))
-        if not self.here:
+        if not self.has_devices:
             return target
         if phase.policy is None:
             return initial_params(self.config.model, weights, target, seed=self.config.seed)
@@ -325,7 +325,7 @@ class Builder(PoolRoles):
             return None
         mesh = self.mesh(weights.role)
         target = described(weights.adapter_shapes(), weights.adapter_layout(mesh))
-        if not self.here:
+        if not self.has_devices:
             return target
         if saved is not None:
             return saved_params(saved, target)
@@ -333,7 +333,7 @@ class Builder(PoolRoles):
 
     def _setup(self, role: str) -> ModelSetup:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
-        parts = parts if self.here else []  # described parameters cannot be offloaded
+        parts = parts if self.has_devices else []  # described parameters cannot be offloaded
         return ModelSetup(
             role,
             self.model_of(role),
@@ -348,7 +348,7 @@ class Builder(PoolRoles):
             temperature=self.config.rollout.sampling.temperature,
             pixels=self.pixels,
             staleness=self.config.rollout.staleness,
-            retokenizer=self.retokenizer(role) if self.here else None,
+            retokenizer=self.retokenizer(role) if self.has_devices else None,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
@@ -356,7 +356,7 @@ class Builder(PoolRoles):
         target = weights.trained_params(self.mesh("actor"))
         return self.spec("actor").worker_class(
             replace(self._setup("actor"), width=phase.config.rollout.width),
-            quantized_as(start, target) if self.here else target,
+            quantized_as(start, target) if self.has_devices else target,
             optimizer=phase.config.actor.optimizer,
             total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config),
             adapters=self._adapters(weights, phase.adapters),
@@ -369,7 +369,7 @@ class Builder(PoolRoles):
         """Build the worker of any role but the actor."""
         weights, mesh = self.weights(spec.name), self.mesh(spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
-        if not self.here:
+        if not self.has_devices:
             params = dict(target)
         elif spec.model is None:
             shared = {name: leaf for name, leaf in start.items() if name != "head" or spec.head == "lm"}

@@ -27,7 +27,7 @@ from jaxrlhf.models.heads import chunk_tokens, gradient_energy, likeliest_tokens
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
-from jaxrlhf.models.vision.rows import Pixels, Room, no_pixels
+from jaxrlhf.models.vision.rows import Pixels, StripShape, no_pixels
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
@@ -78,7 +78,7 @@ class ModelWorker:
     Attributes:
       place: Coordinates of this process in the mesh. Arguments are this process's part of a batch.
       parameters: Float32 master weights or frozen weights, in the training layout.
-      here: False if the devices are only described: programs are lowered instead of run, and results are zeros.
+      has_devices: False if the devices are only described: programs are lowered instead of run, and results are zeros.
       lowered: Lowered programs by name, if the devices are only described.
     """
 
@@ -90,7 +90,7 @@ class ModelWorker:
     def __init__(self, setup: ModelSetup, params: Params) -> None:
         self.setup, self.role, self.config, self.mesh = setup, setup.role, setup.config, setup.mesh
         self.place = RankCoordinates.of(self.mesh)
-        self.here, self.lowered = are_here(list(self.mesh.devices.flat)), dict[str, jax.stages.Lowered]()
+        self.has_devices, self.lowered = are_here(list(self.mesh.devices.flat)), dict[str, jax.stages.Lowered]()
         self.replicas = replicas_of(self.mesh)
         inner, row_axes = self.replicas.inner_mesh, self.replicas.row_axes
         pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
@@ -102,7 +102,7 @@ class ModelWorker:
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
-        self._patch_room: list[Room] = []
+        self._patch_room: list[StripShape] = []
         whole, each = PartitionSpec(), self.replicas.each
         self._forward = {
             wanted: jax.jit(
@@ -138,7 +138,7 @@ class ModelWorker:
         with self.parameters.on_devices():
             params = self.params if adapters is None else adapted(self.parameters.tree, adapters)
             for rows in packing.rows():
-                if not self.here:
+                if not self.has_devices:
                     return packing.zeros(self._lower_forward(params, rows, scale, wanted))
                 outputs.append(self._forward[wanted](params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
@@ -206,8 +206,8 @@ class ModelWorker:
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Restore the counters of a checkpoint."""
-        own = {name: counters[key] for name in Room._fields if (key := f"{self.role}/{name}") in counters}
-        self._patch_room[:] = [Room(**own)] if own else []
+        own = {name: counters[key] for name in StripShape._fields if (key := f"{self.role}/{name}") in counters}
+        self._patch_room[:] = [StripShape(**own)] if own else []
 
     def items(self) -> dict[str, TreeItem]:
         """Return this role's items of a checkpoint."""
@@ -275,7 +275,7 @@ class ModelWorker:
 
         def put(array: np.ndarray) -> Any:
             whole = (array.shape[0] * parts, *array.shape[1:])
-            if not self.here:
+            if not self.has_devices:
                 return jax.ShapeDtypeStruct(whole, array.dtype, sharding=self._batch_sharding)
             return jax.make_array_from_process_local_data(self._batch_sharding, array, whole)
 

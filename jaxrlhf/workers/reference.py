@@ -66,7 +66,7 @@ class Teacher(ModelWorker):
             np.zeros(more, np.float32),
         )
         read = partial(self.forward, temperature=self.setup.temperature, wanted="likeliest" if named else "output")
-        if not self.here:
+        if not self.has_devices:
             read(_all_chosen(len(mask_BT), self.setup.width))
             return found
         prompts, responses = self._retokenized(problems, rollout)
@@ -129,7 +129,7 @@ def _all_chosen(rows: int, width: int) -> Sequences:
     return Sequences(*tokens, np.arange(rows, dtype=np.int64))
 
 
-class FrozenActor:
+class SharedWeightsReference:
     """Reference policy that reads the actor's own frozen weights, so it needs no memory for weights.
 
     Args:

@@ -74,16 +74,16 @@ class Sampler:
         if self.holds and isinstance(self.engine, InterruptibleEngine):
             self.engine.compile_held()
 
-    def load(self, weights: Any, version: int, *, spent: Any) -> None:
+    def load(self, weights: Any, version: int, *, donated: Any) -> None:
         """Set the engine's weights from weights in the generation layout over the whole mesh.
 
         Args:
           weights: `parameters`, and `adapters` if there are any. Adapters are applied separately, not merged: added to
             low-precision weights, small changes would be rounded away.
-          spent: Tree of bools for `Engine.load`, True for weights that nobody else reads; ignored with adapters.
+          donated: Tree of bools for `Engine.load`, True for weights that nobody else reads; ignored with adapters.
         """
         here = hand_over(weights, self.submesh)
-        given = PolicyWeights(self.config, here["parameters"], version, spent["parameters"])
+        given = PolicyWeights(self.config, here["parameters"], version, donated["parameters"])
         if "adapters" in here:
             given = PolicyWeights(self.config, adapted(here["parameters"], here["adapters"]), version)
         self.engine.update_weights(given)
@@ -91,7 +91,7 @@ class Sampler:
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> RolloutBatch:
-        """Sample responses, prompt-major; see `Generates.generate_sequences`."""
+        """Sample responses, prompt-major; see `GenerationWorker.generate_sequences`."""
         requests, prompts = requests_of(problems, responses_per_prompt)
         completions = self.engine.generate(
             requests,
@@ -174,7 +174,7 @@ class Sampler:
 
         try:
             states = {
-                row: engine.begun(request, sampling, seed=int(under_way.seed_B[row]))
+                row: engine.new_sequence(request, sampling, seed=int(under_way.seed_B[row]))
                 for row, request in requests.items()
             }
             going = [row for row in states if held_B[row] is not None][: engine.slots]  # fewer slots if hosts were lost
@@ -202,7 +202,7 @@ class Sampler:
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> EpisodeBatch:
-        """Run episodes that start from these problems, prompt-major; see `Generates.run_episodes`."""
+        """Run episodes that start from these problems, prompt-major; see `GenerationWorker.run_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.run(
             self.engine,
@@ -223,7 +223,7 @@ class Sampler:
         *,
         responses_per_prompt: int,
     ) -> EpisodeBatch:
-        """Continue groups of episodes until enough are complete; see `Generates.continue_episodes`."""
+        """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
         assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
         return self.agent_loop.go_on(
             self.engine,

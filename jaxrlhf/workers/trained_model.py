@@ -237,7 +237,7 @@ class TrainedWorker(ModelWorker):
         Raises:
           Diverged: A gradient is not finite.
         """
-        if not self.here:
+        if not self.has_devices:
             return self._lower_update(minibatches[0], objective, settings, temperature)
         sums, norms = [], []
         with self.optimizer.on_devices(), self.parameters.on_devices():

@@ -1,4 +1,4 @@
-"""Measure the card: rates of matrix products, memory and transfers to the host, and the start of a program.
+"""Benchmark of the card: rates of matrix products, memory and transfers to the host, and time to start a program.
 
 PYTHONPATH=scripts python -m gpu_day.card
 """

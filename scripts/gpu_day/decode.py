@@ -1,4 +1,4 @@
-"""Tokens a second of the engine, and the share of the card's bandwidth that decoding reads with.
+"""Benchmark of the engine: tokens per second, and the share of the card's memory bandwidth that decoding uses.
 
 PYTHONPATH=scripts python -m gpu_day.decode --size 0.5B --rows 8 64 256 --cache auto [--bandwidth 3.0e12]
 """
@@ -18,7 +18,7 @@ from jaxrlhf.engine import Engine, Request
 
 
 def measure(flags: argparse.Namespace, rows: int) -> None:
-    """Generate a few times; the first time compiles."""
+    """Generate a few times and print medians; the first time compiles and is not counted."""
     config, dtype, mesh = SIZES[flags.size], compute_dtype(), one_device()
     execution = models.choose_execution(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache)
     start = time.perf_counter()
@@ -71,7 +71,7 @@ def measure(flags: argparse.Namespace, rows: int) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256])
@@ -84,7 +84,7 @@ def main() -> None:
     for rows in flags.rows:
         try:
             measure(flags, rows)
-        except Exception as error:  # the next size is measured all the same
+        except Exception as error:  # continue with the next size
             say("decode", size=flags.size, rows=rows, cache=flags.cache, refused=refused(error))
 
 

@@ -1,4 +1,4 @@
-"""Try the attention kernels on this device, and time attention of rows forward and backward.
+"""Trial of the attention kernels on this device, and benchmark of attention over rows, forward and backward.
 
 PYTHONPATH=scripts python -m gpu_day.kernels
 """
@@ -19,15 +19,15 @@ from jaxrlhf.models.attention.attention import ROWS
 from jaxrlhf.models.attention.score_mod import ScoreMod
 
 HEADS = {64: (14, 2), 128: (12, 2), 256: (8, 4)}
-"""Query heads and key-value heads by the width of a head."""
+"""Number of query heads and of key-value heads, by head dimension."""
 TRIED = ((64, None, None), (128, None, None), (256, None, None), (128, 1024, 50.0))
-"""Width of a head, window and soft cap of each try-out."""
+"""Head dimension, window and soft cap of each trial."""
 ROW_HEADS = (16, 8, 128)
-"""Heads of a row whose attention is timed: query heads, key-value heads and their width."""
+"""Query heads, key-value heads and head dimension of the timed attention."""
 
 
 def choices() -> None:
-    """Say what a run would choose for each width of a head, with windows and soft caps and without."""
+    """Print the kernels that a run would choose for each trial: head dimension, window and soft cap."""
     mesh, whole = one_device(), SIZES["0.5B"]
     for head_dim, window, cap in TRIED:
         heads, kv_heads = HEADS[head_dim]
@@ -56,7 +56,7 @@ def choices() -> None:
 
 
 def rates(widths: tuple[int, ...]) -> None:
-    """Time attention of one causal row forward and backward, beside cuDNN's of JAX."""
+    """Time attention of one causal row forward and backward, and JAX's cuDNN attention for comparison."""
     heads, kv_heads, head_dim = ROW_HEADS
     for width in widths:
         keys = jax.random.split(jax.random.key(0), 3)
@@ -78,7 +78,7 @@ def rates(widths: tuple[int, ...]) -> None:
                 forward_s = seconds(partial(forward, query, key, value))
                 backward_s = seconds(partial(backward, query, key, value))
                 memory: Any = backward.lower(query, key, value).compile().memory_analysis()
-            except Exception as error:  # whatever a kernel raises is a finding
+            except Exception as error:  # an error of a kernel is a result too
                 say("attention", kernel=name, width=width, refused=refused(error))
                 continue
             say(

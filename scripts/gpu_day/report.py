@@ -1,4 +1,4 @@
-"""Lines of JSON that the parts print, and the models that they measure."""
+"""Printed JSON lines, timing and measured models of the benchmark parts."""
 
 import json
 import time
@@ -23,11 +23,11 @@ SIZES: dict[str, ModelConfig] = {
     "1.5B": SHAPES["Qwen/Qwen2.5-1.5B"],
     "tiny": from_scratch(FromScratch(), tokens=512),
 }
-"""Shapes by name; `tiny` is for trying the parts on CPU."""
+"""Model shapes by name; `tiny` is for trying the parts on CPU."""
 
 
 def say(part: str, **figures: Any) -> None:
-    """Print one line of figures."""
+    """Print one JSON line of figures."""
     print(json.dumps({"part": part, "device": jax.devices()[0].device_kind, **figures}), flush=True)
 
 
@@ -42,7 +42,7 @@ def one_device() -> Mesh:
 
 
 def seconds(call: Callable[[], Any], *, repeats: int = 5) -> float:
-    """Median seconds of a call, after one that compiles."""
+    """Return the median seconds of a call, after a first call that compiles."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
@@ -53,7 +53,7 @@ def seconds(call: Callable[[], Any], *, repeats: int = 5) -> float:
 
 
 def random_params(config: ModelConfig, dtype: Any) -> Any:
-    """Random parameters of a model on the first device."""
+    """Return random parameters of a model on the first device."""
 
     def made(key: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.astype(dtype), models.init_params(config, "lm", key))
@@ -62,7 +62,7 @@ def random_params(config: ModelConfig, dtype: Any) -> Any:
 
 
 def compute_dtype() -> Any:
-    """Return bfloat16 on accelerators, and float32 on CPU, where the parts are tried."""
+    """Return bfloat16 on accelerators, and float32 on CPU, where the parts are only tried out."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second and share of the card's rate (MFU) of forward passes and updates.
+"""Benchmark of forward passes and updates: tokens per second and share of the card's peak rate (MFU).
 
 PYTHONPATH=scripts python -m gpu_day.update --size 0.5B --sequences 64 --tokens 512 --microbatch 16384 [--remat full]
 """
@@ -40,7 +40,7 @@ from jaxrlhf.workers.build import Phase
 
 
 def config_of(model: Path, flags: argparse.Namespace) -> Config:
-    """GRPO of one update, whose actor alone is built."""
+    """Return a GRPO configuration of one update; only its actor is built."""
     return Config(
         name="gpu_day",
         algorithm=GRPO(kl=KLInLoss(coefficient=0.04), responses_per_update=flags.sequences),
@@ -65,14 +65,14 @@ def config_of(model: Path, flags: argparse.Namespace) -> Config:
 
 
 def flops_of(flags: argparse.Namespace) -> float:
-    """Count the operations of one forward pass: weights, causal attention, the head where a token is trained."""
+    """Return the FLOPs of one forward pass: weights, causal attention, and the head on trained tokens."""
     model, tokens = SIZES[flags.size], flags.sequences * flags.tokens
     layers = model.num_layers * layer_flops(model, tokens=tokens, context=flags.tokens / 2)
     return layers + head_flops(model, "lm", tokens=flags.sequences * flags.trained)
 
 
 def measure(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Seconds of a forward pass and of an update over random sequences."""
+    """Measure a forward pass and an update over random sequences."""
     model = SIZES[flags.size]
     models.save_params(random_params(model, jax.numpy.bfloat16), model, folder, dtype=jax.numpy.bfloat16)
     config = config_of(folder, flags)
@@ -118,12 +118,12 @@ def measure(flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=512, help="of a sequence")
-    parser.add_argument("--trained", type=int, default=384, help="of them, at the end")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--trained", type=int, default=384, help="trained tokens, at the end of a sequence")
     parser.add_argument("--microbatch", type=int, default=16384, help="tokens")
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     parser.add_argument("--repeats", type=int, default=3)
@@ -133,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             say("update", **sizes, **measure(flags, Path(folder) / "model"))
-        except Exception as error:  # what does not fit is a finding
+        except Exception as error:  # a size that does not fit is a result too
             say("update", **sizes, refused=refused(error))
 
 

@@ -1,4 +1,4 @@
-"""Flags and figures of a peer's update of one long sequence."""
+"""Flags and report of the scripts that time a peer's update on one long sequence."""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ import bench_workload as bench
 
 
 def arguments(what: str) -> argparse.Namespace:
-    """Parsed words of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--preset", choices=bench.PRESETS, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--trained", type=int, required=True, help="of them, at the end")
+    parser.add_argument("--trained", type=int, required=True, help="trained tokens, at the end of the sequence")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     return parser.parse_args()

@@ -1,6 +1,6 @@
-"""What the peers' scripts share: flags, a clock for each phase of each step, and the line they print.
+"""Common parts of the peers' scripts: flags, a clock for each phase of each step, and the printed line.
 
-It is imported in the peers' own environments, so it needs nothing that only ours has.
+The scripts import this module in the peers' environments, so it imports no package that only our environment has.
 """
 
 import argparse
@@ -26,14 +26,14 @@ BETA = 0.04
 LEARNING_RATE = 1e-6
 
 PREPARE = "prepare"
-"""Log-probabilities of the reference, values."""
+"""Phase that computes log-probabilities of the reference, and values."""
 
 UPDATE = "update"
-"""Forward, backward, clipping, optimizer; of every model that is trained."""
+"""Phase of forward pass, backward pass, clipping and optimizer, for every trained model."""
 
 
 def parse(what: str, *, workload: str, rows: int | None = None) -> argparse.Namespace:
-    """Parse the flags of a peer's script, and turn off everything that looks for a network.
+    """Parse the flags of a peer's script, and disable everything that uses a network.
 
     Args:
       rows: Default of `--rows`, for a script that has no steps.
@@ -51,10 +51,10 @@ def parse(what: str, *, workload: str, rows: int | None = None) -> argparse.Name
 
 
 class Task:
-    """The workload that flags choose, with what frameworks have to agree on: weights, tokens, prompts, reward.
+    """Workload chosen by flags, with the parts that all frameworks share: weights, tokens, prompts, reward.
 
     Attributes:
-      ends: Responses end by themselves.
+      ends: Whether responses end by themselves.
     """
 
     def __init__(self, flags: argparse.Namespace) -> None:
@@ -71,25 +71,25 @@ class Task:
         return bench.checkpoint(self.workload.preset, self._flags.models)
 
     def tokenizer(self) -> Any:
-        """Tokenizer whose end, where lengths are forced, lies past the model's vocabulary: no framework can draw it."""
+        """Return the tokenizer; where lengths are forced, its end token is past the vocabulary and never sampled."""
         if self.chat:
             return chat.endless_tokenizer(self.model)
         return bench.tokenizer(bench.PRESETS[self.workload.preset], outside=not self.ends)
 
     def records(self, *, steps: int) -> list[dict[str, Any]]:
-        """Records of the first steps of a chat workload."""
+        """Return the records of the first steps of a chat workload."""
         file = chat.records_file(self.workload, self._flags.models, self.model)
         return chat.read_records(file, count=self.workload.prompts * steps)
 
     def texts(self, *, steps: int) -> list[str]:
-        """Prompts of the first steps."""
+        """Return the prompts of the first steps."""
         if self.chat:
             return [record["text"] for record in self.records(steps=steps)]
         rows = bench.prompts(self.workload, count=self.workload.prompts * steps)
         return [" ".join(f"t{token}" for token in row) for row in rows]
 
     def reward(self, response: str) -> float:
-        """Reward of a response; an end that was kept in the text is no token of it."""
+        """Return the reward of a response, ignoring an end token in the text."""
         if self.chat:
             return chat.lowercase_share("", response, None, None)
         words = " ".join(word for word in response.split() if word.startswith("t"))
@@ -99,7 +99,7 @@ class Task:
         """Refuse responses that are shorter than the limit, unless they end by themselves.
 
         Raises:
-          ValueError: A response is; the figures would be those of another workload.
+          ValueError: A response is shorter; the figures would belong to another workload.
         """
         wrong = sorted({length for length in lengths if length != self.workload.new_tokens})
         if wrong and not self.ends:
@@ -107,10 +107,10 @@ class Task:
 
 
 class Phases:
-    """Wall seconds of each phase of each step, and how many tokens the step generated.
+    """Clock of the wall-clock seconds of each phase of each step, and of the generated tokens.
 
     Attributes:
-      ends: Time of day at the end of each step, in seconds.
+      ends: Unix time at the end of each step, in seconds.
     """
 
     def __init__(self, *, warmup: int, counted: int) -> None:
@@ -125,11 +125,11 @@ class Phases:
         return len(self.steps) >= self.total
 
     def begin(self) -> None:
-        """The first step starts."""
+        """Start the first step."""
         self._start = time.perf_counter()
 
     def end_step(self) -> None:
-        """A step ends, and the next one starts."""
+        """End a step and start the next step."""
         now = time.perf_counter()
         self.ends.append(time.time())
         with self._lock:
@@ -138,13 +138,13 @@ class Phases:
         print(f"step {len(self.steps)}:", json.dumps(self.steps[-1]), file=sys.stderr, flush=True)
 
     def add(self, name: str, amount: float) -> None:
-        """To the current step."""
+        """Add an amount to a figure of the current step."""
         with self._lock:
             self._now[name] = self._now.get(name, 0.0) + amount
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to the phase."""
+        """Add the seconds of the block to a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -160,12 +160,12 @@ class Phases:
         after: Callable[[Any], object] | None = None,
         within: str | None = None,
     ) -> None:
-        """Clock every call of a function where it is kept.
+        """Replace an attribute of `owner`, a function, by a function that clocks every call.
 
         Args:
-          phase: Its name, or what tells it from the call's arguments; None clocks nothing.
-          after: Given the result within the clock: waits for it, checks it.
-          within: Phase whose clock runs meanwhile, and does not count the call.
+          phase: Name of the phase, or a function that returns the name from the call's arguments; None clocks nothing.
+          after: Function that is called with the result while the clock runs, to wait for the result or check it.
+          within: Phase whose clock runs during the call; the seconds of the call are subtracted from this phase.
         """
         call = getattr(owner, attribute)
 
@@ -182,7 +182,7 @@ class Phases:
         setattr(owner, attribute, clocked)
 
     def generated(self, task: Task, lengths: list[int]) -> None:
-        """Count responses of these lengths."""
+        """Check responses of these lengths and count their tokens."""
         task.check_lengths(lengths)
         self.add("tokens", sum(lengths))
 

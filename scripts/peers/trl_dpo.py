@@ -2,7 +2,7 @@
 
     python trl_dpo.py --workload smollm2_dpo --models DIR      # in an environment with trl 1.16.0
 
-The reference's pass is clocked as preparation; the policy makes one pass, forward and backward.
+The reference's forward pass is clocked as preparation; the policy has one forward and one backward pass.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
 
 
 def load() -> Any:
-    """The workload's model."""
+    """Return the workload's model."""
     causal = transformers.AutoModelForCausalLM
     return causal.from_pretrained(TASK.model, dtype=torch.float32, attn_implementation="sdpa")
 

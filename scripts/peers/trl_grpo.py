@@ -2,7 +2,7 @@
 
     python trl_grpo.py --workload fixed --models DIR      # in an environment with trl 1.16.0
 
-Its fastest settings here: no gradient checkpointing, scaled dot-product attention, a dynamic cache, nothing compiled.
+TRL's fastest settings on CPU: no gradient checkpointing, scaled dot-product attention, a dynamic cache, no compilation.
 """
 
 import tempfile
@@ -25,14 +25,14 @@ CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
 
 
 def reward(completions: list[str], **_: Any) -> list[float | None]:
-    """Of each response."""
+    """Return the reward of each response."""
     return [TASK.reward(text) for text in completions]
 
 
 def settings(folder: str) -> GRPOConfig:
-    """One update a step."""
+    """Return settings with one update a step."""
     common = settings_of(folder, micro=FLAGS.micro, updates=CLOCK.total, rows=WORKLOAD.sequences)
-    del common["train_sampling_strategy"]  # it has a sampler of its own
+    del common["train_sampling_strategy"]  # GRPOTrainer has its own sampler
     return GRPOConfig(
         **common,
         shuffle_dataset=False,
@@ -52,7 +52,7 @@ def train(folder: str) -> None:
     transformers.logging.set_verbosity_error()
     causal = transformers.AutoModelForCausalLM
     model = causal.from_pretrained(TASK.model, dtype=torch.float32, attn_implementation="sdpa")
-    model.generation_config.eos_token_id = None  # the tokenizer's alone
+    model.generation_config.eos_token_id = None  # only the tokenizer's end token counts
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -63,7 +63,7 @@ def train(folder: str) -> None:
     )
 
     def passed(*_: Any, **__: Any) -> str | None:
-        return None if torch.is_grad_enabled() else PREPARE  # the trained pass is inside `compute_loss`
+        return None if torch.is_grad_enabled() else PREPARE  # the update's own forward pass is inside `compute_loss`
 
     def generated(result: Any) -> None:
         CLOCK.generated(TASK, [len(tokens) for tokens in result[0]])

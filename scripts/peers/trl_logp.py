@@ -1,8 +1,8 @@
-"""Mean log-probability of a token of the first solutions by transformers' model. Prints one JSON line.
+"""Mean log-probability per token of the first solutions, by transformers' model. Prints one JSON line.
 
     python trl_logp.py --workload smollm2_sft --models DIR --rows 4      # in an environment with trl
 
-`bench_peers.py` compares them with ours: both sides read one checkpoint, and make the same tokens of the records.
+`bench_peers.py` compares the values with ours: both sides read one checkpoint and tokenize the records equally.
 """
 
 import json
@@ -16,7 +16,7 @@ import transformers  # noqa: E402
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     task, found = phases.Task(FLAGS), []
     tokenizer = phases.chat.tokenizer_of(task.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)

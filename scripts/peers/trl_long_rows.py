@@ -2,7 +2,7 @@
 
     python trl_long_rows.py --preset small --tokens 4096 --trained 512 --models DIR   # with trl 1.16.0
 
-Its own loss, with gradient checkpointing, backward, clipping and AdamW; scaled dot-product attention, float32.
+TRL's loss with gradient checkpointing, backward, clipping and AdamW; scaled dot-product attention, float32.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def no_reward(completions: list[str], **_: Any) -> list[float | None]:
-    """No response is scored: the update is given its advantages."""
+    """Return no scores: the advantages of the update are inputs."""
     return [None] * len(completions)
 
 
 def trainer_of(flags: argparse.Namespace, folder: str) -> Any:
-    """The trainer on the preset's checkpoint, ready to update."""
+    """Return a trainer on the preset's checkpoint, ready to update."""
     transformers.logging.set_verbosity_error()
     place = bench.checkpoint(flags.preset, flags.models)
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="sdpa")

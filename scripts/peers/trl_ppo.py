@@ -1,8 +1,8 @@
 """Steps of TRL's PPOTrainer on a workload, on CPU: policy, value model, reference. Prints one JSON line.
 
-    python trl_ppo.py --workload ppo --models DIR      # in an environment with trl 1.12.0, the last that has it
+    python trl_ppo.py --workload ppo --models DIR      # in an environment with trl 1.12.0, the last with PPO
 
-It has no groups, so each sequence is a prompt of its own. Old log-probabilities are those of generation.
+PPOTrainer has no groups, so every prompt has one response. Old log-probabilities come from generation.
 """
 
 import tempfile
@@ -25,11 +25,11 @@ CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
 
 
 class Finished(Exception):
-    """All steps ran; the trainer has no other way out of its loop."""
+    """Exception that ends the trainer's loop after all steps; the trainer offers no other way."""
 
 
 class Steps(transformers.TrainerCallback):
-    """Tells the clock where steps begin and end."""
+    """Callback that marks the start and end of steps on the clock."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         CLOCK.begin()
@@ -41,7 +41,7 @@ class Steps(transformers.TrainerCallback):
 
 
 class Reward(torch.nn.Module):
-    """The reward in the form that the trainer wants: a backbone whose hidden states a head scores."""
+    """Reward model in the form that the trainer expects: a backbone, and a head that scores its hidden states."""
 
     base_model_prefix = "backbone"
 
@@ -50,7 +50,7 @@ class Reward(torch.nn.Module):
         self.unused = torch.nn.Parameter(torch.zeros(1))
 
     def backbone(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        """Reward of each row's response, at every position."""
+        """Return the reward of each row's response as hidden states, at every position."""
         texts = TOKENIZER.batch_decode(input_ids[:, WORKLOAD.prompt_tokens :])
         reward_R = torch.tensor([TASK.reward(text) for text in texts])
         return SimpleNamespace(hidden_states=[reward_R[:, None, None].expand(-1, input_ids.shape[1], 1)])
@@ -60,7 +60,7 @@ class Reward(torch.nn.Module):
 
 
 def settings(folder: str) -> PPOConfig:
-    """One update a step."""
+    """Return settings with one update a step."""
     if WORKLOAD.responses != 1 or WORKLOAD.sequences % FLAGS.micro:
         raise ValueError(f"needs one response to a prompt, and prompts that --micro {FLAGS.micro} divides: {WORKLOAD}")
     return PPOConfig(

@@ -2,8 +2,8 @@
 
     python trl_sft.py --workload smollm2_sft --models DIR      # in an environment with trl 1.16.0
 
-Solutions are trained on, not prompts. Rows are padded to a microbatch's longest; examples are of nearly one length,
-so packing would gain nothing.
+The loss covers solutions, not prompts. Rows are padded to the longest row of the microbatch; examples have nearly the
+same length, so packing would gain nothing.
 """
 
 import tempfile

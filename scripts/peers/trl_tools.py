@@ -1,9 +1,9 @@
-"""Episodes of TRL's own tool loop (`GRPOTrainer._generate`), with tools that take their time. Prints one JSON line.
+"""Episodes of TRL's own tool loop (`GRPOTrainer._generate`) with slow tools. Prints one JSON line.
 
     python trl_tools.py --model DIR --episodes 256 --turns 6 --pause 2      # in an environment with trl 1.16.0
 
-Random weights call no tool, so every reply is read as a call; its text is generated all the same. The directory has a
-model and a tokenizer, which `bench_agents.py` writes. Tools are `async`, TRL's faster kind.
+A model with random weights calls no tool, so every generated reply is parsed as a call, whatever its text. The
+directory contains a model and a tokenizer written by `bench_agents.py`. Tools are `async`, TRL's faster kind.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% endfor %}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""That of the embedded tokenizer, but for a call's name, which TRL wants to see."""
+"""Chat template of the embedded tokenizer, with the name of each call added because TRL requires it."""
 
 
 async def answer(number: int, turn: int, pause_s: float, digits: int) -> str:
@@ -47,12 +47,12 @@ async def answer(number: int, turn: int, pause_s: float, digits: int) -> str:
 
 
 def nothing(completions: list[Any], **_: Any) -> list[float | None]:
-    """Reward of no use here."""
+    """Return zero rewards; rewards are not used here."""
     return [0.0] * len(completions)
 
 
 class Calls:
-    """Parser that reads every reply as a call of its episode's next turn."""
+    """Parser that reads every reply as a tool call in the next turn of its episode."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         self.flags, self.read = flags, 0
@@ -66,7 +66,7 @@ class Calls:
 
 
 def trainer_of(flags: argparse.Namespace, folder: str) -> GRPOTrainer:
-    """A trainer whose replies have one length."""
+    """Return a trainer whose replies all have `--reply-tokens` tokens."""
     settings = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -90,7 +90,7 @@ def trainer_of(flags: argparse.Namespace, folder: str) -> GRPOTrainer:
         processing_class=tokenizer,
         tools=[answer],
     )
-    calls = {"_sync_tool_dicts": {}, "_async_tool_dicts": {"answer": answer}}  # as its step sets them
+    calls = {"_sync_tool_dicts": {}, "_async_tool_dicts": {"answer": answer}}  # as the trainer's step sets them
     vars(trainer).update({name: [tools] * flags.episodes for name, tools in calls.items()})
     for length in ("max_new_tokens", "min_new_tokens"):
         setattr(trainer.generation_config, length, flags.reply_tokens)

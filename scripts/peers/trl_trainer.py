@@ -1,4 +1,4 @@
-"""Settings of transformers' trainer, on which TRL's trainers are built, and clocks on its phases."""
+"""Settings of transformers' trainer, the base of TRL's trainers, and clocks on its phases."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from phases import LEARNING_RATE, UPDATE, Phases
 
 
 class Steps(transformers.TrainerCallback):
-    """Tells the clock where steps begin and end, and keeps the losses that are logged."""
+    """Callback that marks the start and end of steps on the clock, and keeps the logged losses."""
 
     def __init__(self, clock: Phases) -> None:
         self._clock = clock
@@ -34,10 +34,10 @@ def watch_updates(trainer: Any, clock: Phases) -> None:
 
 
 def settings_of(folder: str, *, micro: int, updates: int, rows: int) -> dict[str, Any]:
-    """Settings of one update a step on so many rows, in the order of the data set.
+    """Return settings of one update a step on `rows` rows, in the order of the data set.
 
     Raises:
-      ValueError: The size of a microbatch does not divide the rows.
+      ValueError: The microbatch size does not divide the rows.
     """
     if rows % micro:
         raise ValueError(f"--micro {micro} does not divide the {rows} rows of an update")

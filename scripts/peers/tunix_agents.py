@@ -2,8 +2,8 @@
 
 python tunix_agents.py --policy DIR --problems FILE      # in an environment with google-tunix 0.1.7
 
-`bench_calculator.py` writes both. Tunix's own sampler draws every request of a step by the same key where its settings
-name none, so that all episodes of a group are one; here each request has a key of its own.
+`bench_calculator.py` writes both inputs. Without a seed in its settings, Tunix's sampler uses the same random key for
+every request of a step, so that all episodes of a group are equal. This script sets a different key for each request.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS, TURNS = 32, 48, 3
 
 
 def arguments() -> argparse.Namespace:
-    """Flags."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--problems", type=Path, required=True, help="JSON: a list of steps, each a list of problems")
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Sums(BaseTaskEnv):
-    """A product; a call is answered, and any other reply is the answer."""
+    """Environment of one product: a call is answered, any other reply is the final answer."""
 
     def __init__(self, single_example: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(task=single_example, max_steps=TURNS, **kwargs)
@@ -56,7 +56,7 @@ class Sums(BaseTaskEnv):
         return self.task
 
     def _step_impl(self, action: str) -> EnvStepResult:
-        """Work out the call of a reply, or end with its score."""
+        """Compute the result of a call, or end the episode with the score of the reply."""
         called = re.fullmatch(r"<<([0-9*]{1,16})>>", action)
         if called:
             factors = [int(factor) for factor in called[1].split("*") if factor]
@@ -66,7 +66,7 @@ class Sums(BaseTaskEnv):
 
 
 class Caller(ModelAgent):
-    """Agent whose later observations are a tool's words."""
+    """Agent that receives observations after the first as tool messages."""
 
     def _observation_to_messages(self, observation: Any, reward: float, done: bool, info: dict[str, Any]) -> None:
         if isinstance(observation, str):
@@ -79,7 +79,7 @@ class Template:
     """Chat template of the embedded tokenizer."""
 
     def parse(self, messages: Any, add_generation_prompt: bool = False, is_first_msg: bool = False) -> str:
-        """Text of messages; Tunix adds a system's without words, which is left out."""
+        """Return the text of messages, without the empty system message that Tunix adds."""
         parts = []
         for message in messages:
             role, text = message["role"], str(np.asarray(message["content"]).item()).removesuffix("<|eos|>")

@@ -11,7 +11,7 @@ from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig, TrainingInp
 
 
 def batch_of(records: list[dict[str, Any]]) -> TrainingInput:
-    """Prompts, padded on their left, and the two answers to each."""
+    """Return left-padded prompts, with the two answers to each prompt."""
     fields: dict[str, Any] = {}
     end, sizes = ours.TOKENIZER.eos_token, ours.WORKLOAD
     for name, field in (("chosen", "solution"), ("rejected", "rejected")):
@@ -23,7 +23,7 @@ def batch_of(records: list[dict[str, Any]]) -> TrainingInput:
 
 
 def main() -> list[float]:
-    """Train, and return losses."""
+    """Train; return the losses."""
     pairs = max(1, ours.FLAGS.micro // 2)
     settings = DPOTrainingConfig(**ours.settings_of(pairs), beta=0.1)
     return ours.train(DPOTrainer(ours.load(), ours.load(), ours.optimizer(), settings), batch_of, rows=pairs)

@@ -10,7 +10,7 @@ from tunix.rl.rl_cluster import RLCluster
 
 
 def learner() -> GRPOLearner:
-    """Groups of responses, the KL to the reference in the loss, old log-probabilities never computed."""
+    """Return a learner with groups and the KL to the reference in the loss; it computes no old log-probabilities."""
     responses = ours.WORKLOAD.responses
     if ours.FLAGS.micro % responses:
         raise ValueError(f"--micro {ours.FLAGS.micro} has to be a multiple of the {responses} responses to a prompt")

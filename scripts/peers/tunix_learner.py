@@ -1,4 +1,4 @@
-"""What both of Tunix's learners share here: the models on one device, the cluster, clocks on its phases."""
+"""Common parts of the scripts of Tunix's learners: models on one device, the cluster, clocks on its phases."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
 
 
 def load() -> Any:
-    """The workload's weights, without rematerialisation."""
+    """Return the workload's model, without rematerialization."""
     return tunix_model.load(TASK.model)
 
 
 def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
-    """All roles on one device, one update a step; Tunix counts prompts where others count sequences."""
+    """Return the cluster of all roles on one device, with one update a step; Tunix's batch sizes count prompts."""
 
     def optimizer() -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(phases.LEARNING_RATE, weight_decay=0.0))
@@ -53,7 +53,7 @@ def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
         rollout_config=RolloutConfig(
             max_tokens_to_generate=WORKLOAD.new_tokens,
             max_prompt_length=WORKLOAD.prompt_tokens,
-            kv_cache_size=WORKLOAD.prompt_tokens + WORKLOAD.new_tokens,  # as small as it can be
+            kv_cache_size=WORKLOAD.prompt_tokens + WORKLOAD.new_tokens,  # the smallest possible
             temperature=1.0,
             top_p=1.0,
             top_k=None,
@@ -63,12 +63,12 @@ def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
 
 
 def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
-    """Of each response."""
+    """Return the reward of each response."""
     return [TASK.reward(text) for text in completions]
 
 
 def train(learner: Any) -> None:
-    """Run the steps with every phase clocked up to the moment that its arrays are there."""
+    """Run the steps; the clock of a phase stops when its arrays are computed."""
     cluster = learner.rl_cluster
 
     def generated(result: Any) -> None:

@@ -2,7 +2,8 @@
 
     python tunix_long_rows.py --preset small --tokens 4096 --trained 512 --models DIR   # with google-tunix 0.1.7
 
-Its own model with decoder layers recomputed, its loss, gradient, clipping and AdamW in one compiled step, float32.
+Tunix's model with rematerialized decoder layers and Tunix's loss; gradient, clipping and AdamW in one compiled step,
+float32.
 """
 
 import os
@@ -29,12 +30,12 @@ from tunix.rl.common import TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
 SETTINGS = GRPOConfig(num_generations=2, beta=0.04, epsilon=0.2)
-SETTINGS.temperature = 1.0  # as its learner sets it, by the rollout's
+SETTINGS.temperature = 1.0  # as Tunix's learner sets it, from the rollout's temperature
 
 
 @nnx.jit
 def update(model: Any, optimizer: Any, example: TrainExample) -> None:
-    """One step of the optimizer on one example, as Tunix's trainer takes it."""
+    """Take one optimizer step on one example, as Tunix's trainer does."""
 
     def loss(model: Any) -> Any:
         return grpo_loss_fn(model, example, SETTINGS, pad_id=bench.PAD, eos_id=bench.END)

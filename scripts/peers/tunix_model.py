@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen2's or Llama's shape as models of Tunix, on one device."""
+"""Tunix models from Qwen2 or Llama checkpoints, on one device."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ MESH = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.A
 
 
 def load(folder: Path, remat: qwen2.RematConfig = qwen2.RematConfig.NONE) -> Any:
-    """Model with the weights of a checkpoint, in float32."""
+    """Load a checkpoint as a Tunix model in float32."""
     shape = json.loads((folder / "config.json").read_text())
     rope = shape.get("rope_parameters", shape)
     common: dict[str, Any] = {

@@ -11,7 +11,7 @@ from tunix.rl.utils import create_critic_model
 
 
 def learner() -> PPOLearner:
-    """One response to a prompt, the KL to the reference in the reward."""
+    """Return a learner with one response to a prompt and the KL to the reference in the reward."""
     if ours.WORKLOAD.responses != 1:
         raise ValueError(f"it has no groups: one response to a prompt, not {ours.WORKLOAD.responses}")
     actor = ours.load()

@@ -2,7 +2,7 @@
 
 python tunix_sft.py --workload smollm2_sft --models DIR      # in an environment with google-tunix 0.1.7
 
-Its loss is the mean over a microbatch's tokens, averaged over microbatches.
+Tunix's loss is the mean over the tokens of a microbatch, averaged over microbatches.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ WIDTH = ours.WORKLOAD.prompt_tokens + ours.WORKLOAD.new_tokens
 
 
 def batch_of(records: list[dict[str, Any]]) -> TrainingInput:
-    """Prompts and solutions; the mask is of the solutions."""
+    """Return prompts and solutions as one batch; the mask covers the solutions."""
     prompts = [ours.TOKENIZER(each["text"])["input_ids"] for each in records]
     solutions = [ours.TOKENIZER(each["solution"] + ours.TOKENIZER.eos_token)["input_ids"] for each in records]
     token_RW, mask_RW = ours.padded([p + s for p, s in zip(prompts, solutions, strict=True)], WIDTH)
@@ -26,7 +26,7 @@ def batch_of(records: list[dict[str, Any]]) -> TrainingInput:
 
 
 def model_input(batch: TrainingInput) -> dict[str, Any]:
-    """Arguments of the loss; padding is behind every token that is read, so no mask has to hide it."""
+    """Return the arguments of the loss; padding follows all tokens, so the causal mask already hides the padding."""
     everything = batch.input_tokens >= 0
     return {
         "input_tokens": batch.input_tokens,
@@ -37,7 +37,7 @@ def model_input(batch: TrainingInput) -> dict[str, Any]:
 
 
 def main() -> list[float]:
-    """Train, and return losses."""
+    """Train; return the losses."""
     settings = TrainingConfig(**ours.settings_of(ours.FLAGS.micro))
     trainer = PeftTrainer(ours.load(), ours.optimizer(), settings).with_gen_model_input_fn(model_input)
     return ours.train(trainer, batch_of, rows=ours.FLAGS.micro)

@@ -1,4 +1,4 @@
-"""The model, optimizer, settings and clocks of Tunix's supervised and preference trainers."""
+"""Model, optimizer, settings and clocks for Tunix's supervised and preference trainers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
 
 
 def load() -> Any:
-    """The workload's model, without rematerialisation."""
+    """Return the workload's model, without rematerialization."""
     return tunix_model.load(TASK.model)
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Clipping and AdamW."""
+    """Return gradient clipping followed by AdamW."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(phases.LEARNING_RATE, weight_decay=0.0))
 
 
 def settings_of(rows: int) -> dict[str, Any]:
-    """Settings of one update a step, in microbatches of so many records.
+    """Return settings of one update a step, in microbatches of `rows` records.
 
     Raises:
-      ValueError: They do not divide the records of an update.
+      ValueError: `rows` does not divide the records of an update.
     """
     if WORKLOAD.prompts % rows:
         raise ValueError(f"microbatches of {rows} do not divide the {WORKLOAD.prompts} records of an update")
@@ -49,7 +49,7 @@ def settings_of(rows: int) -> dict[str, Any]:
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids in an array of a width, and the mask of the tokens that are no padding."""
+    """Return token ids padded to a width, and the mask that is true on tokens and false on padding."""
     token_RW, mask_RW = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
     for index, ids in enumerate(rows):
         part = slice(width - len(ids), None) if left else slice(len(ids))
@@ -61,8 +61,8 @@ def train(trainer: Any, batch_of: Callable[[list[dict[str, Any]]], Any], *, rows
     """Run the steps with every phase clocked, and return the loss of each step.
 
     Args:
-      batch_of: Makes a microbatch of records.
-      rows: Records of a microbatch.
+      batch_of: Function that makes a microbatch from records.
+      rows: Number of records of a microbatch.
     """
     records, losses = TASK.records(steps=CLOCK.total), list[float]()
     buffer, written, began = trainer._buffer_metrics, trainer._write_train_metrics, [0.0]
@@ -77,7 +77,7 @@ def train(trainer: Any, batch_of: Callable[[list[dict[str, Any]]], Any], *, rows
         return buffer(*args, loss=loss, **named)
 
     def end() -> None:
-        if trainer._buffered_train_metrics is None:  # it closes
+        if trainer._buffered_train_metrics is None:  # the trainer is closing
             return written()
         losses.append(round(float(np.mean(trainer._buffered_train_metrics.losses)), 5))
         written()

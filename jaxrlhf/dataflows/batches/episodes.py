@@ -20,7 +20,7 @@ def scored_episodes(
 ) -> ScoredRollout:
     """Combine episodes and scores; a truncated episode is scored, gets 0 or is not trained on, by its environment."""
     records: list[EpisodeRecord] = list(episodes.record_E)
-    zero_E, left_out_E = (treated(environment, records, how) for how in ("zero", "leave_out"))
+    zero_E, left_out_E = (truncated_with(environment, records, how) for how in ("zero", "leave_out"))
     rollout, scorable_E = episodes.rollout, np.asarray(scores.scorable_B)
     if zero_E.any():
         assert rollout.episodes is not None
@@ -33,7 +33,7 @@ def scored_episodes(
     return ScoredRollout(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
 
 
-def treated(environment: AnyEnvironment, records: Sequence[EpisodeRecord], how: str) -> np.ndarray:
+def truncated_with(environment: AnyEnvironment, records: Sequence[EpisodeRecord], how: str) -> np.ndarray:
     """Return bool `[E]`: truncated episodes whose environment's setting `truncated` is `how`."""
     settings = [choices(environment)[record.environment] for record in records]
     ended = zip(records, settings, strict=True)

@@ -20,7 +20,7 @@ from jaxrlhf.batching.partial_rollouts import (
     PartialRollout,
     Round,
     Versions,
-    not_begun,
+    unstarted_groups,
 )
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
@@ -179,8 +179,8 @@ class ResponsesInFlight(InFlight):
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
-        begun = not_begun(chosen, seed=seed, step=step, **sizes).holding(self._holds)
-        self.under_way = (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
+        started = unstarted_groups(chosen, seed=seed, step=step, **sizes).holding(self._holds)
+        self.under_way = (started if self.under_way is None else self.under_way.concat(started)).take(order)
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
         assert self.under_way is not None, "they were begun"
@@ -274,8 +274,8 @@ class EpisodesInFlight(InFlight):
 
     def _keys(self) -> list[GroupKey]:
         """Return the key of the group in each place."""
-        begun = self._groups.begun_P.tolist()
-        return [(problem.prompt_id, step) for problem, step in zip(self.problems, begun, strict=True)]
+        started = self._groups.begun_P.tolist()
+        return [(problem.prompt_id, step) for problem, step in zip(self.problems, started, strict=True)]
 
     def _to_repeat(self, step: int) -> Arrivals | None:
         """Return the arrivals that the next round of a step replays; None goes by the clock.

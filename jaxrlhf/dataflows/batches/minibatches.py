@@ -9,7 +9,7 @@ import numpy as np
 from jaxrlhf.algos import rollout_correction, token_weights
 from jaxrlhf.batch import Array, Experience, MinibatchRows, RolloutBatch, Sequences
 from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient, function_of
-from jaxrlhf.dataflows.batches.episode_rows import Apart
+from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
 
@@ -30,7 +30,7 @@ class Minibatches:
     further: Sequence[Experience] = ()
 
 
-def trained_alone(sequences: Sequences, trained_B: Array | None) -> Sequences:
+def mask_untrained(sequences: Sequences, trained_B: Array | None) -> Sequences:
     """Remove rows that are not trained on from the mask of sequences; None trains on all rows."""
     if trained_B is None:
         return sequences
@@ -73,7 +73,7 @@ def minibatches(
         for rows in chosen
     ]
     coefficients = {"kl_weight": kl_coefficient, "entropy_weight": entropy_coefficient}
-    apart = Apart(sequences)
+    apart = EpisodeSplitter(sequences)
     return MinibatchRows.of(
         apart.sequences,
         apart.array(dict(fields)),

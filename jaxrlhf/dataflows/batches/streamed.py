@@ -84,7 +84,7 @@ class StreamedRollout(ScoredRollout):
         return cls(problems, Later(rollout), Later(partial(joined, "scores")), parts=parts)
 
 
-def begun(
+def start_streaming(
     roles: Roles, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
 ) -> StreamedRollout:
     """Start generating responses in `parts` parts, each scored once complete; see `Actor.generate_part`."""

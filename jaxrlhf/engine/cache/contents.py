@@ -12,7 +12,7 @@ from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import ModelConfig
 
 
-class Known(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Longest prefix of a prompt whose keys and values are in a slot; 0 tokens if there is none."""
 
     tokens: int
@@ -64,7 +64,7 @@ def reusable(config: AnyModel) -> bool:
     return config.linear is None and not (config.vision is not None and config.vision.both_ways)
 
 
-class Contents:
+class PrefixCache:
     """Prefix cache over slots: the cached tokens of requests with `keep`.
 
     The tokens outlive the response until another response takes the slot. Slots without content are taken first, then
@@ -126,7 +126,7 @@ class Contents:
         for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
             self._forget(slot)
 
-    def go_on(self, known: Known) -> int:
+    def go_on(self, known: PrefixMatch) -> int:
         """Record that a prompt reuses its known prefix, as a use of the slot.
 
         If the prefix is everything that the slot holds, the prompt's own slot will hold it too. The old slot is then
@@ -143,21 +143,21 @@ class Contents:
         self._content[known.slot] = content._replace(used=0 if spent else self._next_use())
         return 0 if self.ring is None else self._first(content, self.ring)
 
-    def longest(self, prompt: Sequence[int]) -> Known:
+    def longest(self, prompt: Sequence[int]) -> PrefixMatch:
         """Return the longest known prefix of a prompt, without the last token, which is run to predict the next one."""
         prompt_S = np.asarray(prompt[:-1], np.int64)
         # A next turn finds its conversation by hash, without a search through all slots.
         for digest in reversed(_digests(prompt[:-1])):
             content = self._content.get(slot := self._whole.get(digest, -1))
             if content is not None and content.begins(prompt_S):
-                return Known(self._there(content, len(content.token_S)), slot)
-        best = Known(0, 0)
+                return PrefixMatch(self._there(content, len(content.token_S)), slot)
+        best = PrefixMatch(0, 0)
         for slot, content in self._content.items():
             token_S, shorter = content.token_S, min(len(content.token_S), len(prompt_S))
             if shorter > best.tokens:
                 differs = np.flatnonzero(token_S[:shorter] != prompt_S[:shorter])
                 alike = int(differs[0]) if len(differs) else shorter
-                best = max(best, Known(self._there(content, alike), slot))
+                best = max(best, PrefixMatch(self._there(content, alike), slot))
         return best
 
     def _there(self, content: _Content, tokens: int) -> int:
@@ -183,13 +183,13 @@ class Contents:
         return self._uses
 
 
-def contents_of(shape: Shape, *, slots: int) -> Contents:
+def prefix_cache_of(shape: Shape, *, slots: int) -> PrefixCache:
     """Return the prefix cache of an engine's slots."""
     config, entries = shape.config, shape.execution.ring_entries
     ring = None
     if isinstance(config, ModelConfig) and config.sliding_window is not None and entries is not None:
         ring = Ring(entries, config.sliding_window, ring_behind(shape.tokens_per_dispatch)[0])
-    return Contents(slots=slots, reusable=reusable(config), ring=ring)
+    return PrefixCache(slots=slots, reusable=reusable(config), ring=ring)
 
 
 def _digests(tokens: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.models import LayerCache, Prefix
-from jaxrlhf.models.attention.kv_cache import capacity_of, is_ring, keeps_of
+from jaxrlhf.models.attention.kv_cache import cache_kind, capacity_of, is_ring
 from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
@@ -85,11 +85,11 @@ class SlotCache:
         prompts = prompts._replace(hidden_PD=None, choice_PSLk=None, offset_P=None)
         places: Counter[str] = Counter()
         for layer, stored in enumerate(self.arrays):
-            sizes, place = (_named("place", stored), width, self.size, rows), np.int32(places[keeps_of(stored)])
+            sizes, place = (_named("place", stored), width, self.size, rows), np.int32(places[cache_kind(stored)])
             arguments = (stored, prompts, place, row_I, slot_I)
             out = self._shardings.of_slots(stored)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=out, donate=0)
-            places[keeps_of(stored)] += 1
+            places[cache_kind(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
         """Return the first `width` entries of these slots in the form of a prefill's result.
@@ -118,7 +118,7 @@ class SlotCache:
 def _named(what: str, stored: LayerCache | LayerState) -> str:
     """Return the name of a program for a layer of this kind."""
     ring = " ring" if is_ring(stored) else ""
-    return what + {"state": " state", "sliding": " sliding"}.get(keeps_of(stored), "") + ring
+    return what + {"state": " state", "sliding": " sliding"}.get(cache_kind(stored), "") + ring
 
 
 class PageCache:

@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
         return of_layer(self.prefix.key_LPSKH), of_layer(self.prefix.value_LPSKH)
 
 
-def written(
+def write_chunk(
     prefix: Prefix,
     new: Prefix,
     start: Array,
@@ -77,7 +77,7 @@ def written(
 
     if prefix.sliding is not None and new.sliding is not None:
         parts = (prefix.sliding, new.sliding), (prefix._replace(sliding=None), new._replace(sliding=None))
-        near, far = (written(*part, start, working=working, execution=execution) for part in parts)
+        near, far = (write_chunk(*part, start, working=working, execution=execution) for part in parts)
         return far._replace(sliding=near)
 
     def put(old_LPSKH: Array, new_LPCKH: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Array
 
 
-def dealt(leaf: Array, ways: int, *, axis: int) -> Array:
+def interleave(leaf: Array, ways: int, *, axis: int) -> Array:
     """Reorder the positions of an array from sequence order to interleaved order, one device's after another's."""
     if ways == 1:
         return leaf

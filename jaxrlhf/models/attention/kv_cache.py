@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_cache
-from jaxrlhf.models.attention.interleaved import by_device, dealt, resized
+from jaxrlhf.models.attention.interleaved import by_device, interleave, resized
 from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.rings import NOWHERE, prompts_of_ring, ring_of_prompts, windowed_layers
@@ -50,13 +50,13 @@ class Prefix(NamedTuple):
         assert self.sliding is not None, "a model with this stack has their keys and values"
         return self.sliding
 
-    def dealt(self, ways: int) -> "Prefix":
+    def interleave(self, ways: int) -> "Prefix":
         """Interleave positions for `ways` devices that share a cache's positions; states stay unchanged."""
-        keys, values = (dealt(leaf_LPSKH, ways, axis=2) for leaf_LPSKH in self[:2])
-        return Prefix(keys, values, self.state, self.sliding and self.sliding.dealt(ways))
+        keys, values = (interleave(leaf_LPSKH, ways, axis=2) for leaf_LPSKH in self[:2])
+        return Prefix(keys, values, self.state, self.sliding and self.sliding.interleave(ways))
 
     def mapped(self, function: Callable[[Array], Array], keeps: str) -> "Prefix":
-        """Apply a function to the arrays of one kind (see `keeps_of`); the result has no layers of other kinds."""
+        """Apply a function to the arrays of one kind (see `cache_kind`); the result has no layers of other kinds."""
         if keeps != "keys":
             nothing = Prefix(self.key_LPSKH[:0], self.value_LPSKH[:0])
             return nothing._replace(**{keeps: jax.tree.map(function, getattr(self, keeps))})
@@ -152,7 +152,7 @@ class _Ring:
     def first(self: Any, width: int, *, ways: int = 1) -> tuple[Array, Array]:
         """Return keys and values of the first positions, `[B, W, K, H]`; overwritten positions have other entries."""
         key_BWKH, value_BWKH = (
-            dealt(prompts_of_ring(leaf_BRKH, width=width), ways, axis=1) for leaf_BRKH in _as_prompts(self)
+            interleave(prompts_of_ring(leaf_BRKH, width=width), ways, axis=1) for leaf_BRKH in _as_prompts(self)
         )
         return key_BWKH, value_BWKH
 
@@ -178,7 +178,7 @@ Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
 """Caches of all layers that keep keys and values (in slots or in pages), or states of linear attention."""
 
 
-def keeps_of(stored: Any) -> str:
+def cache_kind(stored: Any) -> str:
     """Return the part of a `Prefix` that a layer keeps: `state`, `sliding`, or `keys` for all other layers."""
     return "state" if isinstance(stored, LayerState) else "sliding" if isinstance(stored, SlidingCache) else "keys"
 
@@ -266,7 +266,7 @@ def insert_prefix(
     def insert(cache, prefix, row_I, slot_I, length_P):
         inserted, places = [], Counter[str]()
         for stored in cache:
-            keeps = keeps_of(stored)
+            keeps = cache_kind(stored)
             place = places[keeps]
             if isinstance(stored, LayerState):
                 new = stored.put(jax.tree.map(lambda leaf: leaf[place], prefix.state), row_I, slot_I)  # noqa: B023

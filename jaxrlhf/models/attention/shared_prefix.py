@@ -35,13 +35,13 @@ class AttentionRows(NamedTuple):
     Attributes:
       source_RAS: int32, index of the token in the packed row.
       segment_RAS: int32, number of the sequence, from 1; 0 is padding.
-      tells_RAS: bool, true for the one copy of a token whose result is used; all copies are alike.
+      is_primary_RAS: bool, true for the one copy of a token whose result is used; all copies are alike.
       used_R: int32, number of attention rows in use; they come first.
     """
 
     source_RAS: Array
     segment_RAS: Array
-    tells_RAS: Array
+    is_primary_RAS: Array
     used_R: Array
 
 
@@ -127,10 +127,10 @@ def _forward(
         chunks = _Chunks(part, mixer.round_tokens)
 
         def put(index: Array, mixed_RWNU: Array, chunks: _Chunks = chunks) -> Array:
-            source_RE, segment_XS, tells_RE = chunks.at(index)
+            source_RE, segment_XS, is_primary_RE = chunks.at(index)
             laid_out = tuple(chunks.lay_out(array, source_RE) for array in tokens)
             part_RENU = chunks.back(mixer(laid_out, weights, flags, segment_XS))
-            target_RE = jnp.where(tells_RE, source_RE, mixed_RWNU.shape[1])
+            target_RE = jnp.where(is_primary_RE, source_RE, mixed_RWNU.shape[1])
             return jax.vmap(lambda mixed, at, new: mixed.at[at].set(new, mode="drop"))(mixed_RWNU, target_RE, part_RENU)
 
         mixed_RWNU = chunks.over(put, mixed_RWNU)
@@ -147,12 +147,12 @@ def _backward(mixer: Mixer, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
 
         def add(index: Array, so_far: Any, chunks: _Chunks = chunks) -> Any:
             sums, of_weights = so_far
-            source_RE, segment_XS, tells_RE = chunks.at(index)
+            source_RE, segment_XS, is_primary_RE = chunks.at(index)
             whole = tuple(chunks.lay_out(array, source_RE) for array in tokens)
             _, pull = jax.vjp(lambda tokens, weights: mixer(tokens, weights, flags, segment_XS), whole, weights)
             change_XSNU = chunks.lay_out(change_RWNU, source_RE)
-            tells_XS = tells_RE.reshape(segment_XS.shape)
-            change_XSNU = change_XSNU * jnp.expand_dims(tells_XS, tuple(range(2, change_XSNU.ndim)))
+            is_primary_XS = is_primary_RE.reshape(segment_XS.shape)
+            change_XSNU = change_XSNU * jnp.expand_dims(is_primary_XS, tuple(range(2, change_XSNU.ndim)))
             plus = jax.vmap(lambda total, at, more: total.at[at].add(more))
             changes, more = pull(change_XSNU)
             sums = [plus(total, source_RE, chunks.back(change)) for total, change in zip(sums, changes, strict=True)]
@@ -178,7 +178,7 @@ class _Chunks:
         self._size = min(count, max(1, tokens // self._width))
         self._chunks = -(-part.used_R.max() // self._size)
         padding = ((0, 0), (0, -count % self._size), (0, 0))
-        self._tables = [jnp.pad(table, padding) for table in (part.source_RAS, part.segment_RAS, part.tells_RAS)]
+        self._tables = [jnp.pad(table, padding) for table in (part.source_RAS, part.segment_RAS, part.is_primary_RAS)]
 
     def over(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """Run the body on every chunk in use."""
@@ -186,13 +186,13 @@ class _Chunks:
 
     def at(self, index: Array) -> tuple[Array, Array, Array]:
         """Return sources `[R, E]`, segments `[X, S]`, and flags `[R, E]` of the copies whose results are used."""
-        source_RCS, segment_RCS, tells_RCS = (
+        source_RCS, segment_RCS, is_primary_RCS = (
             lax.dynamic_slice_in_dim(table, index * self._size, self._size, axis=1) for table in self._tables
         )
         return (
             source_RCS.reshape(self._rows, -1),
             segment_RCS.reshape(-1, self._width),
-            tells_RCS.reshape(self._rows, -1),
+            is_primary_RCS.reshape(self._rows, -1),
         )
 
     def lay_out(self, array_RWNH: Array, source_RE: Array) -> Array:

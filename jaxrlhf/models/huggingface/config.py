@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrlhf.config import FromScratch, Refusal, Tower
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
-from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields, read_rope, write_rope
+from jaxrlhf.models.huggingface.families import FAMILIES, VISION_FORMATS, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
 
@@ -46,7 +46,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def sees(path: str | Path) -> bool:
-    """Return whether the checkpoint is a vision-language model in one of the formats `SIGHTS`."""
+    """Return whether the checkpoint is a vision-language model in one of the formats `VISION_FORMATS`."""
     return sight_of(read_fields(path, whole=True)) is not None
 
 
@@ -179,7 +179,7 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
         del fields["rope_scaling"]
     if head != "lm":
         fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return fields if config.vision is None else SIGHTS[config.vision.family].fields(config, fields)
+    return fields if config.vision is None else VISION_FORMATS[config.vision.family].fields(config, fields)
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:

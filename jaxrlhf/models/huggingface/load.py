@@ -25,7 +25,7 @@ from jaxrlhf.models.huggingface.config import labels_steps, read_family
 from jaxrlhf.models.huggingface.families import (
     FAMILIES,
     LM_HEAD,
-    SIGHTS,
+    VISION_FORMATS,
     StoredTensor,
     stored_tensors,
     tensor_shapes,
@@ -319,7 +319,7 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[st
                 f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
                 f"give the checkpoint in one of them"
             )
-    beside = () if config.vision is None else SIGHTS[config.vision.family].leaves_out
+    beside = () if config.vision is None else VISION_FORMATS[config.vision.family].leaves_out
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
         constant = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Vision
-from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Fields, Sight
+from jaxrlhf.models.huggingface.families import FAMILIES, VISION_FORMATS, Fields, VisionFormat
 from jaxrlhf.models.huggingface.families.rope_fields import OF_IMAGES
 
 _PREFIXES = {
@@ -27,7 +27,7 @@ _TOWERS = {
 }
 """Prefixes of tensor names of a tower in files, and the prefixes in the tower's table."""
 
-_OTHER_NAMES = {"kimi_k2": "deepseek_v3"} | {sight.text_type: sight.text for sight in SIGHTS.values()}
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"} | {sight.text_type: sight.text for sight in VISION_FORMATS.values()}
 """Other names of families in published files, and the names of the families."""
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
@@ -56,7 +56,7 @@ def _text_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     text = fields.get("text_config")
     if isinstance(text, dict):
         return text
-    sight = SIGHTS.get(str(fields.get("model_type")))
+    sight = VISION_FORMATS.get(str(fields.get("model_type")))
     if sight is None:
         return None
     of_vision = ("vision_", "image_", "video_")
@@ -76,7 +76,7 @@ def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
     """
     sight, tower = sight_of(fields), fields.get("vision_config")
     if sight is None or not isinstance(tower, dict):
-        known = ", ".join(one.architecture for one in SIGHTS.values())
+        known = ", ".join(one.architecture for one in VISION_FORMATS.values())
         raise Refusal(
             f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, and vision=True reads those "
             f"with a tower that is computed: {known}; give one of them, or vision=False"
@@ -88,9 +88,9 @@ def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
     return vision
 
 
-def sight_of(fields: Mapping[str, Any]) -> Sight | None:
+def sight_of(fields: Mapping[str, Any]) -> VisionFormat | None:
     """Return the format of a vision-language checkpoint; None for other checkpoints and unknown formats."""
-    return next((one for one in SIGHTS.values() if fields.get("architectures") == [one.architecture]), None)
+    return next((one for one in VISION_FORMATS.values() if fields.get("architectures") == [one.architecture]), None)
 
 
 def part_tensors(names: Iterable[str], *, vision: bool) -> dict[str, str]:

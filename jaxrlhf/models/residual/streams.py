@@ -24,7 +24,7 @@ _NOTHING = 1e-30
 """Mean square that counts as zero."""
 
 
-def spread(params: Params, config: ModelConfig, embed_RWD: Float[Array, "R W D"]) -> Float[Array, "R W C"]:
+def make_streams(params: Params, config: ModelConfig, embed_RWD: Float[Array, "R W D"]) -> Float[Array, "R W C"]:
     """Make the streams of an embedding; the embedding itself if there is only one stream."""
     if config.streams is None:
         return embed_RWD
@@ -32,7 +32,7 @@ def spread(params: Params, config: ModelConfig, embed_RWD: Float[Array, "R W D"]
     return jnp.concatenate([embed_RWD, *others], axis=-1)
 
 
-def gathered(params: Params, config: ModelConfig, hidden_C: Float[Array, "*batch C"]) -> Float[Array, "*batch D"]:
+def merge_streams(params: Params, config: ModelConfig, hidden_C: Float[Array, "*batch C"]) -> Float[Array, "*batch D"]:
     """Average all streams, after projections; return the hidden states themselves if there is only one stream."""
     if config.streams is None:
         return hidden_C

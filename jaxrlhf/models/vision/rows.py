@@ -30,7 +30,7 @@ class ImageRows(NamedTuple):
       share_RJQ4: float32, interpolation weights of these four rows; they sum to 1.
       feature_RW: int32, index of the row's feature that replaces the token; -1 is text.
       block_RW: int32, number of the token's image in its sequence, from 1; 0 is text.
-      turn_RW3: int32, time, row and column of the token, for rotary positions.
+      mrope_position_RW3: int32, time, row and column of the token, for rotary positions.
     """
 
     pixel_RJQC: Array
@@ -41,7 +41,7 @@ class ImageRows(NamedTuple):
     share_RJQ4: Array
     feature_RW: Array
     block_RW: Array
-    turn_RW3: Array
+    mrope_position_RW3: Array
 
 
 def no_pixels(image: Image) -> np.ndarray:
@@ -140,7 +140,7 @@ def check_placeholders(
         )
 
 
-class Room(NamedTuple):
+class StripShape(NamedTuple):
     """Space for images: number of strips of a row, and number of patches of a strip."""
 
     strips: int = 1
@@ -148,8 +148,8 @@ class Room(NamedTuple):
 
     @classmethod
     def of(
-        cls, images_R: Iterable[Sequence[Image]], *, merge: int, least: "Room | None" = None, steps: int = 1
-    ) -> "Room":
+        cls, images_R: Iterable[Sequence[Image]], *, merge: int, least: "StripShape | None" = None, steps: int = 1
+    ) -> "StripShape":
         """Return the room that the images of any of these rows need, in few sizes, so that few programs are compiled.
 
         Args:
@@ -185,23 +185,23 @@ def strips_of(images: Sequence[Image], patches: int) -> list[tuple[int, int]]:
     return places
 
 
-def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
-    """Return `turn_T3`: int32, time, row and column of every token of a sequence that begins with images and text.
+def mrope_positions(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
+    """Return `mrope_position_T3`: int32, time, row and column of every token of a sequence of images and text.
 
     Positions of text count up by one. Features of an image have the image's start plus their frame, row and column.
     The next text starts after the larger of the image's height and width. If the decoder has one position per token,
     all three are the index of the token.
     """
-    turn_T3 = np.repeat(np.arange(tokens, dtype=np.int32)[:, None], 3, axis=1)
+    mrope_position_T3 = np.repeat(np.arange(tokens, dtype=np.int32)[:, None], 3, axis=1)
     if vision.sections is None:
-        return turn_T3
+        return mrope_position_T3
     for image in images:
         frames, high, wide = image.grid[0], *(size // vision.merge for size in image.grid[1:])
-        begin, end = turn_T3[image.start, 0], image.start + frames * high * wide
+        begin, end = mrope_position_T3[image.start, 0], image.start + frames * high * wide
         grid = np.stack(np.meshgrid(*map(np.arange, (frames, high, wide)), indexing="ij"), axis=-1)
-        turn_T3[image.start : end] = begin + grid.reshape(-1, 3)
-        turn_T3[end:] = (begin + max(high, wide) + np.arange(tokens - end, dtype=np.int32))[:, None]
-    return turn_T3
+        mrope_position_T3[image.start : end] = begin + grid.reshape(-1, 3)
+        mrope_position_T3[end:] = (begin + max(high, wide) + np.arange(tokens - end, dtype=np.int32))[:, None]
+    return mrope_position_T3
 
 
 def rows_of_prompts(
@@ -222,13 +222,15 @@ def rows_of_prompts(
         return None
     shape = len(images_P), width
     shown_P = [unknown(images, known) for images in images_P]
-    layout = RowLayout(vision, shown_P, Room.of(shown_P, merge=vision.merge, least=Room(1, vision.merge**2)))
+    layout = RowLayout(
+        vision, shown_P, StripShape.of(shown_P, merge=vision.merge, least=StripShape(1, vision.merge**2))
+    )
     feature_PS, block_PS = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    turn_PS3 = np.zeros((*shape, 3), np.int32)
+    mrope_position_PS3 = np.zeros((*shape, 3), np.int32)
     for row, (images, length) in enumerate(zip(images_P, length_P.tolist(), strict=True)):
         feature_PS[row, :length], block_PS[row, :length] = layout.tokens(row, shown_P[row], length)
-        turn_PS3[row, :length] = turns_of(vision, images, length)
-    return layout.rows(range(len(images_P)), pixels, feature_PS, block_PS, turn_PS3)
+        mrope_position_PS3[row, :length] = mrope_positions(vision, images, length)
+    return layout.rows(range(len(images_P)), pixels, feature_PS, block_PS, mrope_position_PS3)
 
 
 def unknown(images: Sequence[Image], known: int) -> list[Image]:
@@ -239,7 +241,7 @@ def unknown(images: Sequence[Image], known: int) -> list[Image]:
 class RowLayout:
     """Places of the images of each row in its strips; an image that sequences of a row share is stored once."""
 
-    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: Room) -> None:
+    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: StripShape) -> None:
         self._vision, self._room = vision, room
         self._rows: list[dict[str, tuple[Image, int, int]]] = []
         for row in images:
@@ -261,7 +263,9 @@ class RowLayout:
             block_T[part] = number
         return feature_T, block_T
 
-    def rows(self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, turn_RW3: Array) -> ImageRows:
+    def rows(
+        self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, mrope_position_RW3: Array
+    ) -> ImageRows:
         """Build the arrays of some rows, from the features, image numbers and positions of their tokens."""
         vision, shape = self._vision, (len(rows), *self._room)
         pixel_RJQC = np.zeros((*shape, vision.patch_values), np.float32)
@@ -280,5 +284,5 @@ class RowLayout:
                     corner_RJQ4[part], share_RJQ4[part] = corners_of(vision, order.place_Q2, image.grid)
         return ImageRows(
             *(pixel_RJQC, place_RJQ2, segment_RJQ, window_RJQ, corner_RJQ4, share_RJQ4),
-            *(feature_RW, block_RW, turn_RW3),
+            *(feature_RW, block_RW, mrope_position_RW3),
         )

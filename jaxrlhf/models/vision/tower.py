@@ -27,21 +27,21 @@ _QUERIES = 512
 """Query patches whose attention is computed at once, so that no array has two dimensions of a row's length."""
 
 
-class Seen(NamedTuple):
+class ImageFeatures(NamedTuple):
     """Image features of rows, and the tokens that they replace.
 
     Attributes:
       feature_RMD: Features that replace the embeddings of tokens.
       deep_RKMD: Features to add after each of the decoder's first K layers (DeepStack); None adds nothing.
       feature_RW: int32, index of the row's feature that replaces the token; -1 is text.
-      turn_RW3: int32, time, row and column of each token.
+      mrope_position_RW3: int32, time, row and column of each token.
       block_RW: int32, number of the token's image in its sequence, from 1; 0 is text. None if images are causal too.
     """
 
     feature_RMD: Array
     deep_RKMD: Array | None
     feature_RW: Array
-    turn_RW3: Array
+    mrope_position_RW3: Array
     block_RW: Array | None = None
 
     def within(self, segment_RW: Array) -> Array | BothWays:
@@ -61,24 +61,29 @@ class Seen(NamedTuple):
         there_RW1 = ((self.feature_RW >= 0) & (layer < layers))[:, :, None]
         return hidden_RWD + jnp.where(there_RW1, self._at_tokens(own_RMD), 0).astype(hidden_RWD.dtype)
 
-    def part(self, start: Array, tokens: int) -> "Seen":
+    def part(self, start: Array, tokens: int) -> "ImageFeatures":
         """Return the part for a range of tokens of the rows."""
-        feature_RC, turn_RC3 = (
-            lax.dynamic_slice_in_dim(array, start, tokens, axis=1) for array in (self.feature_RW, self.turn_RW3)
+        feature_RC, mrope_position_RC3 = (
+            lax.dynamic_slice_in_dim(array, start, tokens, axis=1)
+            for array in (self.feature_RW, self.mrope_position_RW3)
         )
-        return self._replace(feature_RW=feature_RC, turn_RW3=turn_RC3)
+        return self._replace(feature_RW=feature_RC, mrope_position_RW3=mrope_position_RC3)
 
-    def padded(self, tokens: int) -> "Seen":
+    def padded(self, tokens: int) -> "ImageFeatures":
         """Pad the rows with text on the right, to `tokens` tokens."""
         more = ((0, 0), (0, tokens - self.feature_RW.shape[1]))
         feature_RW = jnp.pad(self.feature_RW, more, constant_values=-1)
-        return self._replace(feature_RW=feature_RW, turn_RW3=jnp.pad(self.turn_RW3, (*more, (0, 0))))
+        return self._replace(
+            feature_RW=feature_RW, mrope_position_RW3=jnp.pad(self.mrope_position_RW3, (*more, (0, 0)))
+        )
 
     def _at_tokens(self, feature_RMD: Array) -> Array:
         return jnp.take_along_axis(feature_RMD, jnp.maximum(self.feature_RW, 0)[:, :, None], axis=1)
 
 
-def see(params: Params, vision: Vision | None, images: ImageRows | None, execution: Execution) -> Seen | None:
+def run_tower(
+    params: Params, vision: Vision | None, images: ImageRows | None, execution: Execution
+) -> ImageFeatures | None:
     """Run the tower in a decoder's parameters over images; return None without images.
 
     Raises:
@@ -89,7 +94,9 @@ def see(params: Params, vision: Vision | None, images: ImageRows | None, executi
     if vision is None:
         raise Refusal("images for a model without a tower; give Pretrained(..., vision=True), or prompts of text alone")
     features = image_features(params["vision"], vision, images, execution)
-    return Seen(*features, images.feature_RW, images.turn_RW3, block_RW=images.block_RW if vision.both_ways else None)
+    return ImageFeatures(
+        *features, images.feature_RW, images.mrope_position_RW3, block_RW=images.block_RW if vision.both_ways else None
+    )
 
 
 def image_features(

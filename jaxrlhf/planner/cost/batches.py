@@ -2,8 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of, packed_row_tokens, rows_with_shared_prompts
+from jaxrlhf.batching.microbatch import (
+    WORTH_SHARING,
+    MicrobatchShape,
+    microbatch_shape_of,
+    packed_row_tokens,
+    rows_with_shared_prompts,
+    sizes_of,
+)
 from jaxrlhf.config import Layout
 from jaxrlhf.models.pipeline import pipeline_parts
 from jaxrlhf.planner.workload import Role, Software, Workload
@@ -44,29 +52,35 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         attended = tokens
     else:
         budget = role.tokens_per_microbatch // shards
-        split = {"token_shards": layout.context}
+        split: dict[str, Any] = {"token_shards": layout.context}
         row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget, **split)
         prompts = _prompts_in(responses, workload)
         saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
         shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
+        rows = max(1, budget // row_tokens)
+        split |= {"longest": workload.longest_tokens, "stages": layout.stage}
         shape = microbatch_shape_of(
-            max(1, budget // row_tokens),
+            rows,
             row_tokens,
             sequences=sequences,
-            longest=workload.longest_tokens,
-            stages=layout.stage,
             shares=shares,
             prompts=math.ceil(min(responses, workload.prompts) / shards),
             longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
             **split,
         )
-        packed = math.ceil(sequences / (row_tokens // length))
-        if shares:
-            own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1
-            copies = math.ceil(responses / prompts)
-            packed = rows_with_shared_prompts(prompts, copies, own, shared, row_tokens=shape.row_tokens)
-            packed = math.ceil(packed / shards)
-        microbatches = math.ceil(packed / shape.rows)
+
+        def needed(size: MicrobatchShape) -> int:
+            """Return the number of microbatches of a size."""
+            packed = math.ceil(sequences / (row_tokens // length))
+            if shares:
+                own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1
+                copies = math.ceil(responses / prompts)
+                packed = rows_with_shared_prompts(prompts, copies, own, shared, row_tokens=size.row_tokens)
+                packed = math.ceil(packed / shards)
+            return math.ceil(packed / size.rows)
+
+        microbatches = needed(shape)
+        shape = next(size for size in sizes_of(shape, rows, shares=shares, **split) if needed(size) <= microbatches)
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read only responses compute only the needed chunks of logits: padding is not read.

@@ -68,7 +68,7 @@ class OffPolicy(Synchronous):
         doing("beginning the responses of later steps")
         self._begun = max(self._begun, index)
         for number in range(self._begun, min(index + ahead + 1, self.config.steps)):
-            roles = self.roles.as_of_now(waiting=ahead + 1)
+            roles = self.roles.snapshot(waiting=ahead + 1)
             self._queue.append(self._collector.submit(partial(self._collected, number, state, roles)))
             self._begun = number + 1
         ready = sum(future.done() for future in self._queue)
@@ -91,7 +91,7 @@ class OffPolicy(Synchronous):
             if flight is not None and before is not None:
                 flight.restore(before)
                 flight.begin_step()
-            return turns.pop() if turns else self.roles.as_of_now(waiting=self.config.steps_ahead + 1)
+            return turns.pop() if turns else self.roles.snapshot(waiting=self.config.steps_ahead + 1)
 
         collected = self.collect_with(of_this_turn, work)
         if isinstance(flight, EpisodesInFlight) and self._arrivals is not None:

@@ -73,7 +73,7 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
         params = load_pretrained(policy, config, "lm", layout, dtype=dtype)
     stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *read_stop_tokens(described))))
     engine = _engine(config, mesh, sizes, stops, tokenizer, no_pixels if images is None else images.patches)
-    engine.load(params, version, spent=jax.tree.map(lambda _: True, params))
+    engine.load(params, version, donated=jax.tree.map(lambda _: True, params))
     return LoadedPolicy(engine, tokenizer, stops, images)
 
 

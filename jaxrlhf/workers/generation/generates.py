@@ -12,7 +12,7 @@ from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.workers.sampler import Sampler
 
 
-class Generates(ABC):
+class GenerationWorker(ABC):
     """Worker with a sampler of the current policy.
 
     Arguments that several methods have:

@@ -20,7 +20,7 @@ class MixtureSampler(Sampler):
 
     reference: Params
 
-    def load(self, weights: Any, version: int, *, spent: Any) -> None:
+    def load(self, weights: Any, version: int, *, donated: Any) -> None:
         """Set the engine's weights from the policy's weights, given as in `Sampler.load`; no weights are deleted."""
         assert isinstance(self.config, GeometricMixture)
         policy, reference = (hand_over(tree, self.submesh) for tree in (weights["parameters"], self.reference))

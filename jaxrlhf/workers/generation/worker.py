@@ -9,12 +9,12 @@ import jax
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, RankCoordinates, worker_method
 from jaxrlhf.resharding.offload import to_device
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
-from jaxrlhf.workers.generation.generates import Generates
+from jaxrlhf.workers.generation.generates import GenerationWorker
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.sampler import Sampler
 
 
-class RolloutWorker(Generates):
+class RolloutWorker(GenerationWorker):
     """Worker of the rollout role: an engine on another pool, which receives the actor's weights.
 
     Newer weights may be fetched to host memory while the engine samples with the current weights.
@@ -96,7 +96,7 @@ class RolloutWorker(Generates):
     def _load(self, weights: dict[str, Any], version: int) -> int:
         self._weights |= weights
         self._version = version
-        self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
+        self._sampler.load(self._weights, version, donated=jax.tree.map(lambda _: True, self._layout))
         return version
 
     @contextmanager

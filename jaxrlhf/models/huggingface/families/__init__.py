@@ -31,7 +31,7 @@ from jaxrlhf.models.huggingface.families.qwen_vl import (
     QWEN3_VL_MOE,
 )
 from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rope
-from jaxrlhf.models.huggingface.families.sight import Sight, begun
+from jaxrlhf.models.huggingface.families.sight import VisionFormat, begun
 from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 from jaxrlhf.models.parameters import declare, path_name
 
@@ -41,7 +41,7 @@ _ALL = (
     *(QWEN3_5_MOE, DEEPSEEK_V32, GEMMA4, GEMMA3N, GRANITE_HYBRID),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
-SIGHTS: dict[str, Sight] = {
+VISION_FORMATS: dict[str, VisionFormat] = {
     sight.name: sight
     for sight in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VISION, QWEN3_5_MOE_VISION, GEMMA3_VISION)
 }
@@ -53,7 +53,7 @@ def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
     tensors = FAMILIES[config.family].stored(config, head)
     if config.vision is None:
         return tensors
-    tower = SIGHTS[config.vision.family].tensors(config.vision)
+    tower = VISION_FORMATS[config.vision.family].tensors(config.vision)
     return tensors | {f"vision.{path}": each for path, each in tower.items()}
 
 
@@ -75,9 +75,9 @@ def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTe
 
 def module_name(config: ModelConfig, name: str) -> str:
     """Return the name in transformers' model of a module or tensor of the tables."""
-    return name if config.vision is None else begun(name, SIGHTS[config.vision.family].modules)
+    return name if config.vision is None else begun(name, VISION_FORMATS[config.vision.family].modules)
 
 
 def published_name(config: ModelConfig, name: str) -> str:
     """Return the name in a file of a tensor of the tables."""
-    return name if config.vision is None else begun(name, SIGHTS[config.vision.family].prefixes)
+    return name if config.vision is None else begun(name, VISION_FORMATS[config.vision.family].prefixes)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.sight import Sight, in_tower
+from jaxrlhf.models.huggingface.families.sight import VisionFormat, in_tower
 
 _LAYER = "tower.encoder.layers.{layer}."
 _PREFIXES = {
@@ -107,7 +107,7 @@ def _beside(vision: Vision) -> dict[str, Any]:
     }
 
 
-GEMMA3_VISION = Sight(
+GEMMA3_VISION = VisionFormat(
     "gemma3",
     "Gemma3ForConditionalGeneration",
     "gemma3_text",

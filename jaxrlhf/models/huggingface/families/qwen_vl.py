@@ -8,7 +8,7 @@ from typing import Any
 from jaxrlhf.models.config import Sections, Vision
 from jaxrlhf.models.huggingface.families.family import StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.sight import Sight, in_tower, joined_heads
+from jaxrlhf.models.huggingface.families.sight import VisionFormat, in_tower, joined_heads
 
 _BLOCK = "blocks.{layer}."
 _OLD = {"model.": "model.", "vision.": "visual."}
@@ -146,7 +146,7 @@ def _write(vision: Vision) -> dict[str, Any]:
     return fields | ({"deepstack_visual_indexes": list(vision.deepstack)} if "vl" in vision.family else {})
 
 
-QWEN2_5_VL = Sight(
+QWEN2_5_VL = VisionFormat(
     "qwen2_5_vl",
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2",
@@ -159,9 +159,11 @@ QWEN2_5_VL = Sight(
 """Qwen2.5-VL: patches see only their window in most layers."""
 
 
-def _third(name: str, architecture: str, text: str, text_type: str) -> Sight:
+def _third(name: str, architecture: str, text: str, text_type: str) -> VisionFormat:
     read = partial(_read_3, family=name)
-    return Sight(name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read, _write)
+    return VisionFormat(
+        name, f"{architecture}ForConditionalGeneration", text, text_type, _NEW, _tensors_3, read, _write
+    )
 
 
 QWEN3_VL = _third("qwen3_vl", "Qwen3VL", "qwen3", "qwen3_vl_text")

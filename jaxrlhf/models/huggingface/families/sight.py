@@ -22,7 +22,7 @@ def _ids(vision: Vision) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisionFormat:
     """Format of vision-language checkpoints.
 
     Attributes:

@@ -32,7 +32,7 @@ _PACKED = 8
 _VERSION = 7
 
 
-def folder_of(
+def cache_folder_of(
     sources: list[tuple[DataSet, Any]], split: str, tokenizer: PreTrainedTokenizerBase, further: Any
 ) -> Path | None:
     """Return the cache folder of a split; None if the split is not cached.
