@@ -347,7 +347,7 @@ class Rollout(Settings):
         tokens, are learned from while another pool generates the rest with the same weights. The parts make one update,
         that of the whole step.
       quantize: Format of the layers' matrices during generation: 8-bit integers (`int8`), or 8-bit floats on chips that
-        have them (`fp8`; Hopper, TPU v7). Rounding comes before the switch to the generation layout, so fewer bytes
+        have them (`fp8`; Ada, Hopper, TPU v7). Rounding precedes the switch to the generation layout, so fewer bytes
         move. The sampling policy then differs from the trained policy, so the algorithm needs a `correction`. None
         keeps the compute dtype.
       server: Servers of another inference engine that generate in place of the built-in engine. Their arithmetic

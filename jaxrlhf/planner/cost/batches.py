@@ -40,8 +40,14 @@ class Batch:
     shares: bool = False
 
 
-def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
-    """Return the microbatches of an update or pass over `responses` sequences, on the shard with most sequences."""
+def batch_of(
+    role: Role, layout: Layout, responses: float, workload: Workload, software: Software, *, largest: bool = False
+) -> Batch:
+    """Return the microbatches of an update or pass over `responses` sequences, on the shard with most sequences.
+
+    Args:
+      largest: True takes the largest microbatch, which memory must hold for the longest responses.
+    """
     shards = shards_of(layout)
     length = workload.prompt_tokens + workload.response_tokens
     sequences, shares = math.ceil(responses / shards), False
@@ -80,7 +86,8 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
             return math.ceil(packed / size.rows)
 
         microbatches = needed(shape)
-        shape = next(size for size in sizes_of(shape, rows, shares=shares, **split) if needed(size) <= microbatches)
+        if not largest:
+            shape = next(size for size in sizes_of(shape, rows, shares=shares, **split) if needed(size) <= microbatches)
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read only responses compute only the needed chunks of logits: padding is not read.

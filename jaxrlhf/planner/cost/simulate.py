@@ -243,7 +243,7 @@ def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
 
 
 def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
-    batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
+    batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software, largest=True)
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
     layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
     in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
@@ -258,7 +258,7 @@ def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> fl
 def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     work, software = problem.workload, problem.software
     assert role.remat is not None, "the simulator settles it first"
-    batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
+    batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software, largest=True)
     parts = _parts_at_once(software, layout, batch)
     copied = software.compute_bytes * weights_learnt(role.model, role.head, role.lora, layout)
     if role.lora is None:

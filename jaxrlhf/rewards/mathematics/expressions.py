@@ -23,7 +23,6 @@ _SAME = mpmath.mpf(10) ** -40
 _POINTS = 6
 _LARGEST_EXPONENT = 10**6
 """Largest exponent, and largest argument of a factorial, that is computed."""
-_MOST_DIGITS = 5000
 
 Number = Any
 """Number of mpmath."""
