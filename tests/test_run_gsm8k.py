@@ -21,7 +21,7 @@ OVERRIDES = """
     --steps 3 --evaluation.problems 16 --compute-dtype float32 --devices 1
     --rollout.prompts-per-step 8 --algorithm.responses-per-update 4
     --rollout.max-prompt-tokens 384 --rollout.max-response-tokens 32
-    --actor.tokens-per-microbatch 2048 --algorithm.critic.tokens-per-microbatch 2048
+    --actor.tokens-per-microbatch 416 --algorithm.critic.tokens-per-microbatch 416
     --actor.optimizer.learning-rate 1e-3 --checkpoint.every-steps 2 --evaluation.every-steps 2
 """
 
