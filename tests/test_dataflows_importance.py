@@ -11,7 +11,7 @@ from jaxrlhf.algos import rollout_correction
 from jaxrlhf.algos.losses import PolicyTokens, clipped_policy_loss
 from jaxrlhf.batch import RolloutBatch, Sequences
 from jaxrlhf.config import GRPO, IcePop, PolicyLoss, Rejection, TruncatedImportance
-from jaxrlhf.dataflows.batches.minibatches import policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import policy_minibatches, shuffle_groups
 from jaxrlhf.dataflows.step import StepInput
 
 _RESPONSES, _TOKENS = 16, 4
@@ -39,6 +39,18 @@ def minibatches(*, trainer=True, **settings):
     tokens = mask_BT.sum()
     fields = {name: np.asarray(value)[order] for name, value in batch.fields.items()}
     return np.asarray(batch.weight_BT)[order] * tokens, fields, metrics, old_BT, sampler_BT
+
+
+def test_rows_are_shuffled_by_prompt_and_responses_of_one_prompt_stay_together():
+    prompt_B = np.array([7, 3, 3, 9, 7, 3, 9, 9, 7, 5])
+    orders = [shuffle_groups(prompt_B, np.random.default_rng(seed)) for seed in range(200)]
+    for order in orders:
+        assert sorted(order) == list(range(10))
+        assert 1 + np.count_nonzero(np.diff(prompt_B[order])) == 4, "each prompt is one run of rows"
+    first = np.bincount([order[0] for order in orders], minlength=10) / 200
+    of_prompts = [first[prompt_B == prompt].sum() for prompt in (3, 5, 7, 9)]
+    np.testing.assert_allclose(of_prompts, 0.25, atol=0.1)
+    assert (first > 0.03).all(), "each row of a prompt may be its first"
 
 
 @pytest.mark.parametrize(

@@ -292,10 +292,13 @@ def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(
 
 
 class Called:
-    """A worker whose verbs are written down and give futures; updates give gradients and change nothing."""
+    """A worker whose verbs are written down and give futures; updates give gradients and change nothing.
 
-    def __init__(self, worker, calls: list[str]) -> None:
-        self._worker, self._calls, self.gradient = worker, calls, None
+    `gap` is added to the sampler's log-probabilities, so that the gap is more than rounding.
+    """
+
+    def __init__(self, worker, calls: list[str], *, gap: float = 0.0) -> None:
+        self._worker, self._calls, self._gap, self.gradient = worker, calls, gap, None
 
     def update_actor(self, minibatches, *, objective, settings):
         [batch] = minibatches
@@ -308,7 +311,11 @@ class Called:
     def __getattr__(self, verb):
         def call(*args, **kwargs):
             args = [value.result() if isinstance(value, Future) else value for value in args]
-            return self._done(verb, getattr(self._worker, verb)(*args, **kwargs))
+            value = getattr(self._worker, verb)(*args, **kwargs)
+            if isinstance(value, RolloutBatch):
+                logp_BT = value.sampler_logp_BT + self._gap * value.sequences.mask_BT
+                value = replace(value, sampler_logp_BT=logp_BT.astype(np.float32))
+            return self._done(verb, value)
 
         return call
 
@@ -327,12 +334,12 @@ class Dice:
         return Scores(score_B, np.ones(len(score_B), bool), {})
 
 
-def grpo_step(one_device, algorithm: GRPO):
+def grpo_step(one_device, algorithm: GRPO, *, gap: float = 0.0):
     """One step of one update: what it called, its gradient, the sums of its metrics, and its own metrics."""
     builder, workers = one_device
     problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
     calls: list[str] = []
-    actor = Called(workers["actor"], calls)
+    actor = Called(workers["actor"], calls, gap=gap)
     roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
     settings = replace(config(), algorithm=algorithm)
     work = StepInput(settings, problems, 0, algorithm.initial_state())
@@ -353,15 +360,16 @@ def test_an_update_without_the_old_pass_is_the_update_with_it(one_device, kl) ->
     for one, other in zip(with_pass[1], without[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1, scale))
     sums = without[2]
-    gap = sums.pop("sampler/logp_gap_mean") / sums["tokens"]
+    assert 0 < sums.pop("sampler/logp_gap_mean") / sums["tokens"] < 1e-5
     assert sums == pytest.approx(with_pass[2], rel=1e-6, abs=1e-5 * sums["tokens"])
     before, after = with_pass[3], without[3]
-    assert gap == pytest.approx(before.metrics["sampler/logp_gap_mean"], rel=1e-3, abs=1e-9)
-    assert 0 < gap < 1e-5
+    assert 0 < before.metrics["sampler/logp_gap_mean"] < 1e-5
     left_out = {name for name in before.metrics if name.startswith("sampler/")}
     assert before.metrics.keys() - after.metrics.keys() == left_out
     assert after.metrics == pytest.approx({name: before.metrics[name] for name in after.metrics}, rel=1e-4, abs=1e-6)
     assert after.logp_BT is None and before.logp_BT is not None
+    _, _, sums, _ = grpo_step(one_device, skips, gap=0.01)
+    assert sums["sampler/logp_gap_mean"] / sums["tokens"] == pytest.approx(0.01, rel=1e-3)
 
 
 def test_where_no_token_ends_a_response_all_run_to_their_limit(one_device) -> None:

@@ -37,6 +37,17 @@ def mask_untrained(sequences: Sequences, trained_B: Array | None) -> Sequences:
     return replace(sequences, mask_BT=np.asarray(sequences.mask_BT) & np.asarray(trained_B)[:, None])
 
 
+def shuffle_groups(prompt_id_B: Array, rng: np.random.Generator) -> Array:
+    """Return the rows in random order, with the responses of one prompt beside each other.
+
+    A minibatch of several groups then has their prompts alone, and a packed row computes a prompt once for its group.
+    """
+    rows = rng.permutation(len(prompt_id_B))
+    _, group_B = np.unique(prompt_id_B, return_inverse=True)
+    rank_G = rng.permutation(group_B.max(initial=-1) + 1)
+    return rows[np.argsort(rank_G[group_B[rows]], kind="stable")]
+
+
 def minibatches(
     work: StepInput[PolicyGradient],
     sequences: Sequences,
@@ -50,8 +61,9 @@ def minibatches(
     """Split sequences into the shuffled minibatches of every epoch, with token weights normalized per minibatch.
 
     The shuffle depends on the step's seed alone, so all roles trained on one rollout see the same rows in the same
-    order. A minibatch without a token to train on is left out if the epoch has another minibatch: with a gradient of 0
-    an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
+    order. Responses of one prompt are beside each other, so minibatches of whole groups share as many prompt tokens as
+    the step does. A minibatch without a token to train on is left out if the epoch has another minibatch: with a
+    gradient of 0 an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
 
     If there are fewer sequences than `responses_per_update`, as in a part of a step, they make one minibatch.
 
@@ -65,7 +77,7 @@ def minibatches(
     trained_B = np.asarray(np.any(mask_BT, axis=1)).reshape(-1)
     chosen: list[np.ndarray] = []
     for epoch in range(work.settings.epochs_per_step):
-        order = np.random.default_rng([work.seed, epoch]).permutation(len(trained_B))
+        order = shuffle_groups(prompt_id_B, np.random.default_rng([work.seed, epoch]))
         rows_of = order.reshape(-1, min(work.settings.responses_per_update, len(order)))
         chosen += [rows for rows in rows_of if trained_B[rows].any()] or [rows_of[0]]
     weights = [

@@ -103,9 +103,8 @@ def batch_of(
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:
-    """Return the expected number of distinct prompts among `responses` responses sampled from all responses."""
-    missed = max(0.0, 1 - responses / workload.responses)
-    return max(1, round(workload.prompts * (1 - missed ** (workload.responses / workload.prompts))))
+    """Return the number of prompts of `responses` responses, which whole groups of the step make."""
+    return max(1, math.ceil(workload.prompts * min(1.0, responses / workload.responses)))
 
 
 def shards_of(layout: Layout) -> int:
