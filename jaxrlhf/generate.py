@@ -28,10 +28,7 @@ from jaxrlhf.config.roles import REWARD, actor
 _AT_ONCE: dict[str, Any] = {
     "staleness": 0,
     "over_provision": 1.0,
-    "on_new_weights": "recompute",
     "order": "deterministic",
-    "replay_arrivals": None,
-    "stream_parts": 1,
     "replay_routing": False,
     "quantize": None,
     "server": None,

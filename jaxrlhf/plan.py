@@ -20,7 +20,6 @@ lognormal with a mean and a 99th percentile; without either, all are `--response
 import json
 from argparse import Namespace
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,12 +93,10 @@ def _plan(written: Config, flags: Namespace) -> None:
     ahead, more = rollout.staleness, rollout.over_provision
     if flags.staleness is not None:
         ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
-    parts = written.rollout.stream_parts if ahead == 0 else 1
     # On one pool a staleness of whole batches gains nothing, so no schedules are simulated for it.
-    if flags.staleness is not None or parts > 1 or (ahead and (more > 1 or config.generates_apart)):
+    if flags.staleness is not None or (ahead and (more > 1 or config.generates_apart)):
         drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
-        simulated = partial(predictions, keeps=rollout.on_new_weights == "keep", stream_parts=parts)
-        scheduled = simulated(question.problem, best, drawn, staleness=ahead, over_provision=more)
+        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))
     if flags.picture is not None:
         title = planner.timeline_title(config, hardware)
@@ -138,8 +135,7 @@ def _plan(written: Config, flags: Namespace) -> None:
         say(recommendation(scheduled))
         if (chosen := recommended(scheduled)) is not None:
             best, code = chosen.plan, planner.snippet(config, chosen.plan, written=written)
-            named = f"staleness={ahead}" if parts == 1 else f"stream_parts={parts}"
-            say(f"set rollout.{named}" + (f" and rollout.over_provision={more:g}" if more > 1 else ""))
+            say(f"set rollout.staleness={ahead}" + (f" and rollout.over_provision={more:g}" if more > 1 else ""))
     say(f"\n{_advice(code)}")
 
 

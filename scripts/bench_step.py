@@ -66,8 +66,6 @@ def config_of(
     apart: bool = False,
     hosts: bool = False,
     old_logp: Literal["auto", "bypass"] = "auto",
-    on_new_weights: Literal["recompute", "keep"] = "recompute",
-    stream_parts: int = 1,
 ) -> Config:
     """Return the configuration of a workload, with one update a step."""
     training = Training(
@@ -96,8 +94,6 @@ def config_of(
             sampling=Sampling(ignore_eos=not bench.PRESETS[workload.preset].ends),
             staleness=staleness,
             over_provision=over_provision,
-            on_new_weights=on_new_weights,
-            stream_parts=stream_parts,
         ),
         pools=APART if apart else (),
         devices=2 if hosts and not apart else None,
@@ -122,7 +118,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         records.append(metrics)
 
     lengths = [len(row) for row in tokens]
-    if config.rollout.over_provision > 1 and config.rollout.on_new_weights == "recompute":
+    if config.rollout.over_provision > 1:
         lengths += range(workload.prompt_tokens + 1, workload.prompt_tokens + workload.new_tokens)
     schedule = OffPolicy if config.rollout.staleness else Synchronous
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
@@ -176,8 +172,6 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="generate on a device of its own")
     parser.add_argument("--hosts", action="store_true", help="two hosts of Ray with a device each; NPROC=1 is a core")
     parser.add_argument("--old-logp", choices=("auto", "bypass"), default="auto", help="as PolicyGradient.old_logp")
-    parser.add_argument("--on-new-weights", choices=("recompute", "keep"), default="recompute", help="as in Rollout")
-    parser.add_argument("--stream-parts", type=int, default=1, help="as Rollout.stream_parts, with --apart")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     # Hosts load the tokenizer from its files, and refuse a tokenizer that cannot reproduce the text that it reads.
@@ -193,8 +187,6 @@ def main() -> None:
         apart=flags.apart,
         hosts=flags.hosts,
         old_logp=flags.old_logp,
-        on_new_weights=flags.on_new_weights,
-        stream_parts=flags.stream_parts,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))

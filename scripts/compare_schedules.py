@@ -83,7 +83,6 @@ def config_of(workload: bench.Workload, flags: Sequence[str], models: Path) -> C
         staleness=int(pairs.get("--staleness", 0)),
         over_provision=float(pairs.get("--over-provision", 1)),
         old_logp="bypass" if pairs.get("--old-logp") == "bypass" else "auto",
-        on_new_weights="keep" if pairs.get("--on-new-weights") == "keep" else "recompute",
     )
 
 
@@ -93,7 +92,7 @@ def parts_of(config: Config, hardware: Hardware, lengths: GeometricLengths) -> t
     prompt = (bench.SHORTEST_PROMPT + workload.max_prompt_tokens) / 2
     problem = question_of(config, hardware, lengths=Lengths(prompt, lengths.mean)).problem
     times = times_of(problem, search(problem, keep=1).plans[0])
-    schedule = Schedule(rollout.staleness, rollout.over_provision, keeps=rollout.on_new_weights == "keep")
+    schedule = Schedule(rollout.staleness, rollout.over_provision)
     return schedule, replace(times, slots=rollout.responses_per_step)  # the engine's number of slots
 
 

@@ -71,16 +71,12 @@ def cases() -> dict[str, Case]:
     updates = Death("update", 4), Death("update", 5)
     return {
         "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), updates),
-        "in parts on two pools": Case(
-            replace(grpo, pools=APART, rollout=in_parts(grpo.rollout)), (Death("update", 4, 2), Death("update", 6))
-        ),
         "1 put off": Case(replace(grpo, rollout=over(grpo.rollout, 1)), updates),
         "2 put off, two pools": Case(replace(ppo, pools=with_critic, rollout=over(ppo.rollout, 2)), FIVE),
         "4 on one pool": Case(
             replace(grpo, devices=1, rollout=replace(grpo.rollout, staleness=4)),
             (Death("write", 4), Death("update", 5)),
         ),
-        "1 put off and kept": Case(replace(grpo, rollout=over(grpo.rollout, 1, on_new_weights="keep")), updates),
     }
 
 
@@ -89,11 +85,6 @@ def over(rollout: Rollout, staleness: int, **changes: str) -> Rollout:
     ends = replace(rollout.sampling, stop_tokens=("e", "a", "1"))
     how = {"staleness": staleness, "over_provision": 1.5, "max_response_tokens": 16, "decode_tokens_per_dispatch": 2}
     return replace(rollout, sampling=ends, **how, **changes)
-
-
-def in_parts(rollout: Rollout) -> Rollout:
-    """A step of which a quarter is learnt from as soon as that is complete, at no staleness."""
-    return replace(over(rollout, 0), over_provision=1.0, stream_parts=4)
 
 
 def arm(death: Death, config: Config, workdir: Path) -> None:
@@ -149,7 +140,7 @@ def arm(death: Death, config: Config, workdir: Path) -> None:
         hook(OffPolicy, "_collected", collected)
         hook(Engine, "step", drawn)
     if death.moment == "update":
-        hook(TrainedWorker, "_added", added)
+        hook(TrainedWorker, "gradient", added)
     if death.moment == "write":
         hook(QueueItem, "save", saved)
     if death.moment == "commit":

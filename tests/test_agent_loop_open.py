@@ -11,9 +11,8 @@ from test_agent_loop import MODEL, PROMPT, RESPONSE, TALKS, TURNS, problems, run
 
 from jaxrlhf import models
 from jaxrlhf.batch import Diverged
-from jaxrlhf.batching.partial_rollouts import Arrivals, OpenGroups, Round
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
-from jaxrlhf.dataflows.batches.in_flight import groups_of, versions_of
 from jaxrlhf.environments.pool import EnvironmentPool
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -43,8 +42,8 @@ def groups(count, *, ended=(), begun=0):
     return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
 
 
-def go_on(agents, engine, asked, state, *, complete=None, due=-1, repeated=None):
-    until = Round(len(asked) if complete is None else complete, len(asked), due, repeated)
+def go_on(agents, engine, asked, state, *, complete=None, due=-1):
+    until = Round(len(asked) if complete is None else complete, len(asked), due)
     return agents.go_on(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
 
 
@@ -94,67 +93,6 @@ def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_
         assert all(len(versions) == 1 for versions in by_turn)
         assert [min(versions) for versions in by_turn] == sorted(min(versions) for versions in by_turn)
         assert len(record.turns) == TURNS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slow_again", [0, 1])
-def test_arrivals_are_repeated_whichever_tools_are_slow(slow_again, agents, engine, weights, new_weights):
-    """The same groups in the same calls, each reply drawn by the policy that drew it before."""
-
-    def two_rounds(asked, repeated=(None, None)):
-        first = go_on(agents, engine, asked, groups(4), complete=2, repeated=repeated[0])
-        load(engine, new_weights, 4)
-        try:
-            second = go_on(agents, engine, asked, groups(4, ended=prompts(first)), repeated=repeated[1])
-        finally:
-            load(engine, weights, 3)
-        return first, second
-
-    before = two_rounds(problems(4, pause_s=SLOW_S))
-    versions = {
-        (prompt, 0): versions_of(group) for batch in before for prompt, group in groups_of(batch, COPIES).items()
-    }
-    assert {*np.ravel(versions[1, 0]).tolist()} == {3, 4} and {*np.ravel(versions[0, 0]).tolist()} == {3}
-    arrived = [Arrivals(frozenset((prompt, 0) for prompt in prompts(batch)), versions) for batch in before]
-    asked = [
-        replace(one, record={"turns": TURNS, "pause_s": SLOW_S * (one.prompt_id % 2 == slow_again)})
-        for one in problems(4)
-    ]
-    after = two_rounds(asked, arrived)
-    for mine, theirs in zip(after, before, strict=True):
-        assert prompts(mine) == prompts(theirs)
-        np.testing.assert_array_equal(mine.rollout.version_BT, theirs.rollout.version_BT)
-        np.testing.assert_array_equal(mine.rollout.sequences.token_BT, theirs.rollout.sequences.token_BT)
-        assert {record.stop for record in mine.record_E} == {"done"}
-
-
-def test_a_group_that_is_over_waits_for_the_call_in_which_it_arrived_before(agents, engine):
-    asked, first = problems(2), Arrivals(frozenset({(0, 0)}), {})
-    assert prompts(go_on(agents, engine, asked, groups(2), complete=1, repeated=first)) == [0]
-    second = Arrivals(frozenset({(1, 0)}), {})
-    assert prompts(go_on(agents, engine, asked, groups(2, ended=(0,)), repeated=second)) == [1]
-
-
-@pytest.mark.slow
-def test_seconds_of_replies_that_wait_for_their_policy_do_not_count(agents, engine, weights):
-    """A quick episode is drawn by the policy of the third call; each call before it takes two seconds."""
-    run(agents, engine, problems(3, first=20))  # compiles, which is not to count
-    settings, versions = replace(TALKS, episode_s=3.75), {(0, 0): ((4,) * TURNS,) * COPIES}
-    quick, *slow = problems(3)
-    slow = [replace(one, record={"turns": 1, "pause_s": 2.0}) for one in slow]
-    with EnvironmentPool((settings,)) as pool:
-        timed = replace(agents, environment=settings, pool=pool)
-        try:
-            for other in slow:
-                now = Arrivals(frozenset({(other.prompt_id, 0)}), versions)
-                assert prompts(go_on(timed, engine, [quick, other], groups(2), repeated=now)) == [other.prompt_id]
-            load(engine, weights, 4)
-            rest = go_on(timed, engine, [quick], groups(1), repeated=Arrivals(frozenset(versions), versions))
-        finally:
-            load(engine, weights, 3)
-            timed._open.close()
-    assert {record.stop for record in rest.record_E} == {"done"}
-    assert {*rest.rollout.version_BT[rest.rollout.sequences.mask_BT].tolist()} == {4}
 
 
 def test_groups_that_may_be_put_off_no_more_are_waited_for(agents, engine):

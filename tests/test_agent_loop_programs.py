@@ -10,7 +10,6 @@ from test_agent_loop_open import go_on, groups, load, prompts
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import Arrivals
 from jaxrlhf.config import Agent
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.dataflows.batches.episodes import episode_metrics
@@ -77,24 +76,6 @@ def test_programs_go_on_under_the_next_policy_and_seconds_between_do_not_count(e
     version_BT, mask_BT = rest.rollout.version_BT, rest.rollout.sequences.mask_BT
     versions = [{*row[chosen].tolist()} for row, chosen in zip(version_BT, mask_BT, strict=True)]
     assert len(versions) == 4 and versions.count({4}) >= 2 and all(len(own) == 1 for own in versions)
-
-
-def test_arrivals_of_programs_are_repeated_whichever_policy_answers_them(engine, tmp_path):  # noqa: F811
-    """No call waits for the replies that another run has, since a program asks for them when it will."""
-    agent, gate = Agent(program="talking_agents:pauses"), tmp_path / "go on"
-    asked = [replace(PROBLEMS[number], record=record) for number, record in enumerate([{"waits_for": str(gate)}, {}])]
-    versions, found = {(0, 0): ((0,) * 9,) * 2}, []
-    with EnvironmentPool((agent,)) as pool:
-        agents = AgentLoop(agent, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
-        try:
-            for number, ended in ((1, ()), (0, (1,))):
-                now = Arrivals(frozenset({(number, 0)}), versions)
-                found.append(go_on(agents, engine, asked, groups(2, ended=ended), repeated=now))
-                gate.touch()
-        finally:
-            agents._open.close()
-    assert [prompts(batch) for batch in found] == [[1], [0]]
-    assert {record.stop for batch in found for record in batch.record_E} == {"done"}
 
 
 @pytest.mark.parametrize(

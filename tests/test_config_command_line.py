@@ -3,6 +3,7 @@
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from jaxrlhf.config import (
     Lora,
     RayCluster,
     Refusal,
+    Rollout,
     load,
     on_cluster,
     override,
@@ -264,6 +266,17 @@ def test_a_file_that_contradicts_itself_is_mended_on_the_command_line(tmp_path):
     with pytest.raises(Refusal, match="did you mean steps"):
         from_words([*words, "--stpes", "3"])
     with pytest.raises(Refusal, match=r"x.py:5: "):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["stream_parts", "on_new_weights", "replay_arrivals"])
+def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(name, tmp_path):
+    advice = re.escape(Rollout.removed[name])
+    with pytest.raises(Refusal, match=f"no setting rollout.{name}: it was removed; {advice}"):
+        from_words(["--config", "grpo_arithmetic", f"--rollout.{name}", "4"])
+    path = tmp_path / "x.py"
+    path.write_text(f"from jaxrlhf.config import Config, Rollout\n\ndef get_config():\n    return Rollout({name}=4)\n")
+    with pytest.raises(Refusal, match=rf"x.py:4: Rollout.{name} was removed: {advice}"):
         load(path)
 
 

@@ -7,7 +7,7 @@ from test_dataflows_in_flight import COPIES, WANTED, Endless, config_of
 
 from jaxrlhf.batch import EpisodeBatch, EpisodeRows, RolloutBatch, Sequences
 from jaxrlhf.config import Environment, Refusal
-from jaxrlhf.dataflows.batches.in_flight import ArrivedRound, EpisodesInFlight, in_flight_of
+from jaxrlhf.dataflows.batches.in_flight import EpisodesInFlight, in_flight_of
 
 WIDTH = 12
 
@@ -44,11 +44,10 @@ class Actor:
 
     Attributes:
       asked: `(numbers of the prompts, those that had ended, seeds, due)` of each call.
-      repeated: Arrivals that each call was to repeat, and does.
     """
 
     def __init__(self, *arrivals, rows=1):
-        self.arrivals, self.rows, self.asked, self.repeated = [*arrivals], rows, [], []
+        self.arrivals, self.rows, self.asked = [*arrivals], rows, []
 
     def continue_episodes(self, problems, groups, *, sampling, responses_per_prompt, until):
         assert (responses_per_prompt, until.complete, until.groups) == (COPIES, WANTED, len(problems))
@@ -56,9 +55,6 @@ class Actor:
         numbers = [problem.prompt_id for problem in problems]
         ended = [number for number, over in zip(numbers, groups.ended_P, strict=True) if over]
         self.asked.append((numbers, ended, groups.seed_P.tolist(), due))
-        self.repeated.append(until.repeated)
-        if until.repeated is not None:
-            return done(batch_of([number for number in numbers if number in dict(until.repeated.now)], rows=self.rows))
         arrived = {*self.arrivals.pop(0), *np.array(numbers)[~groups.ended_P & (groups.begun_P <= due)].tolist()}
         return done(batch_of([number for number in numbers if number in arrived], rows=self.rows))
 
@@ -94,42 +90,6 @@ def test_a_group_that_was_put_off_as_often_as_the_staleness_lets_it_is_due():
     taken = [take(flight, actor, draw, step) for step in range(3)]
     assert [0 in numbers for numbers in taken] == [False, False, True]
     assert [due for *_, due in actor.asked] == [-2, -1, 0]
-
-
-ONCE = ((0,),) * COPIES
-"""A group whose episodes are of one reply each, drawn by the first policy."""
-
-
-def test_rounds_of_a_step_are_recorded_and_repeated_by_another_run():
-    flight, draw = EpisodesInFlight(config()), Endless()
-    actor, rounds = Actor([1, 2, 3, 4, 5], [6, 0, 7], [8, 10, 11, 12]), []
-    for step, count in enumerate((1, 2)):
-        flight.begin_step()
-        taken = [take(flight, actor, draw, step) for _ in range(count)]
-        assert [one.taken for one in flight.rounds] == taken
-        rounds.append(flight.rounds)
-    [first], [second, third] = rounds
-    assert first.arrived == {(number, 0): ONCE for number in (1, 2, 3, 4, 5)}
-    assert second.arrived == {(0, 0): ONCE, (6, 1): ONCE, (7, 1): ONCE}
-
-    again, draw = EpisodesInFlight(config()), Endless()
-    again.repeated, other = rounds, Actor()
-    for step, before in enumerate(rounds):
-        again.begin_step()
-        assert [take(again, other, draw, step) for _ in before] == [one.taken for one in before]
-    assert again.metrics == flight.metrics
-    assert [one.now for one in other.repeated] == [{*one.arrived} for one in (first, second, third)]
-    # Those that arrive in a later round are drawn in the earlier ones, too.
-    assert other.repeated[0].versions == {**first.arrived, (0, 0): ONCE}
-    assert other.repeated[1].versions == {**second.arrived, (8, 1): ONCE}
-
-
-@pytest.mark.parametrize("rounds", [(), (ArrivedRound({(99, 0): ONCE}, (99,)),)])
-def test_arrivals_that_there_cannot_be_are_refused(rounds, refused):
-    flight = EpisodesInFlight(config())
-    flight.repeated = [rounds]
-    with refused():
-        take(flight, Actor(), Endless(), 0)
 
 
 def test_a_run_goes_on_with_what_arrived_and_begins_the_rest_with_the_draws_it_had():

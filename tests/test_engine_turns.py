@@ -11,7 +11,7 @@ from tiny_models import SMALL, gaussian, same_responses
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
-from jaxrlhf.engine import Engine, InterruptibleEngine, Request
+from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.cache.contents import PrefixCache, PrefixMatch
 from jaxrlhf.engine.programs import Prompts
 from jaxrlhf.models.config import LatentAttention
@@ -47,7 +47,7 @@ def build(
         patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 48)
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 64)
         patch.setattr("jaxrlhf.engine.cache.kv_cache._SIXTEENTHS", (16,))
-        engine = InterruptibleEngine(
+        engine = Engine(
             model,
             mesh,
             slots=slots,

@@ -12,7 +12,7 @@ from command_lines import run_module
 from tiny_runs import write_policy
 
 from jaxrlhf.config import Layout, Pool, load, override, shipped
-from jaxrlhf.planner.apply import freed, planned_config, planned_settings
+from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.plan import Infeasible, plan_from_json
 from jaxrlhf.planner.problem import question_of
@@ -246,13 +246,3 @@ def test_a_budget_below_the_longest_sequence_is_raised_and_said_by_a_plan_and_re
     assert any("actor: tokens_per_microbatch=512 does not hold the longest" in note for note in printed["notes"])
     raised = int(re.search(r'"actor.tokens_per_microbatch": (\d+)', printed["settings"])[1])
     assert raised >= longest
-
-
-def test_a_plan_without_a_pool_that_draws_drops_the_parts_that_are_drawn_there():
-    pools = Pool("policy", 4, ("actor", "reference")), Pool("generation", 4, ("rollout", "reward"))
-    changes = {"pools": pools, "rollout.stream_parts": 4, "algorithm.responses_per_update": 1280}
-    written = override(load("grpo_gsm8k"), changes)
-    config = freed(written)
-    plan = search(question_of(config, hardware_of(config, "h100")).problem, keep=1).plans[0]
-    settings = planned_settings(config, plan, written=written)
-    assert settings["rollout.stream_parts"] == 1 and len(override(written, settings).pools) == 1

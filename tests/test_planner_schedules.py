@@ -1,7 +1,6 @@
 """Schedules that the planner simulates, against times counted by hand."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,39 +65,6 @@ def test_a_queue_evens_out_batches_that_take_long():
     assert even.age_max == 4
 
 
-@pytest.mark.parametrize(
-    ("learn_s", "step_s"),
-    [
-        # Groups of 2, 4, 6 and 12 tokens, of which 24 are learnt from in as many seconds as here, are there at their
-        # lengths; of one second a token 2 are learnt from at 2 to 4, 4 to 8, 6 to 14, and the last 12 then.
-        (24.0, 26.0),
-        # Of half a second all are done before the last is there, which takes 6 more.
-        (12.0, 18.0),
-    ],
-)
-def test_parts_are_learnt_from_as_they_are_there(learn_s, step_s):
-    lengths, schedule = Turns([6], [2], [12], [4]), Schedule(apart=True, stream_parts=4)
-    given = {"lengths": lengths, "groups": 4, "copies": 1}
-    found = simulate(schedule, times(learn_s=learn_s), **given)
-    assert found.step_s == pytest.approx(step_s)
-    assert (found.generation_idle, found.learning_idle) == pytest.approx((1 - 12 / step_s, 1 - learn_s / step_s))
-    assert (found.age_mean, found.age_max) == (0, 0)
-    halves = simulate(replace(schedule, stream_parts=2), times(learn_s=24.0), **given)
-    assert halves.step_s == pytest.approx(12 + 18)  # 2 and 4 are there at 4 and learnt from until 10
-    first, second = halves.updates[:2]
-    assert (first.start_s, first.end_s, second.start_s, second.end_s) == pytest.approx((4, 10, 12, 30))
-    whole = simulate(replace(schedule, stream_parts=1), times(learn_s=24.0), **given)
-    assert whole.step_s == pytest.approx(12 + 24)
-
-
-def test_a_part_is_there_when_its_tokens_are_drawn_prompts_included():
-    """Two slots that take 3 s for a token together and 2 s alone, behind 5 s of weights and of prompts."""
-    given = times(slots=2, round_s=1.0, prefill_s=(0.0, 1.0, 0.0), learn_s=0.0)
-    given = replace(given, active_N=np.array([1, 2]), decode_s_N=np.array([2.0, 3.0]))
-    found = simulate(Schedule(apart=True, stream_parts=2), given, Turns([3], [1]), groups=2, copies=1)
-    assert [update.start_s for update in found.updates[:2]] == pytest.approx([5 + 3, 5 + 3 + 2 + 2])
-
-
 def test_slots_take_the_next_response_as_one_ends():
     # Two slots: 5 and 2, then 4 behind the 2 (until 6), then 1 behind the 5 (until 6).
     found = simulate(Schedule(0), times(slots=2, learn_s=0.0), Turns([5, 2, 4, 1]), groups=1, copies=4)
@@ -124,16 +90,12 @@ def test_a_straggler_goes_on_in_the_next_round():
     assert 0 < settled.age_mean < 0.5
     assert settled.recomputed > 0
     assert settled.step_s < whole.step_s
-    # Its prompt of 2 and the 3 tokens it has are run again in every fifth round or so, unless they are kept.
-    kept = simulate(Schedule(1, 1.5, keeps=True), times(slots=3), Turns(*rows), groups=2, copies=1, steps=200)
+    # Its prompt of 2 and the 3 tokens it has are run again in every fifth round or so.
     costly = times(slots=3, learn_s=0.0, prefill_s=(0.0, 1.0, 0.0))
-    again, not_again = (
-        simulate(Schedule(1, 1.5, keeps=keeps), costly, Turns(*rows), groups=2, copies=1, steps=200)
-        for keeps in (False, True)
-    )
-    tokens = sum(one[0] for one in rows) / len(rows) * 2
-    assert (kept.recomputed, kept.age_mean, kept.age_max) == (0, settled.age_mean, settled.age_max)
-    assert again.step_s - not_again.step_s == pytest.approx(again.recomputed * tokens, rel=0.02)
+    again = simulate(Schedule(1, 1.5), costly, Turns(*rows), groups=2, copies=1, steps=200)
+    prompts_s, tokens = 2 * 2, sum(one[0] for one in rows) / len(rows) * 2
+    assert again.recomputed == settled.recomputed
+    assert again.step_s - settled.step_s == pytest.approx(prompts_s + again.recomputed * tokens, rel=0.02)
 
 
 def test_no_group_is_older_than_the_staleness():
@@ -170,8 +132,6 @@ def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
     [
         (lambda: Schedule(0, 1.5), "a staleness of 0 allows none; give 1 or more"),
         (lambda: Schedule(1, 1.5, apart=True), "give 2 or more where generation has devices of its own"),
-        (lambda: Schedule(1, apart=True, stream_parts=2), "in 2 parts takes .* a staleness of 1 were given"),
-        (lambda: Schedule(stream_parts=2), "takes devices that generate meanwhile"),
         (lambda: Schedule(1, 2.5), "over-provisioning must be from 1 to 2, got 2.5"),
         (lambda: LognormalLengths(100, 50, 200), "above that and at most 1497, got 50"),
         (lambda: LognormalLengths(300, 500, 200), "at most the longest response, 200 tokens, got 300"),
@@ -210,24 +170,3 @@ def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     assert "give both" in refusal(capsys, *asked[:4], "--length-mean", 3)
     assert "give that too" in refusal(capsys, *asked[:4], "--over-provision", 1.5)
     assert "give one" in refusal(capsys, *asked, "--response-tokens", 3)
-
-
-def test_the_command_costs_parts_that_are_configured(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "parts.py").write_text(
-        "from jaxrlhf.config import Pool, load, override\n\n"
-        "def get_config():\n"
-        '    pools = Pool("policy", 8, ("actor", "reference")), Pool("generation", 8, ("rollout", "reward"))\n'
-        '    changes = {"pools": pools, "rollout.stream_parts": 4, "algorithm.responses_per_update": 1280}\n'
-        '    return override(load("grpo_gsm8k"), changes)\n'
-    )
-    asked = ("--config", "parts.py", "--hardware", "h100x2", "--length-mean", 150, "--length-tail", 500)
-    run_module("plan", *asked, "--json")
-    whole, parts = json.loads(capsys.readouterr().out)["schedules"]
-    assert [(row["staleness"], row["apart"]) for row in (whole, parts)] == [(0, True)] * 2
-    assert (whole["stream_parts"], parts["stream_parts"]) == (1, 4)
-    assert parts["step_s"] < whole["step_s"] and parts["generation_idle"] < whole["generation_idle"]
-    assert parts["age_max"] == 0
-    run_module("plan", *asked, "--afresh")  # the best plan, of one pool, then parts on other splits of the devices
-    shown = capsys.readouterr().out
-    assert "0, in 4 parts" in shown and "set rollout.stream_parts=4" in shown

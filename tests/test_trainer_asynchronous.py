@@ -193,12 +193,12 @@ def over_provisioned(staleness: int, *, over: float = 1.5, **changes) -> Config:
     [(1, (), 0), (4, (), 0), (2, APART, 1), (4, APART, 1)],
 )
 def test_groups_that_go_on_leave_fewer_steps_to_collect_ahead(staleness, pools, ahead):
-    config = replace(over_provisioned(staleness, on_new_weights="keep"), pools=pools)
+    config = replace(over_provisioned(staleness), pools=pools)
     assert (config.steps_ahead, config.rollout.groups_under_way) == (ahead, 6)
-    whole = replace(config.rollout, over_provision=1.0, on_new_weights="recompute")
+    whole = replace(config.rollout, over_provision=1.0)
     assert replace(config, rollout=whole).steps_ahead == staleness
     [cold, _] = replace(config, pools=(), cold_start=ColdStart(steps=2)).phases
-    assert (cold.rollout.staleness, cold.rollout.over_provision, cold.rollout.on_new_weights) == (0, 1, "recompute")
+    assert (cold.rollout.staleness, cold.rollout.over_provision) == (0, 1)
 
 
 def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone():
@@ -218,10 +218,6 @@ def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone()
         ({"staleness": 0}, "lets none wait; set it to 1 or more"),
         ({"over": 2.5}, r"over_provision must be in \[1\.0, 2\.0\]"),
         ({"replay_routing": True}, "there is no routing to replay"),
-        (
-            {"over": 1.0, "on_new_weights": "keep"},
-            r"'keep' is for responses that go on .* with over_provision=1\.0 none",
-        ),
         ({"server": RolloutServer(("http://127.0.0.1:1",))}, "answers all that it is asked"),
     ],
 )
@@ -242,8 +238,6 @@ def test_that_episodes_arrive_by_the_clock_of_their_tools_has_to_be_said():
     said = replace(over_provisioned(1), environment=game, rollout=arrival)
     [cold, _] = replace(said, cold_start=ColdStart(steps=2)).phases
     assert cold.rollout.order == "deterministic"
-    with pytest.raises(Refusal, match=r"'keep' .* episodes begin each reply with the newest"):
-        replace(said, rollout=replace(arrival, on_new_weights="keep"))
     with pytest.raises(Refusal, match="with over_provision=1 a step takes all"):
         replace(said, rollout=replace(arrival, over_provision=1))
     assert replace(said, environment=Agent("own.py:agent")).rollout.order == "arrival"

@@ -135,7 +135,7 @@ def test_sizes_of_nothing_are_refused(files, sizes, words):
 
 def test_settings_of_a_run_that_learns_from_late_responses_answer_prompts_too():
     run = replace(load_configuration("grpo_arithmetic"), rewards=Rewards((RepetitionReward(),)))
-    rollout = replace(run.rollout, staleness=1, over_provision=1.5, on_new_weights="keep", quantize="int8")
+    rollout = replace(run.rollout, staleness=1, over_provision=1.5, quantize="int8")
     answering = _answering(replace(run, rollout=rollout), "prompts.jsonl")
     assert answering.rollout == run.rollout and answering.data.train == "prompts.jsonl"
 

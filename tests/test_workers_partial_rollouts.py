@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int
         last = version == len(scales) - 1
         sampler = sampler_of(loaded(scale, version))
         until = Round(len(PROMPTS) if last else complete + version, len(PROMPTS), due)
-        under_way = sampler.go_on(problems(), under_way, sampling, until)
+        under_way = sampler.continue_sequences(problems(), under_way, sampling, until)
         rounds.append(under_way)
     return rounds
 
@@ -157,32 +156,13 @@ def test_a_round_ends_with_enough_groups_or_when_those_that_are_due_are_complete
     assert not none.ended_B.any() and none.tokens == 0
 
 
-def test_groups_in_parts_are_those_drawn_at_once_the_first_to_be_complete_first(loaded):
-    engine, how = loaded(1.0, 0), {"responses_per_prompt": COPIES, "seed": SEED}
-    expected = whole(engine, Sampling())
-    *parts, last = sampler_of(engine).generate_parts(problems(), Sampling(), parts=3, **how)
-    assert [len(part.truncated_B) for part in (*parts, last)] == [COPIES, COPIES, 2 * COPIES]
-    assert not engine.unfinished and not engine.book.active
-    found = [part.sequences.prompt_id_B for part in (*parts, last)]
-    rows = np.concatenate([np.flatnonzero(np.isin(expected.sequences.prompt_id_B, own)) for own in found])
-    together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts, last)
-    jax.tree.map(lambda own, other: np.testing.assert_array_equal(own, other[rows]), together, expected)
-    assert sorted(rows.tolist()) == list(range(len(rows)))
-    tokens_PG = [part.sequences.mask_BT.sum(axis=1).reshape(-1, COPIES) for part in (*parts, last)]
-    longest = [part.max(axis=1) for part in tokens_PG]
-    for before, after in pairwise(longest):
-        assert before.max() <= after.min() + engine._shape.tokens_per_dispatch
-    with pytest.raises(Refusal, match="one has 4; lower it to that"):
-        next(sampler_of(engine).generate_parts(problems(), Sampling(), parts=5, **how))
-
-
 def test_what_tokens_were_drawn_among_goes_on_with_them():
     sampling = Sampling(top_k=3)
     engine = load(build(slots=8, most_kept=3), 1.0, 0)
     expected = whole(engine, sampling)
     under_way = unstarted(most_kept=3)
     for complete in (1, 2, 4):
-        under_way = sampler_of(engine).go_on(problems(), under_way, sampling, Round(complete, 4, due=0))
+        under_way = sampler_of(engine).continue_sequences(problems(), under_way, sampling, Round(complete, 4, due=0))
     np.testing.assert_array_equal(under_way.rollout.sequences.kept_BTK, expected.sequences.kept_BTK)
 
 
@@ -193,7 +173,8 @@ def test_no_program_is_compiled_once_responses_go_on():
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
     under_way = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
     for complete in (1, 2, 3, 4):
-        under_way = sampler_of(engine).go_on(long, under_way, Sampling(top_k=3), Round(complete, len(long), due=-1))
+        until = Round(complete, len(long), due=-1)
+        under_way = sampler_of(engine).continue_sequences(long, under_way, Sampling(top_k=3), until)
     assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
     assert engine.compilations == compiled
 
@@ -208,7 +189,7 @@ def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(
 
     monkeypatch.setattr(engine, failing, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        sampler_of(engine).go_on(problems(), before, Sampling(), Round(4, 4, due=0))
+        sampler_of(engine).continue_sequences(problems(), before, Sampling(), Round(4, 4, due=0))
     assert not engine.unfinished and not engine.book.active
     jax.tree.map(np.testing.assert_array_equal, before, copy)
 
@@ -219,7 +200,7 @@ def test_an_engine_of_another_kind_is_refused(loaded):
 
     sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
     with pytest.raises(Refusal, match="Server answers a request whole"):
-        sampler.go_on(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
+        sampler.continue_sequences(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
 
 
 @pytest.mark.parametrize(("complete", "of"), [(8, 12), (7, 13), (1, 2), (12, 12)])

@@ -176,7 +176,7 @@ POOLS = {
     ids=POOLS,
 )
 def test_pools_of_one_process_hear_of_each_other(tmp_path, monkeypatch, pools):
-    monkeypatch.setattr(build, "InterruptibleEngine", Typewriter)
+    monkeypatch.setattr(build, "Engine", Typewriter)
     (tmp_path / "functions.py").write_text(FUNCTION)
     noted = tmp_path / "noted"
     rewards = Rewards(parts=(FunctionReward(f"{tmp_path}/functions.py:noting"),))

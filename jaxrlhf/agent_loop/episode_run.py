@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -56,7 +55,6 @@ class EpisodeRun:
       episode: Id of the episode; sampling depends on it.
       environment: Index of the episode's environment among the environments of the run.
       place: Key of the episode in the environment pool, unique among open episodes.
-      drawing: Async context manager around each reply: entered before the reply is requested, left once it is there.
     """
 
     problem: Problem
@@ -71,7 +69,6 @@ class EpisodeRun:
     pool: EnvironmentPool
     service: EngineService
     sessions: SessionBook | None = None
-    drawing: Callable[["EpisodeRun"], AbstractAsyncContextManager[None]] = lambda run: nullcontext()
     _turns: list[TurnRecord] = field(default_factory=list)
     _states: list[object] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -186,11 +183,10 @@ class EpisodeRun:
         most, state = opening.max_tokens, opening.state
         while True:
             self._states.append(state)
-            async with self.drawing(self):
-                start, held_s = time.perf_counter(), self.service.held_s
-                reply = await self._reply(conversation, most)
-                policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
-                self._turns.append(TurnRecord(reply, policy_s=policy_s))
+            start, held_s = time.perf_counter(), self.service.held_s
+            reply = await self._reply(conversation, most)
+            policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
+            self._turns.append(TurnRecord(reply, policy_s=policy_s))
             self._check_reply(reply)
             start = time.perf_counter()
             observation = await asyncio.wrap_future(self.pool.step(self.place, reply))

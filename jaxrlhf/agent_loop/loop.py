@@ -7,7 +7,7 @@ Sampled tokens depend only on seed, episode and turn, not on timing.
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,6 @@ class AgentLoop:
         service: EngineService,
         sessions: SessionBook | None = None,
         place: int | None = None,
-        drawing: Callable[[EpisodeRun], AbstractAsyncContextManager[None]] = lambda run: nullcontext(),
     ) -> EpisodeRun:
         """Build the run of one episode of a problem.
 
@@ -199,7 +198,6 @@ class AgentLoop:
             pool=self.pool,
             service=service,
             sessions=sessions,
-            drawing=drawing,
         )
 
     @property

@@ -6,45 +6,35 @@ waits for the end of the update, and their tools keep running meanwhile.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from jaxrlhf.agent_loop.episode_run import EpisodeRun
 from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import GroupKey, OpenGroups, Round, Versions
-from jaxrlhf.config import Agent, Sampling
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
+from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.serving.sessions import SessionBook
 
+_Key = tuple[int, int]
+"""Prompt id and starting step, which identify a group from step to step."""
+
 
 @dataclass(eq=False)
 class _EpisodeGroup:
-    """Group of episodes in progress.
-
-    Attributes:
-      versions: Policy version of each reply of each episode in the earlier run to replay; empty without a replay.
-    """
+    """Group of episodes in progress."""
 
     runs: Sequence[EpisodeRun]
     tasks: Sequence["asyncio.Task[Finished]"]
-    versions: Versions
 
     @property
     def over(self) -> bool:
         return all(task.done() for task in self.tasks)
-
-    def drawn(self, version: int) -> bool:
-        """Return True once all replies are there that policy versions up to `version` sampled in the replayed run."""
-        return all(
-            task.done() or isinstance(run.settings, Agent) or run.replies >= sum(own <= version for own in versions)
-            for run, task, versions in zip(self.runs, self.tasks, self.versions, strict=False)
-        )
 
 
 class OpenEpisodes:
@@ -70,9 +60,8 @@ class OpenEpisodes:
         self._service.hold()
         self._serving = ExitStack()
         self._sessions = self._serving.enter_context(serve(self._service))
-        self._groups: dict[GroupKey, _EpisodeGroup] = {}
-        self._begun, self._version = 0, -1
-        self._arriving: frozenset[GroupKey] = frozenset()
+        self._groups: dict[_Key, _EpisodeGroup] = {}
+        self._begun = 0
         self._round_begins, self._between = asyncio.Event(), True
         self._changed, self._failure = asyncio.Event(), list[BaseException]()
         self._events = asyncio.new_event_loop()
@@ -92,10 +81,7 @@ class OpenEpisodes:
         """Continue groups of episodes until enough groups are complete; start groups that are new.
 
         Args:
-          until: End of the round; groups that ended in earlier rounds count as complete. In a round that replays the
-            arrivals of an earlier run, other complete groups wait for their round, and replies are sampled by the
-            policy versions of the earlier run. Replies of agent programs and of groups that arrive in this round are
-            sampled by the current version.
+          until: End of the round; groups that ended in earlier rounds count as complete.
           progress: Called as episodes end, with the number of complete groups and of all groups.
 
         Returns:
@@ -135,25 +121,17 @@ class OpenEpisodes:
         begun_P = groups.begun_P.tolist()
         keys = [(problem.prompt_id, begun) for problem, begun in zip(problems, begun_P, strict=True)]
         open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
-        repeated = until.repeated
         await self._drop([key for key in self._groups if key not in {*open_keys}])
         for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
             if key in {*open_keys} and key not in self._groups:
-                versions = () if repeated is None else repeated.versions.get(key, ())
-                self._groups[key] = self._begin(problem, key, copies, sampling, seed, versions)
+                self._groups[key] = self._begin(problem, copies, sampling, seed)
 
         def enough() -> bool:
             over = {key for key, group in self._groups.items() if group.over}
             complete_P = groups.ended_P | np.array([key in over for key in keys])
             progress(int(complete_P.sum()), len(problems))
-            if repeated is None:
-                return until.over(complete_P, groups.begun_P)
-            arriving = [key in over for key in open_keys if key in repeated.now]
-            return all(arriving) and all(group.drawn(self._version) for group in self._groups.values())
+            return until.over(complete_P, groups.begun_P)
 
-        assert self.engine.weights is not None, "they are loaded before anything is generated"
-        self._version = self.engine.weights.version
-        self._arriving = frozenset() if repeated is None else repeated.now
         self._each(EpisodeRun.start_clock)
         self._service.go_on()
         self._between = False
@@ -169,12 +147,10 @@ class OpenEpisodes:
             self._between = True
             self._each(EpisodeRun.stop_clock)
             await asyncio.to_thread(self._service.hold)
-        ended = [key for key in open_keys if self._groups[key].over and (repeated is None or key in repeated.now)]
+        ended = [key for key in open_keys if self._groups[key].over]
         return [task.result() for key in ended for task in self._groups.pop(key).tasks]
 
-    def _begin(
-        self, problem: Problem, key: GroupKey, copies: int, sampling: Sampling, seed: int, versions: Versions
-    ) -> _EpisodeGroup:
+    def _begin(self, problem: Problem, copies: int, sampling: Sampling, seed: int) -> _EpisodeGroup:
         runs = []
         for copy in range(copies):
             self._begun += 1
@@ -187,22 +163,12 @@ class OpenEpisodes:
                 sessions=self._sessions,
                 # Negative, because evaluation may run episodes with keys from 0 on between two rounds.
                 place=-self._begun,
-                drawing=partial(self._drawing, key, versions[copy] if versions else ()),
             )
             runs.append(run)
         tasks = [asyncio.create_task(self._play(run)) for run in runs]
         for task in tasks:
             task.add_done_callback(self._note)
-        return _EpisodeGroup(runs, tasks, versions)
-
-    @asynccontextmanager
-    async def _drawing(self, key: GroupKey, versions: Sequence[int], run: EpisodeRun) -> AsyncIterator[None]:
-        """Delay a reply until the policy has the version that sampled it in the replayed run; pause the clock."""
-        while key not in self._arriving and any(version > self._version for version in versions[run.replies :][:1]):
-            run.stop_clock()
-            await self._round_begins.wait()
-        yield
-        self._changed.set()
+        return _EpisodeGroup(runs, tasks)
 
     async def _play(self, run: EpisodeRun) -> Finished:
         async with self._doors[run.environment]:
@@ -220,7 +186,7 @@ class OpenEpisodes:
             for run in group.runs:
                 act(run)
 
-    async def _drop(self, keys: Sequence[GroupKey]) -> None:
+    async def _drop(self, keys: Sequence[_Key]) -> None:
         """Cancel groups and wait until their tasks have ended."""
         tasks = [task for key in keys for task in self._groups.pop(key).tasks]
         for task in tasks:

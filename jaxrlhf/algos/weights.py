@@ -6,7 +6,6 @@ the loss.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.groups import dense_ids, group_sum
@@ -72,25 +71,6 @@ def token_weights(
         case _:
             raise ValueError(f"unknown aggregation {aggregation!r}; see jaxrlhf.config.Aggregation")
     return jnp.where(mask_BT, jnp.broadcast_to(weight, tokens_B.shape)[:, None], 0)
-
-
-def denominator(mask_BT: Array, prompt_id_B: Array, aggregation: Aggregation) -> int:
-    """Return the count of the whole update that `token_weights` divides by; at least 1.
-
-    Weights computed for a part of an update are the weights of the whole update, times the whole's count over the
-    part's count.
-    """
-    trained_B = np.asarray(mask_BT).any(axis=1)
-    match aggregation:
-        case "token-mean":
-            count = int(np.asarray(mask_BT).sum())
-        case "token-sum":
-            count = 1
-        case "prompt-mean":
-            count = len(np.unique(np.asarray(prompt_id_B)[trained_B]))
-        case _:
-            count = int(trained_B.sum())
-    return max(count, 1)
 
 
 def _prompt_mean(tokens_B: Array, prompt_B: Array) -> Array:

@@ -3,33 +3,14 @@
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
-
-GroupKey = tuple[int, int]
-"""Prompt id and starting step, which identify a group from step to step."""
-
-Versions = tuple[tuple[int, ...], ...]
-"""Policy version that sampled each reply, for each episode of a group."""
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """Arrivals of an earlier run, for a round to repeat.
-
-    Attributes:
-      now: Keys of the groups of episodes that arrive in this round; no other group does.
-      versions: Policy versions of each group in progress that arrives in this round or a later one.
-    """
-
-    now: frozenset[GroupKey]
-    versions: Mapping[GroupKey, Versions]
 
 
 @dataclass(frozen=True)
@@ -40,17 +21,15 @@ class Round:
       complete: Minimum number of complete groups.
       groups: Number of groups in progress over all ranks; each rank has a part of them.
       due: Step; groups started in this step or earlier must also be complete.
-      repeated: Arrivals that end the round in place of these numbers.
     """
 
     complete: int
     groups: int
     due: int
-    repeated: Arrivals | None = None
 
     def share(self, groups: int) -> "Round":
         """Return the condition for a rank with `groups` of all groups; together the ranks complete enough groups."""
-        return Round(-(-self.complete * groups // self.groups), groups, self.due, self.repeated)
+        return Round(-(-self.complete * groups // self.groups), groups, self.due)
 
     def over(self, complete_P: np.ndarray, started_P: np.ndarray) -> bool:
         """Return True if enough groups, and all due groups, are complete.
@@ -70,15 +49,12 @@ class PartialRollout:
       seed_B: int64 seed of a response, for all of its tokens.
       ended_B: bool, the last token was sampled.
       begun_P: int64 step in which each group was started.
-      held_B: `HeldCache` with the keys and values from which a response continues, None for a response without a slot;
-        None if all are recomputed.
     """
 
     rollout: RolloutBatch
     seed_B: np.ndarray
     ended_B: np.ndarray
     begun_P: np.ndarray
-    held_B: np.ndarray | None = None
 
     @property
     def copies(self) -> int:
@@ -99,14 +75,9 @@ class PartialRollout:
         """Return the groups at these indices."""
         places = np.asarray(groups, np.int64)
         rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
-        parts = self.rollout, self.seed_B, self.ended_B, self.held_B
-        rollout, seed_B, ended_B, held_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
-        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places], held_B)
-
-    def holding(self, holds: bool) -> "PartialRollout":
-        """Return these groups with the keys and values that they have, or without any."""
-        held_B = self.held_B if self.held_B is not None else np.full(len(self.ended_B), None)
-        return replace(self, held_B=held_B if holds else None)
+        parts = self.rollout, self.seed_B, self.ended_B
+        rollout, seed_B, ended_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
+        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
         """Return these groups followed by the other's."""

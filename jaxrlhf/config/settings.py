@@ -2,10 +2,10 @@
 
 import ast
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxrlhf.config.refusal import Refusal, require
 
@@ -36,7 +36,13 @@ Share = Annotated[Number, within(0.0, 1.0)]
 
 
 class Settings:
-    """Base class of settings: a frozen dataclass that raises `Refusal` for numbers outside the bounds of its fields."""
+    """Base class of settings: a frozen dataclass that raises `Refusal` for numbers outside the bounds of its fields.
+
+    Attributes:
+      removed: Settings that an earlier release had, each with advice on what to use instead.
+    """
+
+    removed: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         owner: Any = type(self)

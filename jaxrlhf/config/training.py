@@ -2,8 +2,10 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
@@ -336,16 +338,8 @@ class Rollout(Settings):
       over_provision: Number of groups generated at once, relative to the groups of a step, from 1 to 2. Above 1 a step
         takes the groups that complete first; the others continue with the next weights, as often as the staleness
         allows (APRIL: Zhou et al. 2025, arXiv:2509.18521).
-      on_new_weights: KV cache of responses that continue with new weights. `recompute` computes keys and values again
-        with the new weights. `keep` keeps them, which saves the second prefill; new tokens then attend to keys and
-        values of older weights, and their recorded log-probabilities are of this mixture, for `algorithm.correction`.
       order: Order in which groups count as complete. `deterministic` counts sampled tokens, so that a repeated or
         resumed run has the same numbers. `arrival` goes by time, for episodes with tools, and is not reproducible.
-      replay_arrivals: Path of the `arrivals.jsonl` of a run with `order="arrival"`; groups then arrive in the same
-        steps.
-      stream_parts: Number of parts in which a step learns from its groups. The groups that complete first, by counts of
-        tokens, are learned from while another pool generates the rest with the same weights. The parts make one update,
-        that of the whole step.
       quantize: Format of the layers' matrices during generation: 8-bit integers (`int8`), or 8-bit floats on chips that
         have them (`fp8`; Ada, Hopper, TPU v7). Rounding precedes the switch to the generation layout, so fewer bytes
         move. The sampling policy then differs from the trained policy, so the algorithm needs a `correction`. None
@@ -365,12 +359,17 @@ class Rollout(Settings):
     cache: Literal["auto", "slots", "pages"] = "auto"
     staleness: NotNegative[int] = 0
     over_provision: Annotated[float, within(1.0, 2.0)] = 1.0
-    on_new_weights: Literal["recompute", "keep"] = "recompute"
     order: Literal["deterministic", "arrival"] = "deterministic"
-    replay_arrivals: str | None = None
-    stream_parts: Positive[int] = 1
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None
+
+    removed: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "on_new_weights": "keys and values are always computed again with the new weights; drop the setting",
+            "stream_parts": "set staleness=1, which overlaps generation and learning",
+            "replay_arrivals": "runs with order='arrival' cannot be repeated; order='deterministic' can",
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

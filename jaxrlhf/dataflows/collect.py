@@ -16,7 +16,6 @@ from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Re
 from jaxrlhf.dataflows.batches.episodes import episode_metrics, scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, means_of_groups
-from jaxrlhf.dataflows.batches.streamed import start_streaming
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
 
@@ -44,12 +43,8 @@ def respond(
     their problems.
     """
     settings = work.config.rollout
-    if sampling is None and responses_per_prompt is None:
-        if work.in_flight is not None:
-            return resume_groups(roles, work, work.in_flight, problems)
-        if settings.stream_parts > 1:
-            how = {"responses_per_prompt": settings.responses_per_prompt, "seed": work.seed}
-            return start_streaming(roles, problems, settings.sampling, parts=settings.stream_parts, **how)
+    if sampling is None and responses_per_prompt is None and work.in_flight is not None:
+        return resume_groups(roles, work, work.in_flight, problems)
     copies = responses_per_prompt or settings.responses_per_prompt
     sampling = sampling or settings.sampling
     return generate_and_score(roles, work.config, problems, sampling, responses_per_prompt=copies, seed=work.seed)

@@ -19,7 +19,6 @@ from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.batches.streamed import StreamedRollout, learn_in_parts
 from jaxrlhf.dataflows.collect import respond, responses
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
@@ -140,8 +139,6 @@ def with_beside(result: StepResult, name: str, beside: ScoredRollout) -> StepRes
 
 def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout, advantage: Advantage) -> StepResult:
     """Estimate advantages of scored responses and update the actor."""
-    if isinstance(batch, StreamedRollout):
-        return learn_in_parts(roles, work, batch, partial(prepare, work, advantage, None))
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
     prepared = call(partial(prepare, work, advantage, batch.trained_B), batch.rollout, batch.scores, old_logp, ref_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)

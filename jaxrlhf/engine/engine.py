@@ -304,11 +304,6 @@ class Engine:
         self._end(ended)
         return ended
 
-    def finish_windows(self) -> list[Completion]:
-        """Read all dispatched windows without dispatching others, and return the responses that ended."""
-        ended = [sequence for _ in range(self.book.unread) for sequence in self._read()]
-        return [sequence.complete(self._loaded().version) for sequence in ended]
-
     def release(self, request_id: int) -> None:
         """Release the cache that `keep` holds for a request."""
         self._contents.release(request_id)

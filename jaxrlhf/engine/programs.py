@@ -191,16 +191,20 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
     drawn_I = insertion.drawn_B + 1
-    state = token_I, logp_I, prompts.length_P[row_I], drawn_I, ~_ended(token_I, drawn_I, insertion)
-    return seated(slots, insertion, *state, None if offset_P is None else offset_P[row_I], kept_IK)
-
-
-def seated(
-    slots: Slots, insertion: Insertion, token: Any, logp: Any, cached: Any, drawn: Any, active: Any, *last: Any
-) -> Slots:
-    """Return the slots with the responses of an insertion set to this state; `last` is `offset_B` and `kept_BK`."""
-    asked = insertion.seed_B, insertion.request_B, insertion.limit_B, insertion.stop_BE, insertion.settings
-    new = Slots(token, logp, cached, drawn, active, *asked, *last)
+    new = Slots(
+        token_I,
+        logp_I,
+        prompts.length_P[row_I],
+        drawn_I,
+        ~_ended(token_I, drawn_I, insertion),
+        insertion.seed_B,
+        insertion.request_B,
+        insertion.limit_B,
+        insertion.stop_BE,
+        insertion.settings,
+        None if offset_P is None else offset_P[row_I],
+        kept_IK,
+    )
     return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.slot_I].set(new_I, mode="drop"), slots, new)
 
 

@@ -102,19 +102,12 @@ class Scheduler:
         placements = []
         for _ in range(min(most, len(self._free), len(self._prefilled))):
             row, sequence = self._prefilled.popleft()
+            slot = min(self._free, key=used)
             self._unplaced -= 1
-            placements.append(self._seated(sequence, row, min(self._free, key=used)))
+            self._free.remove(slot)
+            self._placed[slot], sequence.slot, sequence.placed_at = sequence, slot, monotonic()
+            placements.append(Placement(row, slot, sequence))
         return placements
-
-    def seat(self, sequence: SequenceState, row: int) -> Placement:
-        """Put a sequence that was never queued into a free slot; `row` is its row in the arrays to place."""
-        self._under_way.add(sequence)
-        return self._seated(sequence, row, self._free[0])
-
-    def _seated(self, sequence: SequenceState, row: int, slot: int) -> Placement:
-        self._free.remove(slot)
-        self._placed[slot], sequence.slot, sequence.placed_at = sequence, slot, monotonic()
-        return Placement(row, slot, sequence)
 
     def placed(self, slot: int) -> SequenceState:
         """Return the sequence in a slot."""

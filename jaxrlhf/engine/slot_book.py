@@ -93,12 +93,6 @@ class SlotBook:
         self._cached_B[slot] = prompt_tokens
         self._limit_B[slot] = prompt_tokens + limit - 1  # the last token is sampled and never run
 
-    def go_on(self, slot: int, cached_tokens: int, *, limit: int) -> None:
-        """Give a slot to a response that continues with at most `limit` tokens; its newest token was read before."""
-        assert not self.taken_B[slot], f"slot {slot} is taken"
-        self._active_B[slot] = True
-        self._cached_B[slot], self._limit_B[slot] = cached_tokens, cached_tokens + limit
-
     def dispatched(self, window: programs.Window) -> None:
         """Record a dispatched window."""
         self._unread.append(_Unread(window, self.slot_B, self._fresh_B[self.slot_B]))

@@ -58,8 +58,6 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     settings["offload"] = tuple(
         dict.fromkeys(("reward" if role in judges else role) + dot + part for role, dot, part in parts)
     )
-    if ROLLOUT not in layouts:  # parts need a pool that generates while other parts are learned from
-        settings["rollout.stream_parts"] = 1
     return {name: value for name, value in settings.items() if find(written or config, name)[0] != value}
 
 
@@ -68,7 +66,7 @@ def freed(config: Config) -> Config:
     judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
     trained = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
     layouts = {f"{name}.layout": Layout() for name in (*trained, *judges)}
-    without = {"pools": (), "reference_layout": None, "offload": (), "rollout.stream_parts": 1}
+    without = {"pools": (), "reference_layout": None, "offload": ()}
     return override(config, {**without, **layouts})
 
 

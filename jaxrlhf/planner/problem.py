@@ -143,7 +143,7 @@ def _undivided(config: Config) -> tuple[str, ...]:
     parts = {
         "rows": bool(getattr(config.model, "vision", None)),
         "stage": pages or mixed,
-        "context": pages or config.rollout.on_new_weights == "keep",
+        "context": pages,
     }
     return tuple(part for part, whole in parts.items() if whole)
 

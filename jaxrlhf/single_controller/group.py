@@ -193,15 +193,10 @@ class ActorWithRolloutPool(DelegatesGeneration):
         self._order = threading.Lock()  # orders updates and offers of weights
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._updated(self._trains.update_actor, *args, **kwargs)
-
-    def update_by_gradients(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._updated(self._trains.update_by_gradients, *args, **kwargs)
-
-    def _updated(self, update: Callable[..., Pending[Any]], *args: object, **kwargs: object) -> Pending[Any]:
         with self._order:
             self._newest = None
-            return update(*args, **kwargs)
+            updated: Pending[Any] = self._trains.update_actor(*args, **kwargs)
+            return updated
 
     def snapshot(self, *, waiting: int) -> "ActorSnapshot":
         """Return an actor that generates with the current weights, even if updates come before its generation.

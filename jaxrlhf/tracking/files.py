@@ -3,7 +3,6 @@
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVALUATION = "evaluation.jsonl"
-ARRIVALS = "arrivals.jsonl"
 CURVE = "curve.png"
 TIMELINE = "timeline.json"
 TIMELINE_PICTURE = "timeline.png"

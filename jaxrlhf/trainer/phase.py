@@ -235,8 +235,7 @@ def run_phase(
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
     held_out_lengths = [len(problem.prompt_tokens) for problem in asked]
-    again = config.rollout.over_provision > 1 and config.rollout.on_new_weights == "recompute"
-    if again and config.environment is None:  # continued responses are prefilled like prompts
+    if config.rollout.over_provision > 1 and config.environment is None:  # continued responses are prefilled, too
         longest = config.rollout.max_prompt_tokens
         train_lengths = [*train_lengths, *range(longest + 1, longest + config.rollout.max_response_tokens)]
     kind = OffPolicy if config.rollout.staleness and isinstance(algorithm, PolicyGradient) else Synchronous

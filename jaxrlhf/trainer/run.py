@@ -16,7 +16,6 @@ from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages, say
-from jaxrlhf.trainer.asynchronous.arrivals import read_arrivals
 from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import last_metrics
@@ -103,8 +102,7 @@ def _prepared(config: Config) -> RunContext:
     data = load_data(config, tokenizer)
     read = [data if same_problems(phase, config) else load_data(phase, tokenizer) for phase in config.phases]
     for phase, problems in zip(config.phases, read, strict=True):
-        loader = problems.loader(phase)  # refuses too few problems now, not after the cold start
-        read_arrivals(phase, loader)  # refuses arrivals that cannot be replayed
+        problems.loader(phase)  # refuses too few problems now, not after the cold start
         problems.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config

@@ -82,7 +82,6 @@ class Synchronous:
         """
         cluster, position = self.config.cluster, self.loader.state()
         relaunches = cluster is not None and cluster.restarts > 0 and self.config.generates_apart
-        relaunches &= self.config.rollout.stream_parts == 1  # with more parts, learning has already started
         while True:
             try:
                 collected = function_of(self.config.algorithm, "collect")(roles(), work)

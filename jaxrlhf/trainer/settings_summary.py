@@ -102,9 +102,6 @@ def _step_rows(config: Config) -> list[SummaryRow]:
         product = f"{rollout.prompts_per_step} prompts x {rollout.responses_per_prompt}"
         rows.insert(1, ("step", "responses", f"{rollout.responses_per_step}", product))
         rows.insert(2, ("step", "minibatch", f"{algorithm.responses_per_update} responses", "per update"))
-        if (parts := rollout.stream_parts) > 1:
-            each = f"{parts} of {rollout.prompts_per_step // parts} prompts"
-            rows.append(("step", "parts", each, "learnt from as they are complete, while others are drawn"))
         rows += _staleness_rows(config, algorithm)
     saving = config.saving
     every = f"every {saving.every_steps} steps" if saving.every_steps else "at the end"
@@ -133,13 +130,9 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     if rollout.over_provision > 1:
         under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
         most = staleness - config.steps_ahead
-        replayed = rollout.replay_arrivals
-        first = "those that arrive first; " if replayed is None else f"those that arrived in {replayed}; "
-        which = first if rollout.order == "arrival" else ""
-        put_off = f"{which}a group is put off {most} time{'s' * (most > 1)} at most"
-        kept = rollout.on_new_weights == "keep"
-        cached = "" if rollout.order == "arrival" else f"; keys and values {'kept' if kept else 'computed again'}"
-        rows = [("step", "groups under way", under_way, put_off + cached)]
+        first = "those that arrive first; " if rollout.order == "arrival" else ""
+        put_off = f"{first}a group is put off {most} time{'s' * (most > 1)} at most"
+        rows = [("step", "groups under way", under_way, put_off)]
     return [
         ("step", "staleness", f"{staleness}", how),
         *rows,

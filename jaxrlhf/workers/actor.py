@@ -202,26 +202,6 @@ class Actor(TrainedWorker, GenerationWorker):
         scale = self.setup.temperature if temperature is None else temperature
         return self._updated(self.update(minibatches, objective, settings, temperature=scale))
 
-    @worker_method(THREE_D_PROTO, part="update")
-    def add_gradient(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
-        """Add the gradient of one part of an update; its token weights are not divided by the update's count yet.
-
-        Returns:
-          Empty metrics; `update_by_gradients` returns the metrics of the whole update.
-        """
-        [part] = minibatches
-        self.add_part(part, objective, settings, temperature=self.setup.temperature)
-        return {}
-
-    @worker_method(THREE_D_PROTO, part="update")
-    def update_by_gradients(self, count: int) -> Metrics:
-        """Update the policy by the sum of the added gradients.
-
-        Args:
-          count: Divisor of the token weights of all parts.
-        """
-        return self._updated(self.update_by_parts(count))
-
     def _updated(self, updated: Updated) -> Metrics:
         """Count a new version of the policy, and return the metrics of its update."""
         self.version += 1

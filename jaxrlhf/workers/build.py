@@ -19,7 +19,7 @@ from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, Ro
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import TokenBytes, decoder
-from jaxrlhf.engine import InterruptibleEngine
+from jaxrlhf.engine import Engine
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -132,7 +132,7 @@ class Builder(PoolRoles):
         submesh = local_submesh(mesh)
         engine = self.rollout_engine(submesh, submesh.size / mesh.size)
         loop, rollout = self._agent_loop(), self.config.rollout
-        how = self.width, self.progress, self._feed, loop, rollout.sampling.most_kept, rollout.on_new_weights == "keep"
+        how = self.width, self.progress, self._feed, loop, rollout.sampling.most_kept
         return Sampler(self.model, engine, mesh, submesh, *how)
 
     def _agent_loop(self) -> AgentLoop | None:
@@ -160,10 +160,10 @@ class Builder(PoolRoles):
             return self._server_engine(rollout.server)
         return self._engine(self.model, submesh, share, slots=self.slots)
 
-    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> InterruptibleEngine:
+    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> Engine:
         """Build an engine for the policy, or for a mixture model, whose cache has the same kind of layers."""
         config, rollout = self.config, self.config.rollout
-        return InterruptibleEngine(
+        return Engine(
             model,
             submesh,
             slots=math.ceil(slots * share),

@@ -1,6 +1,6 @@
 """Sampler: an engine on a process's part of a generation mesh, whose completions become rollouts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
 from jaxrlhf.config import Refusal, Sampling
-from jaxrlhf.engine import Completion, Engine, InterruptibleEngine, Request
+from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
@@ -47,10 +47,6 @@ class Sampler:
       width: T, number of columns of a rollout's arrays.
       agent_loop: Runner of episodes; None without an environment.
       most_kept: Largest sampling mask of a training rollout, which the engine records; 0 records none.
-      holds: True if interrupted responses continue from the keys and values they had.
-
-    Raises:
-      Refusal: `holds`, and the caches of responses cannot be taken out of their slots.
     """
 
     config: AnyModel
@@ -62,17 +58,10 @@ class Sampler:
     feed: CompletionFeed
     agent_loop: AgentLoop | None = None
     most_kept: int = 0
-    holds: bool = False
-
-    def __post_init__(self) -> None:
-        if self.holds and isinstance(self.engine, InterruptibleEngine):
-            self.engine.check_holds()
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that generation from prompts of these lengths needs."""
         self.engine.compile_ahead(prompt_lengths)
-        if self.holds and isinstance(self.engine, InterruptibleEngine):
-            self.engine.compile_held()
 
     def load(self, weights: Any, version: int, *, donated: Any) -> None:
         """Set the engine's weights from weights in the generation layout over the whole mesh.
@@ -109,87 +98,35 @@ class Sampler:
             )
         return rollout
 
-    def generate_parts(
-        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int, parts: int
-    ) -> Iterator[RolloutBatch]:
-        """Sample the rollout of `generate`, and yield it in `parts` parts; groups that complete first come first.
-
-        Raises:
-          Refusal: There are fewer problems than parts, or the engine answers only whole batches.
-        """
-        if not isinstance(self.engine, InterruptibleEngine):
-            raise Refusal(
-                f"rollout.stream_parts={parts} takes groups as they are complete, and {type(self.engine).__name__} "
-                "answers all at once; drop it, or generate with this project's own engine"
-            )
-        if len(problems) < parts:
-            raise Refusal(
-                f"rollout.stream_parts={parts} has every host that generates give groups to each part, and one has "
-                f"{len(problems)}; lower it to that, or raise rollout.prompts_per_step"
-            )
-        requests, prompts = requests_of(problems, responses_per_prompt)
-        asked = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
-        ends = [part * len(problems) // parts for part in range(parts + 1)]
-        for completions in self.engine.generate_groups(
-            requests,
-            sampling,
-            seed=seed,
-            copies=responses_per_prompt,
-            counts=np.diff(ends).tolist(),
-            progress=partial(self.progress, "generate"),
-            on_completion=self._listener(requests, prompts),
-        ):
-            yield to_rollout([asked[one.request_id] for one in completions], completions, width=self.width)
-
-    def go_on(
+    def continue_sequences(
         self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round
     ) -> PartialRollout:
         """Continue groups in progress, the oldest first, until enough of them are complete."""
         end = until.share(len(problems))
-        if not isinstance(self.engine, InterruptibleEngine):
+        if not isinstance(self.engine, Engine):
             raise Refusal(
-                f"rollout.over_provision has responses go on under later weights, and {type(self.engine).__name__} "
-                "answers a request whole; drop it, or generate with this project's own engine"
+                f"rollout.over_provision has responses continue under later weights, and {type(self.engine).__name__} "
+                "answers a request whole; drop over_provision, or generate with this project's own engine"
             )
         assert self.engine.weights is not None, "no weights are loaded"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
-        held_B = np.full(len(under_way.ended_B), None) if under_way.held_B is None else under_way.held_B
         rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
         begun_P, ended_B = under_way.begun_P, under_way.ended_B.copy()
-        open_rows = [row for row in range(len(ended_B)) if not ended_B[row]]
+        open_rows = np.flatnonzero(~ended_B).tolist()
         open_rows.sort(key=lambda row: begun_P[row // copies])
-        requests = {
-            row: request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
-            for row in open_rows
-        }
-        row_of = {request.request_id: row for row, request in requests.items()}
-
-        def enough() -> bool:
-            return end.over(replace(under_way, ended_B=ended_B).complete_P, begun_P)
-
-        def ended(completions: Sequence[Completion]) -> None:
-            for completion in completions:
-                row = row_of[completion.request_id]
-                ended_B[row], rollout.truncated_B[row] = True, completion.truncated
-
+        states, row_of = {}, {}
+        for row in open_rows:
+            request = request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
+            states[row] = engine.new_sequence(request, sampling, seed=int(under_way.seed_B[row]))
+            row_of[request.request_id] = row
         try:
-            states = {
-                row: engine.new_sequence(request, sampling, seed=int(under_way.seed_B[row]))
-                for row, request in requests.items()
-            }
-            going = [row for row in states if held_B[row] is not None][: engine.slots]  # fewer slots if hosts were lost
-            engine.go_on([states[row] for row in going], [held_B[row] for row in going])
-            for row in [row for row in states if row not in going]:
-                engine.enqueue(states[row])
-            while not enough():
-                ended(engine.step())
+            for state in states.values():
+                engine.enqueue(state)
+            while not end.over(replace(under_way, ended_B=ended_B).complete_P, begun_P):
+                for completion in engine.step():
+                    row = row_of[completion.request_id]
+                    ended_B[row], rollout.truncated_B[row] = True, completion.truncated
                 self.progress("generate", int(ended_B.sum()), len(ended_B))
-            if self.holds:
-                ended(engine.finish_windows())
-                left = [row for row in states if not ended_B[row]]
-                held_B = np.full(len(ended_B), None)
-                for row, held in zip(left, engine.held([states[row] for row in left]), strict=True):
-                    held_B[row] = held
         finally:
             engine.free()
         for row, state in states.items():
@@ -197,7 +134,7 @@ class Sampler:
             if state.kept:
                 kept_BTK: Any = rollout.sequences.kept_BTK
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
-        return replace(under_way, rollout=rollout, ended_B=ended_B, held_B=held_B if self.holds else None)
+        return replace(under_way, rollout=rollout, ended_B=ended_B)
 
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int

@@ -95,8 +95,6 @@ class TrainedWorker(ModelWorker):
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
-        self._divided = jax.jit(_over, donate_argnums=0, out_shardings=layout)
-        self._parts: tuple[Params, list[dict[str, jax.Array]]] | None = None
         self._gradient_programs: dict[tuple[Hashable, Hashable], Any] = {}
 
     @property
@@ -181,13 +179,7 @@ class TrainedWorker(ModelWorker):
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Return the gradient of `sum(weight * token_loss)` over all microbatches, and the metric sums of each."""
-        gradient, sums = self._added(self._zeros(self.trained.tree), experience, objective, settings, temperature)
-        return self._sum(gradient), sums
-
-    def _added(
-        self, gradient: Params, experience: Experience, objective: Objective, settings: Hashable, temperature: float
-    ) -> tuple[Params, list[dict[str, jax.Array]]]:
-        """Add the gradients of all microbatches to each replica's; also return the metric sums of each microbatch."""
+        gradient = self._zeros(self.trained.tree)
         packing = self.pack(experience.sequences, prompts=experience.prompts)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self.gradient_program(objective, settings)
@@ -198,7 +190,7 @@ class TrainedWorker(ModelWorker):
                 trained, self._frozen, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
             )
             sums.append(metrics)
-        return gradient, sums
+        return self._sum(gradient), sums
 
     def _lower_update(
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
@@ -249,22 +241,6 @@ class TrainedWorker(ModelWorker):
                 self.setup.progress(f"{self.role} update", len(norms), len(minibatches))
             return self._report(norms, sums)
 
-    def add_part(self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float) -> None:
-        """Add the gradient of one part of an update to the sum of its other parts, for `update_by_parts`."""
-        with self.parameters.on_devices():
-            before, sums = (self._zeros(self.trained.tree), []) if self._parts is None else self._parts
-            gradient, metrics = self._added(before, experience, objective, settings, temperature)
-            self._parts = gradient, [*sums, *metrics]
-
-    def update_by_parts(self, count: int) -> Updated:
-        """Make one optimizer update by the sum of the parts' gradients, divided by `count`."""
-        assert self._parts is not None, "no part was added"
-        (gradient, sums), self._parts = self._parts, None
-        with self.optimizer.on_devices(), self.parameters.on_devices():
-            norm = self._apply_to_trained(self._divided(self._sum(gradient), np.float32(count)))
-            del gradient
-            return self._report([norm], [[{**part, "loss": part["loss"] / count} for part in sums]])
-
     def _apply_to_trained(self, gradient: Params) -> jax.Array:
         """Make one optimizer update, and return the gradient's norm."""
         trained, state, norm = self._apply(self.trained.tree, self.optimizer.tree, gradient)
@@ -311,10 +287,6 @@ def _identity(objective: Objective) -> Hashable:
     if not isinstance(objective, FunctionType) or objective.__closure__ or "<" in objective.__qualname__:
         return objective
     return objective.__module__, objective.__qualname__
-
-
-def _over(gradient: Params, count: Array) -> Params:
-    return jax.tree.map(lambda part: (part / count).astype(part.dtype), gradient)
 
 
 def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:

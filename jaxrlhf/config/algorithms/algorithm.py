@@ -237,10 +237,8 @@ def check_whole_responses(algorithm: PolicyGradient) -> None:
 
 
 def check_schedule(config: Config) -> None:
-    """Raise `Refusal` if staleness, over-provision, order or stream parts of the rollout do not fit the run."""
+    """Raise `Refusal` if staleness, over-provision or order of the rollout do not fit the run."""
     rollout, algorithm = config.rollout, type(config.algorithm).__name__
-    if rollout.stream_parts > 1:
-        _check_stream(config)
     staleness, over = rollout.staleness, rollout.over_provision
     require(
         staleness == 0 or isinstance(config.algorithm, PolicyGradient),
@@ -258,17 +256,6 @@ def check_schedule(config: Config) -> None:
         f"rollout.order='arrival' takes the episodes that end first, and with over_provision={over} "
         + ("a step takes all" if over == 1 else "responses without an environment are counted by their tokens")
         + "; leave it at 'deterministic'",
-    )
-    require(
-        arrival or rollout.replay_arrivals is None,
-        f"rollout.replay_arrivals={rollout.replay_arrivals!r} is an order of arrival, and rollout.order="
-        f"{rollout.order!r} goes by none; set order='arrival', or drop replay_arrivals",
-    )
-    require(
-        rollout.on_new_weights == "recompute" or (over > 1 and config.environment is None),
-        "rollout.on_new_weights='keep' is for responses that go on under the next weights, and "
-        + (f"with over_provision={over} none do" if over == 1 else "episodes begin each reply with the newest")
-        + "; leave it at 'recompute'",
     )
     if over == 1:
         return
@@ -314,51 +301,4 @@ def check_read(config: Config) -> None:
     require(
         not given or REWARD.name in config.roles,
         f"{' and '.join(given)} are for responses that a step samples, and {name} samples none; drop that",
-    )
-
-
-def _check_stream(config: Config) -> None:
-    """Refuse to learn from a step in parts if that changes the update, or gains nothing."""
-    rollout, algorithm, parts = config.rollout, config.algorithm, config.rollout.stream_parts
-    name, streams = type(algorithm).__name__, f"rollout.stream_parts={parts} learns from groups while others are drawn"
-    require(
-        isinstance(algorithm, PolicyGradient)
-        and algorithm.advantage_of_group
-        and type(algorithm).collect == PolicyGradient.collect,
-        f"{streams}, and {name} has advantages, critics or choices of groups that hang on the whole step; leave it at "
-        "1, or choose an algorithm that compares within a group, such as GRPO, RLOO or OPO",
-    )
-    assert isinstance(algorithm, PolicyGradient)
-    updates = algorithm.updates_per_step(config)
-    require(
-        updates == 1,
-        f"{streams} for one update a step, and there are {updates}, of responses that are drawn at random from the "
-        f"whole step; set algorithm.responses_per_update={rollout.responses_per_step} and epochs_per_step=1",
-    )
-    require(
-        algorithm.policy.selection is None,
-        f"{streams}, and {type(algorithm.policy).__name__} chooses among the tokens of the whole step; leave it at 1",
-    )
-    require(
-        config.generates_apart,
-        f"{streams}, and without a pool for 'rollout' both have the same devices; give generation a pool, or leave it "
-        "at 1",
-    )
-    require(
-        rollout.staleness == 0,
-        f"{streams} under one policy, and at rollout.staleness={rollout.staleness} those of a step are complete before "
-        "it begins; set one of the two",
-    )
-    require(
-        config.environment is None and rollout.server is None,
-        f"{streams}, which episodes and rollout.server give all at once; leave it at 1",
-    )
-    require(
-        not config.token_records.entropy,
-        f"{streams}, and token_records.entropy is measured before the update, of all; drop one",
-    )
-    require(
-        rollout.prompts_per_step % parts == 0,
-        f"rollout.stream_parts={parts} does not divide prompts_per_step={rollout.prompts_per_step}; parts are of as "
-        "many groups each",
     )

@@ -134,6 +134,8 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
         owner, field = misspelled.groups()
         settings = vars(module).get(owner)
         if isinstance(settings, type) and dataclasses.is_dataclass(settings):
+            if (advice := getattr(settings, "removed", {}).get(field)) is not None:
+                return f"{owner}.{field} was removed: {advice}"
             close = difflib.get_close_matches(field, field_types(settings), n=1)
             return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
     return None

@@ -188,6 +188,8 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
         return (
             f"{reached} is {have}, and {part} belongs to {_either(owners)}; to have that, add --{reached} {owners[0]}"
         )
+    if (removed := getattr(value, "removed", {}).get(part)) is not None:
+        return f"it was removed; {removed}"
     here = difflib.get_close_matches(part, _parts(value), n=1)
     elsewhere = defaultdict(list)
     for setting in setting_names(config):

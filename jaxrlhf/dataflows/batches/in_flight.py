@@ -4,27 +4,17 @@ Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import (
-    Arrivals,
-    GroupKey,
-    OpenGroups,
-    PartialRollout,
-    Round,
-    Versions,
-    unstarted_groups,
-)
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, unstarted_groups
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
-from jaxrlhf.dataflows.batches.episode_rows import starts_of
 
 DrawMore = Callable[[], Sequence[Problem]]
 
@@ -175,11 +165,10 @@ class ResponsesInFlight(InFlight):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.under_way: PartialRollout | None = None
-        self._holds = config.rollout.on_new_weights == "keep"
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
-        started = unstarted_groups(chosen, seed=seed, step=step, **sizes).holding(self._holds)
+        started = unstarted_groups(chosen, seed=seed, step=step, **sizes)
         self.under_way = (started if self.under_way is None else self.under_way.concat(started)).take(order)
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,12 +183,8 @@ class ResponsesInFlight(InFlight):
     def _taken(self) -> RolloutBatch:
         assert self.under_way is not None, "a round is over"
         left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
-        drawn_B, held_B = left.rollout.sequences.mask_BT.sum(axis=1), left.held_B
-        kept_B = (
-            np.zeros(len(drawn_B), bool) if held_B is None else np.array([held is not None for held in held_B], bool)
-        )
-        again_B = ~left.ended_B & ~kept_B
-        self._add({"staleness/recomputed_tokens": float(drawn_B[again_B].sum())})
+        tokens_B = left.rollout.sequences.mask_BT.sum(axis=1)
+        self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})
         rollout = self.under_way.take(self._free).rollout
         chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
         return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
@@ -214,20 +199,7 @@ class ResponsesInFlight(InFlight):
             before = under_way.copies, sequences.token_BT.shape[1], kept
             self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
         super().restore(saved)
-        self.under_way = None if under_way is None else under_way.holding(self._holds)
-
-
-@dataclass(frozen=True)
-class ArrivedRound:
-    """Arrivals of one round: complete groups of episodes.
-
-    Attributes:
-      arrived: Policy version of each reply, by group.
-      taken: Prompt ids of the groups that the step took.
-    """
-
-    arrived: Mapping[GroupKey, Versions]
-    taken: Sequence[int]
+        self.under_way = under_way
 
 
 class EpisodesInFlight(InFlight):
@@ -235,22 +207,12 @@ class EpisodesInFlight(InFlight):
 
     The state of an environment cannot be saved. After a resume, or after a host was relaunched, unfinished episodes
     restart from their prompts with their first seed.
-
-    Attributes:
-      rounds: Arrivals of each round since `begin_step`.
-      repeated: Rounds of each step of an earlier run, to replay; None takes arrivals by the clock.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._groups = OpenGroups.begin(0, seed=0, step=0)
         self._over: list[EpisodeBatch | None] = []
-        self.rounds: list[ArrivedRound] = []
-        self.repeated: Sequence[Sequence[ArrivedRound]] | None = None
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.rounds = []
 
     def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
@@ -258,50 +220,18 @@ class EpisodesInFlight(InFlight):
         self._over = [together[index] for index in order]
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        until = replace(until, repeated=self._to_repeat(step))
         how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
         arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
         place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
-        keys, versions = self._keys(), {}
         for prompt_id, group in groups_of(arrived, self._copies).items():
-            place = place_of[prompt_id]
-            self._over[place], versions[keys[place]] = group, versions_of(group)
-        self.rounds.append(ArrivedRound(versions, ()))
+            self._over[place_of[prompt_id]] = group
         ended_P = np.array([group is not None for group in self._over])
         self._groups = replace(self._groups, ended_P=ended_P)
         self._add({"staleness/drawn_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
         return self._groups.begun_P, ended_P
 
-    def _keys(self) -> list[GroupKey]:
-        """Return the key of the group in each place."""
-        started = self._groups.begun_P.tolist()
-        return [(problem.prompt_id, step) for problem, step in zip(self.problems, started, strict=True)]
-
-    def _to_repeat(self, step: int) -> Arrivals | None:
-        """Return the arrivals that the next round of a step replays; None goes by the clock.
-
-        Raises:
-          Refusal: The earlier run had other groups in flight, or fewer rounds in the step.
-        """
-        if self.repeated is None:
-            return None
-        rounds = self.repeated[step][len(self.rounds) :]
-        going = {key for key, ended in zip(self._keys(), self._groups.ended_P.tolist(), strict=True) if not ended}
-        if not rounds or not rounds[0].arrived.keys() <= going:
-            found = "has no further round" if not rounds else "has arrivals of prompts that are not under way here"
-            raise Refusal(
-                f"rollout.replay_arrivals {found} in step {step + 1}, so that run drew other problems or learnt from "
-                "other scores; replay it with its data, selection, rewards and algorithm, or drop replay_arrivals"
-            )
-        next_steps = self.repeated[step + 1 : step + 1 + self._most_put_off]
-        later = [*rounds, *(one for rounds in next_steps for one in rounds)]
-        known = {key: versions for one in later for key, versions in one.arrived.items() if key in going}
-        return Arrivals(frozenset(rounds[0].arrived), known)
-
     def _taken(self) -> EpisodeBatch:
         taken = [self._over[place] for place in self._free]
-        prompts = [self.problems[place].prompt_id for place in self._free]
-        self.rounds[-1] = replace(self.rounds[-1], taken=prompts)
         for place in self._free:  # a checkpoint holds waiting groups, not this step's
             self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
@@ -324,20 +254,6 @@ def in_flight_of(config: Config) -> InFlight | None:
     if config.rollout.over_provision == 1:
         return None
     return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
-
-
-def versions_of(group: EpisodeBatch) -> Versions:
-    """Return the version of the policy that sampled each reply, episode by episode."""
-    rollout, rows = group.rollout, group.rollout.episodes
-    assert rows is not None, "episodes have turns"
-    found = []
-    for start, end in pairwise([*starts_of(rows.episode_B), len(rows.episode_B)]):
-        drawn_BT = np.asarray(rollout.sequences.mask_BT)[start:end] & (rows.turn_BT[start:end] >= 0)
-        turn, version = rows.turn_BT[start:end][drawn_BT], np.asarray(rollout.version_BT)[start:end][drawn_BT]
-        latest = np.zeros(turn.max(initial=-1) + 1, np.int64)
-        latest[turn] = version
-        found.append(tuple(latest.tolist()))
-    return tuple(found)
 
 
 def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:

@@ -37,7 +37,7 @@ def mask_untrained(sequences: Sequences, trained_B: Array | None) -> Sequences:
     return replace(sequences, mask_BT=np.asarray(sequences.mask_BT) & np.asarray(trained_B)[:, None])
 
 
-def shuffle_groups(prompt_id_B: Array, rng: np.random.Generator) -> Array:
+def shuffle_groups(prompt_id_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the rows in random order, with the responses of one prompt beside each other.
 
     A minibatch of several groups then has their prompts alone, and a packed row computes a prompt once for its group.

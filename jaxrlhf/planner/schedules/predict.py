@@ -37,8 +37,6 @@ def predictions(
     *,
     staleness: int,
     over_provision: float = 1.0,
-    keeps: bool = False,
-    stream_parts: int = 1,
 ) -> list[ScheduledPlan]:
     """Predict the synchronous schedule on the best plan, then the requested schedule on several placements.
 
@@ -46,11 +44,6 @@ def predictions(
     devices is tried only if groups can be postponed: taking turns gains nothing else. If the problem fixes pools, only
     these pools are tried. Otherwise several sizes of a separate generation pool are tried, from the smallest to the
     largest, and the roles that learn share the other devices.
-
-    Args:
-      keeps: Whether the KV cache is kept when weights change (`Schedule.keeps`).
-      stream_parts: Number of parts in which a step is learned from, at a staleness of 0; one part if devices take
-        turns, as CPU devices do.
 
     Raises:
       Refusal: The problem has no generation, or the schedule gains nothing on any placement that fits.
@@ -64,23 +57,22 @@ def predictions(
     if over_provision > 1 and staleness < 2:  # a separate generation pool uses the only step of staleness itself
         plans = [plan for plan in plans if _apart(plan) is None]
     if not plans:
-        what = f"a staleness of {staleness}" if stream_parts == 1 else f"to learn in {stream_parts} parts"
         raise Refusal(
-            f"{what} gains only if generation has a pool of its own, and no such placement is possible here: give a "
-            "pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
+            f"a staleness of {staleness} gains only if generation has a pool of its own, and no such placement is "
+            "possible here: give a pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
         )
 
-    def scheduled(plan: PlacementPlan, staleness: int, over_provision: float, parts: int) -> ScheduledPlan:
+    def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
         apart = _apart(plan) is not None and not problem.hardware.takes_turns
-        schedule = Schedule(staleness, over_provision, apart, keeps, parts if apart else 1)
+        schedule = Schedule(staleness, over_provision, apart)
         work = problem.workload
         times = times_of(problem, plan, over_provision=over_provision)
         result = simulate(schedule, times, lengths, groups=work.prompts, copies=work.responses // work.prompts)
         return ScheduledPlan(schedule, plan, result)
 
-    found = [scheduled(plan, staleness, over_provision, stream_parts) for plan in plans]
+    found = [scheduled(plan, staleness, over_provision) for plan in plans]
     found.sort(key=lambda one: one.prediction.step_s)
-    return [scheduled(best, 0, 1.0, 1), *found]
+    return [scheduled(best, 0, 1.0), *found]
 
 
 def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: float = 1.0) -> StepTimes:

@@ -26,7 +26,6 @@ def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
         result, schedule = one.prediction, one.schedule
         shares = (result.generation_idle, result.learning_idle, result.slots_in_use)
         more = f", {schedule.over_provision:g} steps' groups" if schedule.over_provision > 1 else ""
-        more += f", in {schedule.stream_parts} parts" if schedule.stream_parts > 1 else ""
         cells = [f"{schedule.staleness}{more}", placement_text(one.plan.pools)]
         cells += [seconds_text(result.step_s), f"{first / result.step_s:.2f}", *(f"{share:.0%}" for share in shares)]
         cells += [f"{result.age_mean:.2f}", str(result.age_max), f"{result.recomputed:.1%}"]
@@ -44,11 +43,10 @@ def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
     """Return a sentence that recommends a schedule and its placement."""
     best, first = recommended(scheduled), scheduled[0].prediction
     if best is None:
-        return "no schedule is faster than the synchronous one: leave rollout.staleness at 0, and stream_parts at 1"
-    result, parts = best.prediction, best.schedule.stream_parts
-    how = f"at staleness {best.schedule.staleness}" if parts == 1 else f"in {parts} parts"
+        return "no schedule is faster than the synchronous one: leave rollout.staleness at 0"
+    result = best.prediction
     return (
-        f"{placement_text(best.plan.pools)} {how}: {seconds_text(result.step_s)} s a "
+        f"{placement_text(best.plan.pools)} at staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s a "
         f"step, {first.step_s / result.step_s:.2f} times as fast, from tokens {result.age_mean:.2f} versions old"
     )
 

@@ -8,7 +8,6 @@ seconds, by the number of slots in use and the cache positions that they read.
 import heapq
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +18,15 @@ from jaxrlhf.planner.schedules.lengths import ResponseLengths
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of generation and learning; all attributes except `apart` and `keeps` are settings of `Rollout`.
+    """Schedule of generation and learning; all attributes except `apart` are settings of `Rollout`.
 
     Attributes:
       apart: Whether generation has separate devices and runs at the same time as learning.
-      keeps: Whether postponed responses keep their KV cache; otherwise it is computed again.
     """
 
     staleness: int = 0
     over_provision: float = 1.0
     apart: bool = False
-    keeps: bool = False
-    stream_parts: int = 1
 
     def __post_init__(self) -> None:
         require(self.staleness >= 0, f"the staleness must be 0 or more, got {self.staleness}")
@@ -40,11 +36,6 @@ class Schedule:
             self.over_provision == 1 or self.staleness >= least,
             f"over-provisioning by {self.over_provision} puts off groups, and a staleness of {self.staleness} allows "
             f"none; give {least} or more" + " where generation has devices of its own" * self.apart,
-        )
-        require(
-            self.stream_parts == 1 or (self.apart and self.staleness == 0),
-            f"to learn from a step in {self.stream_parts} parts takes devices that generate meanwhile, and a staleness "
-            f"of 0; apart={self.apart} and a staleness of {self.staleness} were given",
         )
 
     @property
@@ -106,7 +97,7 @@ class Prediction:
       age_max: Age of the oldest trained token, in policy versions.
       recomputed: Tokens whose KV cache is computed again, divided by the trained tokens.
       rounds: Intervals of generation, from the first step on.
-      updates: Intervals of learning, one for each part of each step.
+      updates: Intervals of learning, one for each step.
     """
 
     step_s: float
@@ -138,21 +129,20 @@ def simulate(
       steps: Number of steps to average over; some earlier steps are simulated too, but not counted.
     """
     rng, settling = np.random.default_rng(seed), 2 * (schedule.staleness + 1)
-    generation, parts, made = _Generation(schedule, times, lengths, groups, copies, rng), schedule.stream_parts, []
+    generation, made = _Generation(schedule, times, lengths, groups, copies, rng), list[_Round]()
     rounds: list[Interval] = []
     updates: list[Interval] = []
     for step in range(settling + steps + schedule.lead):  # generation during the last counted step is work too
         # A round needs the weights of the update `lead + 1` steps before.
-        weights_s = updates[(step - schedule.lead) * parts - 1].end_s if step > schedule.lead else 0.0
+        weights_s = updates[step - schedule.lead - 1].end_s if step > schedule.lead else 0.0
         if not schedule.apart and updates:  # they take turns
             weights_s = updates[-1].end_s
         made.append(generation.round(step))
         begun_s = max(weights_s, rounds[-1].end_s if rounds else 0.0)
         rounds.append(Interval(begun_s, begun_s + made[-1].seconds))
-        for ready_s, share in made[-1].parts:
-            learnt_s = max(begun_s + ready_s, updates[-1].end_s if updates else 0.0)
-            updates.append(Interval(learnt_s, learnt_s + times.learn_s * share))
-    window = Interval(updates[settling * parts - 1].end_s, updates[(settling + steps) * parts - 1].end_s)
+        learnt_s = max(rounds[-1].end_s, updates[-1].end_s if updates else 0.0)
+        updates.append(Interval(learnt_s, learnt_s + times.learn_s))
+    window = Interval(updates[settling - 1].end_s, updates[settling + steps - 1].end_s)
     seconds, counted = window.end_s - window.start_s, made[settling : settling + steps]
     generates, learns = _busy_s(rounds, window), _busy_s(updates, window)
     if not schedule.apart:
@@ -176,7 +166,6 @@ class _Round(NamedTuple):
     """Round of generation.
 
     Attributes:
-      parts: Seconds until each part of the step is complete, and its share of the step's tokens.
       drawn: Number of tokens sampled in the round.
       tokens: Number of tokens of the step's groups.
       age_sum: Sum of the ages of these tokens, in rounds.
@@ -185,7 +174,6 @@ class _Round(NamedTuple):
     """
 
     seconds: float
-    parts: tuple[tuple[float, float], ...]
     decode_steps: int
     drawn: int
     tokens: int
@@ -228,12 +216,11 @@ class _Generation:
         chosen = np.lexsort((done_P, -self._put_off_P, done_P > last))[: self._groups]
 
         drawn_PG = np.clip(last - start_B.reshape(left_PG.shape), 0, left_PG)
-        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0) & (not self._schedule.keeps)
+        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0)
         again = self._times.prompt_tokens + self._drawn_PG[goes_on_PG]
         prompts = np.full(len(left_PG) - begun, self._times.prompt_tokens)
-        before_s = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
-        decode_s_S = self._decode_s(start_B, drawn_PG.ravel(), int(last))
-        seconds = before_s + float(decode_s_S.sum())
+        seconds = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
+        seconds += float(self._decode_s(start_B, drawn_PG.ravel(), int(last)).sum())
 
         self._first_PG = np.where((self._drawn_PG == 0) & (drawn_PG > 0), number, self._first_PG)
         self._drawn_PG = self._drawn_PG + drawn_PG
@@ -241,31 +228,8 @@ class _Generation:
         tokens = int(self._drawn_PG[chosen].sum())
         age_sum = number * tokens - self._drawn_in_PG[chosen].sum()
         age_max = int(number - self._first_PG[chosen].min())
-        parts = self._parts(done_P[chosen], self._drawn_PG[chosen].sum(axis=1), before_s, decode_s_S)
         self._keep(np.setdiff1d(np.arange(len(done_P)), chosen))
-        numbers = int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum())
-        return _Round(seconds, parts, *numbers)
-
-    def _parts(
-        self, done_P: np.ndarray, tokens_P: np.ndarray, before_s: float, decode_s_S: np.ndarray
-    ) -> tuple[tuple[float, float], ...]:
-        """Split a step into parts with equal numbers of groups, in the order in which groups are complete.
-
-        Args:
-          done_P: Number of decode steps after which each group is complete.
-          before_s: Seconds of the round before decoding.
-          decode_s_S: Seconds of each decode step.
-        """
-        count = self._schedule.stream_parts
-        if count == 1:
-            return ((before_s + float(decode_s_S.sum()), 1.0),)
-        order = np.argsort(done_P, kind="stable")
-        ends = [part * len(order) // count for part in range(count + 1)]
-        found = [order[start:end] for start, end in pairwise(ends)]
-        after_s_S = before_s + np.concatenate([[0.0], np.cumsum(decode_s_S)])
-        return tuple(
-            (float(after_s_S[done_P[part].max()]), float(tokens_P[part].sum() / tokens_P.sum())) for part in found
-        )
+        return _Round(seconds, int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
 
     def _begin(self, groups: int) -> None:
         new_PG = self._lengths.draw(self._rng, groups, self._copies)

@@ -14,11 +14,10 @@ import numpy as np
 from jaxrlhf.batch import RolloutBatch
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Refusal
-from jaxrlhf.dataflows.batches.in_flight import EpisodesInFlight, in_flight_of
+from jaxrlhf.dataflows.batches.in_flight import in_flight_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
-from jaxrlhf.trainer.asynchronous.arrivals import ArrivalFile, read_arrivals
 from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem
 from jaxrlhf.trainer.schedule import Synchronous, learn_from
@@ -57,10 +56,6 @@ class OffPolicy(Synchronous):
     def __post_init__(self) -> None:
         self._collector = Collector(apart=self.roles.generates_apart)
         self._in_flight = in_flight_of(self.config)
-        self._arrivals: ArrivalFile | None = None
-        if isinstance(self._in_flight, EpisodesInFlight):
-            self._in_flight.repeated = read_arrivals(self.config, self.loader)
-            self._arrivals = ArrivalFile(self.config, self.loader)
 
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
         """Run one step; see `Synchronous.step`. Collections of later steps may still be running when it returns."""
@@ -94,8 +89,6 @@ class OffPolicy(Synchronous):
             return turns.pop() if turns else self.roles.snapshot(waiting=self.config.steps_ahead + 1)
 
         collected = self.collect_with(of_this_turn, work)
-        if isinstance(flight, EpisodesInFlight) and self._arrivals is not None:
-            self._arrivals.append(number, flight.rounds)
         return Collection(work, collected, {} if flight is None else flight.metrics)
 
     @contextmanager
@@ -138,14 +131,10 @@ class OffPolicy(Synchronous):
         ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}
         super().restore({name: value for name, value in saved.items() if name not in ours})
         self._begun, self._version = saved.get("begun", 0), saved["counters"]["version"]
-        if self._arrivals is not None:
-            self._arrivals.kept = self._begun
 
     def close(self) -> None:
-        """Cancel the waiting collections, and close the arrivals file."""
+        """Cancel the waiting collections."""
         self._collector.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
 
     def _waiting(self) -> list[tuple[dict[str, Any], Any, Metrics]]:
         """Return the collections to save, each with the fields of its step's input that are data."""

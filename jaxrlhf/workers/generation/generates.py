@@ -1,14 +1,13 @@
 """Generation methods of workers: the actor, and the rollout role on another pool."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
 
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, worker_method
-from jaxrlhf.config import Refusal, Sampling
+from jaxrlhf.config import Sampling
 from jaxrlhf.workers.sampler import Sampler
 
 
@@ -21,10 +20,6 @@ class GenerationWorker(ABC):
       seed: Sampling seed. Seed, problem id and copy number determine a response; a reply of an episode depends on its
         turn too.
     """
-
-    waits_between_parts: ClassVar[bool] = False
-    """True if the engine has its own devices, and keeps weights and requests in progress between calls."""
-    _being_drawn: Iterator[RolloutBatch] = iter(())
 
     @abstractmethod
     def generating(self, versions: Sequence[int] = ()) -> AbstractContextManager[Sampler]:
@@ -51,35 +46,6 @@ class GenerationWorker(ABC):
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_part(
-        self,
-        problems: Sequence[Problem],
-        sampling: Sampling,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-        part: int,
-        parts: int,
-        versions: Sequence[int] = (),
-    ) -> RolloutBatch:
-        """Sample the next part of the rollout of `generate_sequences`; groups that complete first come first.
-
-        Parts are requested in order, from 0.
-
-        Raises:
-          Refusal: This worker's devices do other work between parts.
-        """
-        if not self.waits_between_parts:
-            raise Refusal(
-                "rollout.stream_parts has generation wait between parts, which a pool of its own can; give it one"
-            )
-        with self.generating(versions) as sampler:
-            if part == 0:
-                how = {"responses_per_prompt": responses_per_prompt, "seed": seed, "parts": parts}
-                self._being_drawn = sampler.generate_parts(problems, sampling, **how)
-            return next(self._being_drawn)
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def continue_sequences(
         self,
         problems: Sequence[Problem],
@@ -91,10 +57,10 @@ class GenerationWorker(ABC):
     ) -> PartialRollout:
         """Continue groups in progress until enough of them are complete.
 
-        The keys and values of tokens sampled by earlier policies are recomputed with this policy, or kept unchanged.
+        The keys and values of tokens sampled by earlier policies are recomputed with this policy.
         """
         with self.generating(versions) as sampler:
-            return sampler.go_on(problems, under_way, sampling, until)
+            return sampler.continue_sequences(problems, under_way, sampling, until)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(

@@ -23,8 +23,6 @@ class RolloutWorker(GenerationWorker):
       layout: Shardings of the weights over the sampler's whole mesh; like `shapes`, a dict of trees by part.
     """
 
-    waits_between_parts = True
-
     def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
         self.place = RankCoordinates.of(sampler.mesh)
         self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
