@@ -18,7 +18,6 @@ COMMANDS = {
     "serve": "a policy behind OpenAI's API",
     "chat": "talk to a policy or a server in the terminal",
     "plan": "find the best placement of a run on devices",
-    "calibrate": "measure this machine's devices for plans",
     "export": "write a run's policy as a Hugging Face checkpoint",
     "convert": "write a Hugging Face checkpoint's weights with orbax, for many hosts to read",
 }

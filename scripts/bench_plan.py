@@ -3,7 +3,7 @@
     python scripts/bench_plan.py [--hardware FILE] [--write]
 
 Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or reads a file of
-`python -m jaxrlhf.calibrate`. Then runs PPO for a few steps in each layout, every run in a separate process. Reports
+`python scripts/calibrate.py`. Then runs PPO for a few steps in each layout, every run in a separate process. Reports
 predicted and measured seconds of each stage, and Spearman's rank correlation of the steps. The machine should be idle
 otherwise. `--write` renews docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
 """
@@ -178,14 +178,14 @@ def machine_of(file: str | None) -> Hardware:
     """Read the calibrated hardware from a file, or calibrate it now."""
     if file is None:
         file = str(Path(tempfile.mkdtemp()) / "hardware.json")
-        subprocess.run([sys.executable, "-m", "jaxrlhf.calibrate", "--out", file], check=True)
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "calibrate.py"), "--out", file], check=True)
     return hardware(file)
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hardware", help="file of `python -m jaxrlhf.calibrate`; without it calibrate now")
+    parser.add_argument("--hardware", help="file of `python scripts/calibrate.py`; without it calibrate now")
     parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)

@@ -5,13 +5,16 @@ from the installed package. Mistral's is not among them: it is written here in t
 """
 
 import importlib.util
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from written_calls import FORMS, glm, xml
 
 TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 
@@ -188,3 +191,168 @@ def small_tokenizer(special: tuple[str, ...], tags: tuple[str, ...], template: s
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+# Families that the package `renderers` has too
+
+
+def dump(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def hermes(name, given):
+    return f"<tool_call>\n{dump({'name': name, 'arguments': given})}\n</tool_call>"
+
+
+def llama(name, given):
+    return dump({"name": name, "parameters": given})
+
+
+def deepseek(name, given):
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dump(given)}\n```<｜tool▁call▁end｜>"
+
+
+def gemma(name, given):
+    return FORMS["gemma 4"].write([(name, given)])
+
+
+def gpt_oss(name, given):
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dump(given)}"
+
+
+def kimi(name, given):
+    return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{dump(given)}<|tool_call_end|>"
+
+
+def minimax(name, given):
+    begin, end = MINIMAX
+    return FORMS["minimax m2"].write([(name, given)]).removeprefix(begin).removesuffix(end)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Family with its class in `renderers` and the form of its replies.
+
+    Attributes:
+      renderer: Name of the class, without "Renderer".
+      options: Settings of the class.
+      extra: Special tokens that the class looks up.
+      call: Function that writes a call.
+      broken: Text in the place of a call that cannot be parsed.
+      section: Text before and after the calls of a reply.
+      between: Text between two calls.
+      thought: Form of reasoning; empty without reasoning.
+      silent: Text that comes first in an answer without reasoning.
+      answer: Form of an answer.
+      before: Form of words before a call.
+      header: End of the prompt that the class takes as part of the reply.
+      prompts: True if prompts are compared.
+      turns: True if the tokens of later turns are compared.
+    """
+
+    family: Family
+    renderer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    call: Callable[[str, dict[str, Any]], str] = hermes
+    broken: str = '<tool_call>\n{"name": "add", "arguments": {"a": 1,\n</tool_call>'
+    section: tuple[str, str] = ("", "")
+    between: str = "\n"
+    thought: str = ""
+    silent: str = ""
+    answer: str = "{}"
+    before: str = "{}\n"
+    header: str = ""
+    prompts: bool = True
+    turns: bool = True
+
+    def calls(self, *calls: str | tuple[str, dict[str, Any]]) -> str:
+        """Write the calls of a reply; a text stands for itself."""
+        begin, end = self.section
+        return begin + self.between.join(one if isinstance(one, str) else self.call(*one) for one in calls) + end
+
+
+def of(base, template="", **settings):
+    return replace(FAMILIES[base], template=template or FAMILIES[base].template, settings=settings)
+
+
+def without_template(end, opening, special, tags=()):
+    """Family with a template of one line, for its replies alone."""
+    template = (
+        "{% for message in messages %}{{ message.role + message.content + '" + end + "' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '" + opening + "' }}{% endif %}{# " + (*special, *tags)[-1] + " #}"
+    )
+    return Family(template, ("<s>", end, *special), "", (end, end), tags)
+
+
+OFF = {"enable_thinking": False}
+THOUGHT = {"thought": "<think>\n{}\n</think>\n\n"}
+OPENED = {"thought": "{}\n</think>\n\n", "silent": "</think>\n\n"}
+XML = {"call": xml, "broken": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>"}
+VISION = {"extra": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")}
+LLAMA = {
+    **{"call": llama, "broken": '{"name": "add", "parameters": {"a": 1,}', "between": "; "},
+    "extra": ("<|end_of_text|>",),
+}
+GEMMA = {
+    **{"call": gemma, "broken": "<|tool_call>call:add{a:1,b<tool_call|>", "between": "", "before": "{}"},
+    **{"thought": "<|channel>thought\n{}<channel|>", "extra": ("<|image>", "<|image|>", "<image|>", "<|video|>")},
+}
+GLM = {"call": glm, "broken": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1\n</tool_call>"}
+DEEPSEEK = {
+    **{"call": deepseek, "broken": deepseek("add", {"a": 1}).replace("}", ",")},
+    "section": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+}
+AGAIN = "<|end|><|start|>assistant"
+HARMONY = {
+    **{"call": gpt_oss, "broken": gpt_oss("add", {"a": 1}).replace("}", ","), "between": "<|call|><|start|>assistant"},
+    **{"thought": "<|channel|>analysis<|message|>{}" + AGAIN, "answer": "<|channel|>final<|message|>{}"},
+    **{"before": "<|channel|>commentary<|message|>{}" + AGAIN, "header": "<|start|>assistant"},
+}
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+MINIMAX = ("<minimax:tool_call>\n", "</minimax:tool_call>")
+ALONE = {"prompts": False, "turns": False}
+
+PEERS = {
+    "qwen2.5": Peer(of("qwen2.5"), "Default", {"tool_parser": "qwen3"}, turns=False),
+    "qwen3": Peer(of("qwen3"), "Qwen3", **THOUGHT),
+    "qwen3 without thinking": Peer(of("qwen3", **OFF), "Qwen3", OFF),
+    "qwen3 vl": Peer(of("qwen3", "qwen3_vl.jinja"), "Qwen3VL", **VISION, **THOUGHT),
+    "qwen3.5": Peer(of("qwen3.5"), "Qwen35", **VISION, **XML, **OPENED),
+    "qwen3.5 without thinking": Peer(of("qwen3.5", **OFF), "Qwen35", OFF, **VISION, **XML),
+    "qwen3.6": Peer(of("qwen3.5", "qwen3_6.jinja"), "Qwen36", **VISION, **XML, **OPENED),
+    "qwen3.8": Peer(of("qwen3.5", "qwen3_8.jinja"), "Qwen38", **VISION, **XML, **OPENED),
+    "nemotron 3 nano": Peer(of("qwen3.5", "nemotron_3_nano.jinja"), "Nemotron3", **XML, **OPENED),
+    "nemotron 3 super": Peer(of("qwen3.5", "nemotron_3_super.jinja"), "Nemotron3", **XML, **OPENED),
+    "nemotron 3 ultra": Peer(of("qwen3.5", "nemotron_3_ultra.jinja"), "Nemotron3Ultra", **XML, **OPENED),
+    "nemotron 3.5": Peer(of("qwen3.5", "nemotron_3_5_lightning.jinja"), "Nemotron35", **XML, **OPENED),
+    "llama 3.1": Peer(of("llama 3.1"), "Llama3", **LLAMA),
+    "llama 3.2": Peer(of("llama 3.1", "llama3_2.jinja", date_string="26 Jul 2024"), "Llama3", **LLAMA),
+    "gemma 4": Peer(of("gemma 4", "gemma4_v5.jinja"), "Gemma4", **GEMMA),
+    "gemma 4 with thinking": Peer(
+        of("gemma 4", "gemma4_v5.jinja", enable_thinking=True), "Gemma4", {"enable_thinking": True}, **GEMMA
+    ),
+    "glm 4.5": Peer(of("glm 4.5"), "GLM45", **GLM, thought="\n<think>{}</think>\n", silent="\n<think></think>\n"),
+    "glm 4.5 without thinking": Peer(of("glm 4.5", **OFF), "GLM45", OFF, **GLM),
+    "deepseek r1": Peer(of("deepseek v3"), "DeepSeekR1", **DEEPSEEK, **OPENED),
+    "gpt-oss": Peer(of("gpt-oss"), "GptOss", **HARMONY, **ALONE),
+    "kimi k2": Peer(
+        without_template(
+            "<|im_end|>",
+            "<|im_assistant|>assistant<|im_middle|>",
+            ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", *FORMS["kimi k2"].special),
+        ),
+        "KimiK2",
+        **{"call": kimi, "broken": kimi("add", {"a": 1}).replace("}", ","), "section": KIMI, "between": ""},
+        **THOUGHT,
+        **ALONE,
+    ),
+    "minimax m2": Peer(
+        without_template(
+            "[e~[", "]~b]ai\\n<think>\\n", ("]~!b[", "]~b]"), ("<think>", "</think>", *FORMS["minimax m2"].tags)
+        ),
+        "MiniMaxM2",
+        **{"call": minimax, "broken": '<invoke name="add">\n<parameter name="a">1\n</invoke>\n', "between": ""},
+        **{"section": MINIMAX, **OPENED, **ALONE},
+    ),
+}

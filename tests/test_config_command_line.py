@@ -282,7 +282,6 @@ def test_a_setting_that_was_removed_is_refused_with_what_to_use_instead(name, tm
 
 WRITING = {
     "generate": "policy prompts.jsonl {}/out.jsonl",
-    "calibrate": "--out {}/mine.json",
     "plan": "--config ppo_arithmetic --hardware h100x2 --picture {}/plan.png",
     "export": "run {}/export",
 }

@@ -231,6 +231,13 @@ def test_a_call_behind_one_that_is_broken_is_read():
         ("hermes", '<tool_call>{"name": "echo</tool_call>', hermes("a")),
         ("hermes", "<tool_call>", hermes("a")),
         ("glm", "<tool_call>no <arg_key></tool_call>", glm("a")),
+        ("glm", "<tool_call>echo\n<arg_key>text</arg_key>\n<arg_value>b\n</tool_call>", glm("a")),
+        ("qwen xml", "<tool_call>\n<function=echo>\n<parameter=text>\nb\n</tool_call>", xml("a")),
+        (
+            "minimax m2",
+            '<minimax:tool_call>\n<invoke name="echo">\n<parameter name="text">b\n</minimax:tool_call>',
+            minimax("a"),
+        ),
         ("minimax m2", "<minimax:tool_call>no</minimax:tool_call>", minimax("a")),
     ):
         reply = of_form(name, broken + " " + good, ECHO)

@@ -117,7 +117,7 @@ _ALIASES = {alias: name for name, kind in _KINDS.items() for alias in kind.get("
 
 _FORMS = (
     "write NAME, NAMExMACHINES or NAMExMACHINESxDEVICES (a100x16x8: 16 machines of 8), a TPU slice (v5p-128), "
-    "or the path of a .json file that `python -m jaxrlhf.calibrate` wrote"
+    "or the path of a .json file that `python scripts/calibrate.py` wrote"
 )
 
 _BY_DEVICE_KIND = {known: name for name, kind in _KINDS.items() for known in kind.get("device_kinds", ())}
@@ -169,7 +169,7 @@ def load_hardware(path: str | Path) -> Hardware:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise Refusal(f"no hardware file {str(path)!r}; `python -m jaxrlhf.calibrate` writes one")
+        raise Refusal(f"no hardware file {str(path)!r}; `python scripts/calibrate.py` writes one")
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
@@ -244,7 +244,7 @@ def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 
 
-_HOW = "name it, such as a100x16x8, or give the file that `python -m jaxrlhf.calibrate` wrote there, as hardware"
+_HOW = "name it, such as a100x16x8, or give the file that `python scripts/calibrate.py` wrote there, as hardware"
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:

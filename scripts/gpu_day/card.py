@@ -6,9 +6,9 @@ PYTHONPATH=scripts python -m gpu_day.card
 from dataclasses import asdict
 
 import jax
+from calibration.calibrate import calibrate
 
 from gpu_day.report import say
-from jaxrlhf.planner.calibrate import calibrate
 
 if __name__ == "__main__":
     found = calibrate(jax.local_devices()[:1], seconds_per_figure=1.0, progress=lambda *_: None)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from calibration import measure
+from calibration.measure import CALLS, RateSample, fit_link, timed
 from jaxrlhf import models
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Layout, Refusal, Rollout
@@ -22,11 +24,9 @@ from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import EngineShardings
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import training_activation_bytes
-from jaxrlhf.planner import measure
 from jaxrlhf.planner.cost.cost import head_flops, layer_flops
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.hardware import MEASURED, Hardware, hardware, recognise
-from jaxrlhf.planner.measure import CALLS, RateSample, fit_link, timed
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import cast_shapes
 

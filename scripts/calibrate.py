@@ -1,4 +1,6 @@
-"""`python -m jaxrlhf.calibrate`: measure the devices of this machine, for `python -m jaxrlhf.plan`.
+"""Measurement of the devices of this machine, for `python -m jaxrlhf.plan --hardware FILE`.
+
+    python scripts/calibrate.py [--out FILE] [--devices N] [--seconds S] [--multihost]
 
 The command is the same for CPU, GPU and TPU. `JAX_NUM_CPU_DEVICES=8` splits a CPU into eight devices. With
 `--multihost` it is started once on every host, and also measures the network.
@@ -22,7 +24,7 @@ MOST_SECONDS = 600
 def main() -> None:
     """Run the command."""
     command = CommandLine(
-        prog="jaxrlhf calibrate",
+        prog="calibrate.py",
         description="Measure the devices that JAX sees.",
         examples=[("--out mine.json", "for jaxrlhf plan --hardware mine.json")],
     )
@@ -64,9 +66,9 @@ def _check(flags: Namespace) -> None:
 
 def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     import jax
+    from calibration.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from jaxrlhf.planner.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from jaxrlhf.planner.hardware import save_hardware
     from jaxrlhf.tracking import SettingsTable, default_console, say
     from jaxrlhf.tracking.console import is_live

@@ -1,0 +1,1 @@
+"""Measurement of devices as `Hardware` for plans; `scripts/calibrate.py` is the command."""
