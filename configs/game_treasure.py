@@ -20,11 +20,11 @@ from jaxrlhf.config import (
     Evaluation,
     FromScratch,
     Generated,
-    GiGPO,
     Optimizer,
     Rewards,
     Rollout,
     Training,
+    load_module,
 )
 
 
@@ -41,7 +41,7 @@ def get_config() -> Config:
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
         ),
-        algorithm=GiGPO(responses_per_update=64),
+        algorithm=load_module("gigpo").GiGPO(responses_per_update=64),
         rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=16, max_response_tokens=96),
         actor=Training(
             optimizer=Optimizer(learning_rate=5e-4, warmup_updates=4, weight_decay=0.0), tokens_per_microbatch=4096

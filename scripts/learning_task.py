@@ -18,7 +18,6 @@ from jaxrlhf.config import (
     CPO,
     DAPO,
     DPO,
-    GDPO,
     GMPO,
     GPG,
     GRPO,
@@ -37,7 +36,6 @@ from jaxrlhf.config import (
     VAPO,
     Algorithm,
     Checkpointing,
-    ClipCovLoss,
     Config,
     CostModel,
     DPPOLoss,
@@ -48,12 +46,9 @@ from jaxrlhf.config import (
     FromScratch,
     GRPOPassK,
     Gsm8kReward,
-    KLCovLoss,
-    MaxRL,
     Model,
     NashMD,
     OnlineDPO,
-    OptimalTokenBaseline,
     Optimizer,
     PairFile,
     PolicyGradient,
@@ -69,6 +64,7 @@ from jaxrlhf.config import (
     Rollout,
     SimPO,
     Training,
+    load_module,
 )
 from jaxrlhf.trainer.policy import export_policy
 
@@ -106,12 +102,14 @@ def from_pairs() -> dict[str, Preference]:
 def further() -> dict[str, Algorithm]:
     """Return further algorithms and losses by name; they are trained from one seed only."""
     losses = (DPPOLoss(), DPPOLoss(divergence="kl", limit_low=0.05, limit_high=0.05), DROLoss())
-    covariances = (ClipCovLoss(share=0.02, covariance_low=0.0), KLCovLoss(share=0.02))
-    by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in (*losses, *covariances)}
-    groups = (GMPO, GRPOPassK, MaxRL, GDPO, OptimalTokenBaseline, OnlineDPO, LUFFY)
+    by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in losses}
+    maxrl, gdpo, otb, clip_cov, kl_cov = map(load_module, ("maxrl", "gdpo", "otb", "clip_cov", "kl_cov"))
+    groups = (GMPO, GRPOPassK, OnlineDPO, LUFFY, maxrl.MaxRL, gdpo.GDPO, otb.OptimalTokenBaseline)
+    covariances = (clip_cov.ClipCov(share=0.02, covariance_low=0.0), kl_cov.KLCov(share=0.02))
     nash = NashMD(beta=0.01, preference="higher")
     pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
-    return {kind.__name__: kind() for kind in groups} | by_loss | {type(one).__name__: one for one in (nash, *pairs)}
+    others = (*(kind() for kind in groups), *covariances, nash, *pairs)
+    return {type(one).__name__: one for one in others} | by_loss
 
 
 def write_records(folder: Path) -> Path:
@@ -160,7 +158,7 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         settings |= {"data": pairs, "rewards": Rewards()}
     if isinstance(algorithm, LUFFY):  # a group includes a solution of the record
         settings["data"] = PromptFile(**files, solution_key="answer")
-    if isinstance(algorithm, GDPO):  # needs several rewards; the second checks that there is a digit
+    if isinstance(algorithm, load_module("gdpo").GDPO):  # the second reward checks that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
     if isinstance(algorithm, RewardModel | ProcessRewardModel):
         # The algorithm has no actor, and learns to compare tokens.

@@ -93,7 +93,7 @@ _BUDGET_S = {
     **{"agent": 60, "environments": 75},
     **{"serving": 40, "ray": 40, "resharding": 40, "data": 40, "trainer": 40, "algos": 35, "extending": 30},
     **{"scripts": 25, "checkpoint": 25, "dataflows": 20, "house": 20, "docs": 15, "runtime": 15, "tracking": 15},
-    **{"sharding": 15, "config": 15, "viewer": 15},
+    **{"sharding": 15, "config": 15, "viewer": 15, "algorithms": 25},
 }
 """Seconds of one worker that the fast tests of a room may take; what takes more is shown, so that somebody looks."""
 

@@ -54,32 +54,3 @@ def test_turn_gae_of_turns_of_one_token_is_gae(episodes):
     theirs = algos.gae(reward_BT, value_BT, mask_BT, gamma=0.9, lam=0.8)
     np.testing.assert_allclose(ours.advantage_BT, theirs.advantage_BT, atol=1e-6)
     np.testing.assert_allclose(ours.return_BT, theirs.return_BT, atol=1e-6)
-
-
-def test_turns_are_compared_with_the_same_turn_of_the_group():
-    """Two groups; of the first, one episode has a turn that no other reached."""
-    turn_BT = np.array([[0, 1, 2], [0, 1, -1], [0, -1, -1], [0, 1, -1]])
-    reward_BT = np.array([[0.0, 0, 4], [0, 2, 0], [5, 0, 0], [0, 1, 0]], np.float32)
-    group_B = np.array([7, 7, 9, 9])
-    relative = algos.turn_relative(reward_BT, turn_BT >= 0, turn_BT, group_B, gamma=1.0, normalize_std=False)
-    assert np.asarray(relative).tolist() == [[1, 1, 0], [-1, -1, 0], [2, 0, 0], [-2, 0, 0]]
-
-
-def test_states_are_compared_within_a_group_as_gigpo_has_it():
-    """Hand table: returns 0.5 and 1 from state A of the first episode and 2 from that of the second; B is alone."""
-    turn_BT = np.array([[0, -1, 1, 1], [0, 0, -1, -1], [0, -1, -1, -1]])
-    anchor_BT = np.array([[5, -1, 5, 5], [5, 5, -1, -1], [5, -1, -1, -1]])
-    reward_BT = np.array([[0.0, 0, 0.25, 0.75], [0, 2, 0, 0], [3, 0, 0, 0]], np.float32)
-    group_B = np.array([0, 0, 1])
-    how = {"gamma": 0.5, "normalize_std": False}
-    relative = np.asarray(algos.state_relative(reward_BT, turn_BT >= 0, turn_BT, anchor_BT, group_B, **how))
-    mean = (0.5 + 1 + 2) / 3
-    expected = [[0.5 - mean, 0, 1 - mean, 1 - mean], [2 - mean, 2 - mean, 0, 0], [0, 0, 0, 0]]
-    np.testing.assert_allclose(relative, expected, atol=1e-6)
-
-
-def test_turns_without_a_named_state_are_compared_with_nothing(episodes):
-    reward_BT, _, mask_BT, turn_BT = episodes
-    nowhere_BT, group_B = np.full(mask_BT.shape, -1), np.zeros(len(mask_BT), int)
-    how = {"gamma": 0.9, "normalize_std": True}
-    assert not np.any(algos.state_relative(reward_BT, mask_BT, turn_BT, nowhere_BT, group_B, **how))

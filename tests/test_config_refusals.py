@@ -9,12 +9,10 @@ import pytest
 
 from jaxrlhf.config import (
     DPO,
-    GDPO,
     GRPO,
     GSPO,
     PPO,
     PRIME,
-    RAE,
     SFT,
     VAPO,
     AdaptiveKL,
@@ -36,14 +34,12 @@ from jaxrlhf.config import (
     FromScratch,
     FunctionReward,
     Generated,
-    GiGPO,
     GSPOLoss,
     HubData,
     IcePop,
     KLInLoss,
     KLInReward,
     Layout,
-    MaxRL,
     Mixture,
     ModelReward,
     Optimizer,
@@ -173,8 +169,6 @@ def test_setting_refuses_what_would_have_no_effect_or_another(refused):
         lambda: Selection(band=(0.1, 0.9)),
         lambda: EvaluationSet(name="a", data=Arithmetic(), sampling=Sampling(temperature=0.5)),
         lambda: EvaluationSet(name="a", data=Arithmetic(), samples=4, sampling=Sampling(greedy=True)),
-        lambda: MaxRL(kl=KLInReward()),
-        lambda: RAE(kl=KLInReward()),
         lambda: Ptx(data=HubData("me/prompts")),
         lambda: Ptx(data=StepFile("steps.jsonl")),
     ]:
@@ -238,10 +232,7 @@ def test_contradiction_is_refused(refused):
             {"environment": replace(TOOLS, history="as_templated"), "algorithm": one, "rollout": Rollout(64, 4)}
             for one in (GSPO(), GRPO(policy=GSPOLoss()))
         ],
-        {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
-        {"algorithm": GiGPO(), "rollout": Rollout(64, 4), "environment": TOOLS},
         {"algorithm": PPO(actions="turns")},
-        {"algorithm": GDPO(), "data": MIXED, "rewards": COSTS, "rollout": Rollout(64, 4)},
         {"algorithm": SafeRLHF(), "data": MIXED, "rewards": COSTS},
         {"checkpoint": Checkpointing(every_steps=15, keep_best=1), "evaluation": Evaluation(every_steps=10)},
     ]:

@@ -17,10 +17,7 @@ from jaxrlhf.config import (
     PRIME,
     VAPO,
     Distillation,
-    Environment,
     FormatReward,
-    GiGPO,
-    Refusal,
     Rewards,
     Rollout,
     SafeRLHF,
@@ -30,7 +27,6 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter, side_by_side
 from jaxrlhf.dataflows.batches.minibatches import minibatches
-from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, value_of
 from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.trainer.evaluation import evaluate
@@ -216,30 +212,6 @@ def test_an_episode_of_several_sequences_is_one_row_to_every_algorithm(algorithm
                 returns = [batch.fields["returns"][rows[row]][batch.sequences.mask_BT[rows[row]]] for row in (4, 5, 6)]
                 expected = [2, 1, 0, -1, -2, -3, -4] if algorithm.actions == "tokens" else [2, 2, 0, 0, -2, -2, -2]
                 np.testing.assert_allclose(np.concatenate(returns), expected, atol=1e-5)
-
-
-def test_gigpo_is_refused_where_episodes_go_on_and_no_turn_has_a_state():
-    made, score = Played(rollout_of([[(3, 2)], [(2, 3)], [(1, 4)], [(5, 2)]])), np.float32([1, 0, 0.25, 2])
-    rollout, sampled = made._rollout, Rollout(prompts_per_step=2, responses_per_prompt=2, max_response_tokens=8)
-    settings = {"algorithm": GiGPO(responses_per_update=4), "environment": Environment(factory="games.py:Game")}
-    config = replace(tiny_runs.get_config(), rollout=sampled, **settings)
-
-    def learn(turn, state):
-        places = {"turn_BT": turn, "anchor_BT": state}
-        rows = {name: np.where(rollout.sequences.mask_BT, value, -1) for name, value in places.items()}
-        batch = ScoredRollout(
-            [problem(0), problem(1)],
-            replace(rollout, episodes=replace(rollout.episodes, **rows)),
-            Scores(score, np.ones(4, bool), {}),
-        )
-        work = StepInput(config, batch.problems, 0, config.algorithm.initial_state())
-        function_of(config.algorithm, "learn")(SimpleNamespace(actor=made), work, batch)
-
-    learn(turn=0, state=-1)  # all may have ended by their first replies
-    learn(turn=1, state=7)
-    assert len(made.updates) == 2
-    with pytest.raises(Refusal, match="named none in this step"):
-        learn(turn=1, state=-1)
 
 
 def test_evaluation_counts_episodes_and_not_their_sequences():

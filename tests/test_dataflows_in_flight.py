@@ -10,9 +10,9 @@ from made_steps import done
 
 from jaxrlhf.batch import Image, Problem, RolloutBatch, Scores
 from jaxrlhf.config import DAPO, GRPO, Arithmetic, Config, FromScratch, Refusal, ReMax, Rollout, Sampling
+from jaxrlhf.dataflows import remax
 from jaxrlhf.dataflows.batches.in_flight import InFlight, ResponsesInFlight
 from jaxrlhf.dataflows.collect import dynamic_sampling, responses
-from jaxrlhf.dataflows.grpo import greedy_and_sampled
 from jaxrlhf.dataflows.step import StepInput
 
 WANTED, COPIES = 4, 2
@@ -233,7 +233,7 @@ def test_scores_are_of_the_groups_that_were_taken():
 def test_greedy_baselines_are_of_the_problems_that_were_taken():
     actor, draw = Actor({0: 2}), Endless()
     config = config_of(algorithm=ReMax(responses_per_update=WANTED * COPIES))
-    collected = greedy_and_sampled(roles_of(actor), work_of(config, draw))
+    collected = remax.collect(roles_of(actor), work_of(config, draw))
     assert actor.greedy == [[1, 2, 3, 4]]
     assert collected.beside.scores.result().score_B.tolist() == [1, 2, 3, 4]
 

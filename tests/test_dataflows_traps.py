@@ -22,18 +22,16 @@ from jaxrlhf.config import (
     DrGRPO,
     FromScratch,
     GRPOPassK,
-    KLCovLoss,
     KLInLoss,
     KLInReward,
-    MaxRL,
     OnlineDPO,
-    OptimalTokenBaseline,
     Pretrained,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
     Rollout,
     function_of,
+    load_module,
 )
 from jaxrlhf.dataflows.step import StepInput, StepResult
 
@@ -53,11 +51,11 @@ GROUPED = {  # GSPO and others that differ from GRPO in the loss alone have its 
     "OPO": OPO(),
     "GPG": GPG(),
     "GRPOPassK": GRPOPassK(),
-    "MaxRL": MaxRL(),
+    "MaxRL": load_module("maxrl").MaxRL(),
     "OnlineDPO": OnlineDPO(),
-    "OptimalTokenBaseline": OptimalTokenBaseline(),
+    "OptimalTokenBaseline": load_module("otb").OptimalTokenBaseline(),
     "ReinforcePlusPlusBaseline": ReinforcePlusPlusBaseline(),
-    "KLCov": GRPO(policy=KLCovLoss(share=0.1)),
+    "KLCov": load_module("kl_cov").KLCov(share=0.1),
 }
 ALGORITHMS = {
     **GROUPED,
@@ -112,14 +110,11 @@ class Roles(Made):
             said_BT[row, mask_T] = draw[: mask_T.sum()]
         return said_BT
 
-    def compute_log_prob(self, rollout):
-        return done(self.said(rollout, 0))
+    def compute_log_prob(self, rollout, *, temperature=None):
+        return done(self.said(rollout, 0 if temperature is None else 3))
 
     def compute_ref_log_prob(self, rollout):
         return done(self.said(rollout, 1))
-
-    def compute_gradient_energy(self, rollout):
-        return done(np.exp(self.said(rollout, 3)))
 
     def compute_values(self, rollout):
         return done(self.said(rollout, 2))

@@ -74,21 +74,6 @@ def naive(params, config, hidden_RWD, token_RW):
     return jnp.pad(logp_RW, ((0, 0), (1, 0))), jnp.pad(entropy_RW, ((0, 0), (1, 0)))
 
 
-def test_the_energy_of_a_token_is_the_squared_norm_of_a_gradient_by_the_logits():
-    config, rng = small(13), np.random.default_rng(0)
-    params = {"embed": rng.normal(size=(16, 32)).astype(np.float32)}  # three rows pad the table
-    hidden, token = rng.normal(size=(2, 9, 32)).astype(np.float32), rng.integers(0, 13, (2, 9), dtype=np.int32)
-    wanted = rng.random((2, 9)) < 0.8
-    found = models.gradient_energy(params, config, hidden, token, wanted, temperature=0.7, chunk_tokens=8)
-    for row, t in np.ndindex(2, 9):
-        if t == 0 or not wanted[row, t]:
-            assert found[row, t] == 0
-            continue
-        logit = (hidden[row, t - 1] @ params["embed"][:13].T / 0.7).astype(np.float64)
-        p = np.exp(logit - logit.max()) / np.exp(logit - logit.max()).sum()
-        np.testing.assert_allclose(found[row, t], ((np.eye(13)[token[row, t]] - p) ** 2).sum(), rtol=1e-4, atol=1e-6)
-
-
 def test_log_probabilities_and_gradients_are_those_of_the_vocabulary(given):
     program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 3))
     _, config, params, token_RW = given

@@ -13,7 +13,7 @@ import tiny_episodes
 from tiny_runs import numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, GiGPO, Pool, ReMax, TurnGRPO
+from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, Pool, ReMax, load_module
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("programs", "undrawn")
@@ -137,9 +137,9 @@ def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, 
     [
         *(
             pytest.param(kind(responses_per_update=8), marks=pytest.mark.seeds, id=kind.__name__)
-            for kind in (GRPO, DAPO, ReMax, TurnGRPO)
+            for kind in (GRPO, DAPO, ReMax, load_module("turn_grpo").TurnGRPO)
         ),
-        pytest.param(GiGPO(responses_per_update=8), marks=pytest.mark.slow, id="GiGPO"),
+        pytest.param(load_module("gigpo").GiGPO(responses_per_update=8), marks=pytest.mark.slow, id="GiGPO"),
         pytest.param(
             PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
             marks=pytest.mark.slow,

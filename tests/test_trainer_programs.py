@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny_runs import get_config
 
-from jaxrlhf.config import PRIME, RAE, Environment, GiGPO, Layout, ReMax, override
+from jaxrlhf.config import PRIME, Environment, Layout, ReMax, load_module, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.planner.hardware import hardware
@@ -49,7 +49,10 @@ def test_all_programs_of_the_step_are_there(lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "environment"), [(ReMax, None), (PRIME, None), (GiGPO, GAME), (RAE, GAME)])
+@pytest.mark.parametrize(
+    ("kind", "environment"),
+    [(ReMax, None), (PRIME, None), (load_module("gigpo").GiGPO, GAME), (load_module("rae").RAE, GAME)],
+)
 def test_algorithms_that_learn_from_more_than_responses_have_the_programs_of_their_step(kind, environment):
     algorithm = kind(responses_per_update=get_config().algorithm.responses_per_update)
     config = replace(get_config(), algorithm=algorithm, environment=environment, cold_start=None)

@@ -7,7 +7,6 @@ JAX arrays, also inside `jit`.
 from jaxrlhf.algos.advantages import (
     Targets,
     best_of_group,
-    decoupled,
     discounted_returns,
     gae,
     greedy_relative,
@@ -16,13 +15,10 @@ from jaxrlhf.algos.advantages import (
     has_spread,
     length_adaptive_lambda,
     length_weighted,
-    mean_relative,
-    optimal_token_baseline,
     rloo,
     to_tokens,
 )
 from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
-from jaxrlhf.algos.covariance import clip_cov_loss, drawn_in_range, kl_cov_loss, largest, token_covariance
 from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.importance_sampling import ImportanceWeights, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, event_divergence, kl_estimate
@@ -76,5 +72,5 @@ from jaxrlhf.algos.preference import (
 )
 from jaxrlhf.algos.process_labels import solution_score, step_objective
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
-from jaxrlhf.algos.turns import player_gains, state_relative, turn_counts, turn_gae, turn_relative
+from jaxrlhf.algos.turns import EpisodeTurns, turn_counts, turn_gae
 from jaxrlhf.algos.weights import token_weights

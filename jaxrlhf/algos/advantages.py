@@ -3,8 +3,7 @@
 Critic-based estimates are per token and skip tokens outside the mask: a tool's output between two turns neither
 discounts nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to the tokens. Rows with the
 same id in `group_B` are one group, in any order; ids beyond 32 bits must be a numpy array, hence outside `jit`.
-Unscorable rows are ignored and get exactly 0. Except in `decoupled`, a group of one row and a group of equal scores get
-exactly 0 too.
+Unscorable rows are ignored and get exactly 0. A group of one row and a group of equal scores get exactly 0 too.
 """
 
 from functools import partial
@@ -12,12 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.groups import dense_ids, group_min, group_sum
-from jaxrlhf.algos.masked import selected, whiten
+from jaxrlhf.algos.masked import selected
 from jaxrlhf.batch import Array
 
 
@@ -220,91 +218,6 @@ def best_of_group(
         return ahead_B
     centred_B, count_B = _centred(score_B, scorable_B, group_B)
     return ahead_B / _deviation(centred_B, count_B, group_B)
-
-
-def mean_relative(
-    score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
-) -> Float[Array, "B"]:
-    """Compute the score minus the group's mean, divided by the mean: the rarer success is, the more it counts.
-
-        A_i = (s_i - mean_g) / (mean_g + 1e-6)
-
-    With scores of 0 and 1 the gradient is that of the log-likelihood of success, to the order that the group size
-    allows.
-
-    Args:
-      score_B: Scores, 0 or more.
-
-    Source: Tajwar et al. 2026 (Maximum likelihood reinforcement learning, arXiv:2602.02710), the estimator over
-    successes with the mean as a control variate.
-    """
-    group_B = dense_ids(group_B)
-    centred_B, count_B = _centred(score_B, scorable_B, group_B)
-    mean_B = group_sum(selected(score_B, scorable_B), group_B) / jnp.maximum(count_B, 1)
-    return centred_B / (mean_B + 1e-6)
-
-
-def decoupled(
-    part_KB: Float[Array, "K B"],
-    weight_K: Float[Array, "K"],
-    scorable_B: Bool[Array, "B"],
-    group_B: Int[Array, "B"],
-) -> Float[Array, "B"]:
-    """Compute GDPO's advantage: each reward is normalized in its group, and the weighted sum over the batch.
-
-        A_k,i = (s_k,i - mean_g(s_k)) / (std_g(s_k) + 1e-6),  S_i = sum_k w_k A_k,i,  A_i = (S_i - mean(S)) / std(S)
-
-    Responses with the same total score get different advantages if their individual rewards differ.
-
-    Args:
-      part_KB: Unweighted scores of each of K rewards.
-      weight_K: Weights of the rewards.
-
-    Source: Liu et al. 2026 (GDPO, arXiv:2601.05242), eq. 4 to 6.
-    """
-    group_B = dense_ids(group_B)
-    each = [group_relative(part_B, scorable_B, group_B, normalize_std=True) for part_B in jnp.asarray(part_KB)]
-    return whiten(jnp.asarray(weight_K) @ jnp.stack(each), jnp.asarray(scorable_B))
-
-
-def optimal_token_baseline(
-    reward_BT: Float[Array, "B T"],
-    energy_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    group_B: Int[Array, "B"],
-) -> Float[Array, "B T"]:
-    """Compute the reward to go minus the minimum-variance baseline of each position in the group; 0 outside the mask.
-
-        R_t = sum_{u >= t} r_u,  W_t = sum_{u <= t} e_u,  b_t = sum_g W_t R_t / sum_g W_t,  A_t = R_t - b_t
-
-    where e_u is the squared norm of the gradient of token u's log-probability. Positions t count action tokens only, so
-    outputs of tools or an environment between turns do not shift responses against each other. A position that only one
-    response of the group reaches gives 0.
-
-    Args:
-      reward_BT: Reward for emitting token t.
-      energy_BT: e of each token, or a proxy.
-      mask_BT: Action tokens of scorable responses.
-
-    Source: Li et al. 2026 (The optimal token baseline, arXiv:2602.07078); the proxy of its logit gradients is
-    `1 - 2 p + sum p^2`.
-    """
-    mask_BT, group_B = np.asarray(mask_BT, bool), np.asarray(dense_ids(group_B))
-    row_N, column_N = np.nonzero(mask_BT)
-    place_N = (np.cumsum(mask_BT, axis=1) - 1)[row_N, column_N]
-    return_N = np.asarray(discounted_returns(reward_BT, mask_BT, gamma=1.0), np.float64)[row_N, column_N]
-    weight_N = np.cumsum(np.where(mask_BT, energy_BT, 0), axis=1, dtype=np.float64)[row_N, column_N]
-    shape = (group_B.max(initial=0) + 1, mask_BT.shape[1])
-    sums = {}
-    for name, value_N in (("weighted", weight_N * return_N), ("weight", weight_N), ("count", np.ones_like(weight_N))):
-        sums[name] = np.zeros(shape)
-        np.add.at(sums[name], (group_B[row_N], place_N), value_N)
-    at = group_B[row_N], place_N
-    known_N = (sums["count"][at] > 1) & (sums["weight"][at] > 0)
-    baseline_N = np.divide(sums["weighted"][at], sums["weight"][at], out=return_N.copy(), where=known_N)
-    advantage_BT = np.zeros(mask_BT.shape, np.float32)
-    advantage_BT[row_N, column_N] = return_N - baseline_N
-    return advantage_BT
 
 
 def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:

@@ -26,14 +26,12 @@ class PolicyTokens(NamedTuple):
       old_logp: Log-probability under the policy at the start of the update.
       advantage: Advantage of the token.
       segment: Number of the token's sequence in its row, from 1; only losses of whole sequences need segments.
-      chosen: bool, True for tokens that the loss's `selection` chose; None for losses without a selection.
     """
 
     logp: Float[Array, "*shape"]
     old_logp: Float[Array, "*shape"]
     advantage: Float[Array, "*shape"]
     segment: Int[Array, "*shape"] | None = None
-    chosen: Bool[Array, "*shape"] | None = None
 
     @property
     def log_ratio(self) -> Float[Array, "*shape"]:

@@ -66,8 +66,8 @@ def policy_objective(
       output: Log-probabilities of the current policy, temperature applied.
       fields: `advantage`; `old_logp`, or instead `sampler_logp` if the current policy is the old policy (then only a
         metric reads it); `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
-        `settings.policy.entropy_coefficient` is not 0; `segment` for losses of whole responses; `chosen` for losses
-        with a `selection`. `kl_weight` and `entropy_weight` contain the coefficients.
+        `settings.policy.entropy_coefficient` is not 0; `segment` for losses of whole responses. `kl_weight` and
+        `entropy_weight` contain the coefficients.
 
     Raises:
       ValueError: A field is missing, or a weight is present that the settings do not use.
@@ -87,7 +87,6 @@ def policy_objective(
         lax.stop_gradient(logp) if itself else _field(fields, "old_logp", mask),
         _field(fields, "advantage", mask),
         _field(fields, "segment", mask) if "segment" in fields else None,
-        _field(fields, "chosen", mask) > 0 if "chosen" in fields else None,
     )
     terms = function_of(policy, "function")(tokens, policy)
     loss = weight * terms.loss

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrlhf.algos.advantages import Targets, discounted_returns, gae, group_relative
+from jaxrlhf.algos.advantages import Targets, gae
 from jaxrlhf.batch import Array
 
 
@@ -30,85 +30,17 @@ def turn_gae(
 
     Source: Zhou et al. 2024 (ArCHer, arXiv:2402.19446), section 3, for utterances as actions.
     """
-    turns = _Turns(mask_BT, turn_BT)
+    turns = EpisodeTurns(mask_BT, turn_BT)
     targets = gae(turns.summed(reward_BT), turns.first(value_BT), turns.taken_BU, gamma=gamma, lam=lam)
     return Targets(*(turns.to_tokens(target_BU) for target_BU in targets))
 
 
-def turn_relative(
-    reward_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    turn_BT: Int[Array, "B T"],
-    group_B: Int[Array, "B"],
-    *,
-    gamma: float,
-    normalize_std: bool,
-) -> Float[Array, "B T"]:
-    """Compute each turn's reward to go, relative to the same turn in the group's other episodes.
-
-        A_u = (R_u - mean_g(R_u)) / (std_g(R_u) + 1e-6)
-
-    A turn that only one episode of the group reached gives 0.
-
-    Args:
-      mask_BT: Action tokens of scorable episodes.
-      group_B: Group ids; episodes of a group started from the same prompt.
-      gamma: Discount per turn, in [0, 1].
-      normalize_std: True to divide by the standard deviation.
-
-    Source: Zeng et al. 2025 (arXiv:2505.11821), section 4, with the rewards of all later turns.
-    """
-    turns = _Turns(mask_BT, turn_BT)
-    place_BU = np.broadcast_to(np.arange(turns.taken_BU.shape[1]), turns.taken_BU.shape)
-    return turns.to_tokens(turns.compared(reward_BT, (group_B, place_BU), gamma=gamma, normalize_std=normalize_std))
-
-
-def state_relative(
-    reward_BT: Float[Array, "B T"],
-    mask_BT: Bool[Array, "B T"],
-    turn_BT: Int[Array, "B T"],
-    anchor_BT: Int[Array, "B T"],
-    group_B: Int[Array, "B"],
-    *,
-    gamma: float,
-    normalize_std: bool,
-) -> Float[Array, "B T"]:
-    """Compute each turn's reward to go, relative to the group's turns that were taken in the same state.
-
-    This is GiGPO's step advantage, to be added to the episode's advantage. A state in which the group took only one
-    turn gives 0.
-
-    Args:
-      anchor_BT: Number of the state in which a token's turn was taken; a turn with -1 gets 0.
-
-    Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978), eq. 6 to 8.
-    """
-    turns = _Turns(mask_BT, turn_BT)
-    anchor_BU = np.asarray(turns.first(anchor_BT))
-    alone_BU = -1 - np.arange(anchor_BU.size).reshape(anchor_BU.shape)  # a group of its own
-    state_BU = np.where(anchor_BU < 0, alone_BU, anchor_BU)
-    return turns.to_tokens(turns.compared(reward_BT, (group_B, state_BU), gamma=gamma, normalize_std=normalize_std))
-
-
 def turn_counts(mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]) -> Int[np.ndarray, "B"]:
     """Count the turns of each episode in which the policy chose a token."""
-    return np.count_nonzero(_Turns(mask_BT, turn_BT).taken_BU, axis=1)
+    return np.count_nonzero(EpisodeTurns(mask_BT, turn_BT).taken_BU, axis=1)
 
 
-def player_gains(
-    reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]
-) -> Float[np.ndarray, "B 2"]:
-    """Compute the return of each player of a zero-sum game: its own turns' rewards minus the other player's.
-
-    Args:
-      turn_BT: Turn of each action token, from 0; even turns are the first player's.
-    """
-    odd_BT = np.where(mask_BT, turn_BT, 0) % 2 == 1
-    paid_BP = np.stack([np.where(mask_BT & (odd_BT == odd), reward_BT, 0).sum(axis=1) for odd in (False, True)], axis=1)
-    return paid_BP - paid_BP[:, ::-1]
-
-
-class _Turns:
+class EpisodeTurns:
     """Turns of a batch of episodes, with at most U turns each.
 
     Attributes:
@@ -144,21 +76,3 @@ class _Turns:
         """Return the value of each token's turn; 0 outside the mask."""
         taken_BT = np.maximum(self._turn_BT, 0)
         return jnp.where(self._mask_BT, np.take_along_axis(np.asarray(value_BU), taken_BT, axis=1), 0)
-
-    def compared(
-        self, reward_BT: Array, group: tuple[Array, np.ndarray], *, gamma: float, normalize_std: bool
-    ) -> np.ndarray:
-        """Compute each turn's reward to go relative to comparable turns.
-
-        Args:
-          group: Number of each episode's group, and number of each turn's kind; turns with both numbers equal are
-            compared.
-        """
-        return_BU = discounted_returns(self.summed(reward_BT), self.taken_BU, gamma=gamma)
-        group_B, kind_BU = group
-        group_BU = np.broadcast_to(np.asarray(group_B)[:, None], self._shape)
-        _, number_N = np.unique(np.stack([group_BU.ravel(), kind_BU.ravel()]), axis=1, return_inverse=True)
-        compared_N = group_relative(
-            np.asarray(return_BU).ravel(), self.taken_BU.ravel(), number_N.ravel(), normalize_std=normalize_std
-        )
-        return np.asarray(compared_N).reshape(self._shape)

@@ -8,26 +8,21 @@ from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
 from jaxrlhf.config.algorithms.critic_free import (
     CISPO,
     DAPO,
-    GDPO,
     GMPO,
     GPG,
     GRPO,
     GSPO,
     OPO,
-    RAE,
     RLOO,
     SAPO,
     DrGRPO,
-    GiGPO,
+    GroupCompared,
     GRPOPassK,
-    MaxRL,
     OnlineDPO,
-    OptimalTokenBaseline,
     OverlongPunishment,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
-    TurnGRPO,
 )
 from jaxrlhf.config.algorithms.distillation import MOST_NAMED, Distillation, LogitDistillation, SpanDistillation
 from jaxrlhf.config.algorithms.luffy import LUFFY
@@ -52,7 +47,7 @@ from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.algorithms.vapo import VAPO
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
-from jaxrlhf.config.cli.load import load, to_json
+from jaxrlhf.config.cli.load import load, load_module, to_json
 from jaxrlhf.config.cli.override import override
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.environments import Agent, AnyEnvironment, Environment, EnvironmentByRecord, Episodes, Tools
@@ -61,13 +56,11 @@ from jaxrlhf.config.losses import (
     AdaptiveKL,
     Aggregation,
     CISPOLoss,
-    ClipCovLoss,
     DPPOLoss,
     DROLoss,
     GMPOLoss,
     GSPOLoss,
     IcePop,
-    KLCovLoss,
     KLEstimator,
     KLInLoss,
     KLInReward,

@@ -68,9 +68,6 @@ class RatioLoss(Settings):
     Class attributes:
       function: Loss of one token: a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
         `jaxrlhf.algos`), or its name as `module:function`.
-      selection: Function that selects tokens for special treatment by the loss, or its name. Arguments: advantages, old
-        log-probabilities and mask of a step, all `[B, T]`, a random generator and these settings. None selects no
-        tokens.
       of_sequences: True if the loss of a token depends on its whole sequence.
 
     Attributes:
@@ -83,7 +80,6 @@ class RatioLoss(Settings):
     """
 
     function: ClassVar[Callable[..., Any] | str]
-    selection: ClassVar[Callable[..., Any] | str | None] = None
     of_sequences: ClassVar[bool] = False
 
     aggregation: Aggregation = "token-mean"
@@ -235,49 +231,6 @@ class DROLoss(RatioLoss):
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:dro_loss"
 
     beta: Positive[float] = 0.05
-
-
-@dataclass(frozen=True)
-class ClipCovLoss(PolicyLoss):
-    """Clipped loss that leaves out a few tokens that would lower the entropy the most (Clip-Cov).
-
-    Attributes:
-      share: Share of a step's tokens that are left out, sampled from the tokens whose covariance of advantage and
-        log-probability is in the range.
-      covariance_low, covariance_high: Limits of the covariance range.
-    """
-
-    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:clip_cov_loss"
-    selection: ClassVar[Callable[..., Any] | str | None] = "jaxrlhf.algos.covariance:drawn_in_range"
-
-    share: Share[Positive[float]] = 2e-4
-    covariance_low: Finite[float] = 1.0
-    covariance_high: float = 5.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.covariance_low < self.covariance_high,
-            f"ClipCovLoss draws tokens whose covariance lies between covariance_low={self.covariance_low} and "
-            f"covariance_high={self.covariance_high}; the first must be the smaller",
-        )
-
-
-@dataclass(frozen=True)
-class KLCovLoss(RatioLoss):
-    """Unclipped loss with a penalty on a few tokens that would lower the entropy the most (KL-Cov).
-
-    Attributes:
-      share: Share of a step's tokens that are penalized: the tokens with the largest covariance of advantage and
-        log-probability.
-      coefficient: Weight of the penalty, the distance of these tokens to the old policy.
-    """
-
-    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:kl_cov_loss"
-    selection: ClassVar[Callable[..., Any] | str | None] = "jaxrlhf.algos.covariance:largest"
-
-    share: Share[Positive[float]] = 2e-4
-    coefficient: Positive[float] = 1.0
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,20 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """Return the configurations that ship with the package, by name; `recipes/` holds those for production runs."""
+    """Return the configurations that ship with the package, by name.
+
+    `recipes/` holds those for production runs, `algorithms/` those with an algorithm of their own.
+    """
     installed = _PACKAGE / "configs"  # location in the wheel
     folder = installed if installed.is_dir() else _PACKAGE.parent / "configs"
     return {path.stem: path for path in sorted(folder.rglob("*.py"), key=lambda path: path.stem)}
+
+
+def shipped_file(name: str) -> Path | None:
+    """Return the shipped configuration of a name, such as `luffy` or `algorithms/luffy.py`; None if there is none."""
+    wanted = Path(name.removesuffix(".py")).parts
+    path = shipped().get(wanted[-1]) if wanted else None
+    return path if path is not None and path.with_suffix("").parts[-len(wanted) :] == wanted else None
 
 
 def function_of(settings: object, attribute: str) -> Callable[..., Any]:
@@ -66,7 +76,7 @@ def check_reference(reference: str, what: str) -> None:
 def load(reference: str, what: str) -> Any:
     """Return the callable named `module:name` or `path/to/file.py:name`.
 
-    A `file.py` without a folder that is not in the current folder is looked up among the shipped configurations. The
+    A `file.py` that does not exist is looked up among the shipped configurations. The
     folder of a file is appended to `sys.path`, so the file may import its neighbors.
 
     Args:
@@ -95,8 +105,8 @@ def _module(reference: str, name: str, what: str) -> ModuleType:
 
 
 def _load_file(reference: str, path: Path, what: str) -> ModuleType:
-    if not path.is_file() and path == Path(path.name):
-        path = shipped().get(path.stem, path)
+    if not path.is_file():
+        path = shipped_file(str(path)) or path
     if not path.is_file():
         raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
     path = path.resolve()

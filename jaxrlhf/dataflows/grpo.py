@@ -1,11 +1,11 @@
-"""Critic-free policy gradients: GRPO, Dr. GRPO, RLOO, OPO, GPG, REINFORCE++, ReMax.
+"""Critic-free policy gradients: GRPO, Dr. GRPO, RLOO, REINFORCE++.
 
 The algorithms share `learn` and differ in the advantage, a function of the responses' returns. The equations are in
 `jaxrlhf.algos`. An algorithm of yours calls `learn` with another advantage function.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, mask_untrained, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.collect import respond, responses
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
@@ -35,6 +34,7 @@ class Returns:
       episodes: Turns of episodes; None if rows are responses to a prompt.
       log_ratio_BT: log pi_old - log pi_ref of each token, 0 outside the mask; None without a reference.
       paid_B: Score of each row as reported, so that equal scores stay equal to the last digit; None sums `reward_BT`.
+      logp_BT: Log-probabilities of the old policy, 0 outside the mask; None if they are not known.
     """
 
     reward_BT: Array
@@ -44,6 +44,7 @@ class Returns:
     episodes: EpisodeRows | None = None
     log_ratio_BT: Array | None = None
     paid_B: Array | None = None
+    logp_BT: Array | None = None
 
     @property
     def score_B(self) -> np.ndarray:
@@ -64,6 +65,9 @@ class Returns:
 Advantage = Callable[[Returns], Array]
 """Function that returns the advantage of each response, `[B]`, or of each token, `[B, T]` and 0 outside the mask."""
 
+LossFields = Callable[[Returns, Array], Mapping[str, Array]]
+"""Function of the returns and the advantages, `[B, T]`, that returns further `[B, T]` arrays which a loss reads."""
+
 
 def grpo(roles: Roles, work: StepInput[GRPO], batch: ScoredRollout) -> StepResult:
     """Learn by GRPO: score minus the group mean, over the group's standard deviation; undivided it is Dr. GRPO."""
@@ -74,16 +78,6 @@ def grpo(roles: Roles, work: StepInput[GRPO], batch: ScoredRollout) -> StepResul
 def rloo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """Learn by RLOO: the advantage is the score minus the mean of the other responses of the group."""
     return learn(roles, work, batch, lambda returns: algos.rloo(*returns.groups))
-
-
-def opo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """Learn by OPO: the advantage is the score minus the length-weighted mean of the group."""
-    return learn(roles, work, batch, lambda returns: algos.length_weighted(*returns.groups, returns.length_B))
-
-
-def gpg(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """Learn by GPG: score minus the group mean, scaled up to make up for groups whose scores are all equal."""
-    return learn(roles, work, batch, lambda returns: algos.group_policy_gradient(*returns.groups))
 
 
 def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus], batch: ScoredRollout) -> StepResult:
@@ -106,42 +100,25 @@ def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient], 
     return learn(roles, work, batch, advantage)
 
 
-def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> ScoredRollout:
-    """Sample responses, and decode one greedy response to each of their problems, returned as `beside`."""
-    sampled, likeliest = responses(roles, work), replace(work.config.rollout.sampling, greedy=True)
-    greedy = respond(roles, work, sampled.problems, sampling=likeliest, responses_per_prompt=1)
-    return replace(sampled, beside=greedy)
+def learn(
+    roles: Roles,
+    work: StepInput[PolicyGradient],
+    batch: ScoredRollout,
+    advantage: Advantage,
+    *,
+    objective: Callable[..., Any] = algos.policy_objective,
+    loss_fields: LossFields | None = None,
+) -> StepResult:
+    """Estimate advantages of scored responses and update the actor.
 
-
-def remax(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
-    """Learn by ReMax: rewards to go minus the score of the greedy response to the same prompt."""
-    greedy, copies = batch.beside, work.config.rollout.responses_per_prompt
-    assert greedy is not None
-
-    def advantage(returns: Returns) -> Array:
-        baseline = value_of(greedy.scores)
-        baseline_B, known_B = np.repeat(baseline.score_B, copies), np.repeat(baseline.scorable_B, copies)
-        return algos.greedy_relative(returns.reward_BT, baseline_B, returns.mask_BT & known_B[:, None])
-
-    return with_beside(learn(roles, work, batch, advantage), "score/greedy", greedy)
-
-
-def with_beside(result: StepResult, name: str, beside: ScoredRollout) -> StepResult:
-    """Add further responses to a step's metrics: their mean score as `name`, and their tokens to `tokens/generated`."""
-    scores, tokens = value_of(beside.scores), float(value_of(beside.rollout).sequences.mask_BT.sum())
-    known_P = np.asarray(scores.scorable_B)
-    metrics = result.metrics | {
-        name: float(np.mean(scores.score_B, where=known_P)) if known_P.any() else float("nan"),
-        "tokens/generated": result.metrics["tokens/generated"] + tokens,
-    }
-    return replace(result, metrics=metrics)
-
-
-def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout, advantage: Advantage) -> StepResult:
-    """Estimate advantages of scored responses and update the actor."""
+    Args:
+      objective: Training objective of the actor, as in `jaxrlhf.algos.objectives`.
+      loss_fields: Function that returns further fields for the objective; None has no further fields.
+    """
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
-    prepared = call(partial(prepare, work, advantage, batch.trained_B), batch.rollout, batch.scores, old_logp, ref_logp)
-    actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)
+    estimate = partial(prepare, work, advantage, batch.trained_B, loss_fields=loss_fields)
+    prepared = call(estimate, batch.rollout, batch.scores, old_logp, ref_logp)
+    actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
@@ -153,6 +130,8 @@ def prepare(
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
+    *,
+    loss_fields: LossFields | None = None,
 ) -> Minibatches:
     """Compute rewards and advantages, and build the minibatches."""
     sequences = scorable(rollout.sequences, scores)
@@ -162,13 +141,23 @@ def prepare(
     both = None if ref_logp_BT is None else [np.where(mask_BT, x, 0) for x in (logp_BT, ref_logp_BT)]
     log_ratio_BT = None if both is None else np.subtract(*both)
     paid_B = None if rollout.episodes is None or isinstance(work.settings.kl, KLInReward) else scores.score_B
-    returns = Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B, rollout.episodes, log_ratio_BT, paid_B)
+    returns = Returns(
+        reward_BT,
+        mask_BT,
+        scores.scorable_B,
+        prompt_id_B,
+        rollout.episodes,
+        log_ratio_BT,
+        paid_B,
+        np.where(mask_BT, logp_BT, 0),
+    )
     given = _checked(advantage(returns), mask_BT, work)
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"], **flat_groups(advantage_BT, prompt_id_B)}
     sequences = mask_untrained(sequences, trained_B)
-    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
+    fields = loss_fields(returns, advantage_BT) if loss_fields is not None else {}
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, fields)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
 
 

@@ -8,7 +8,6 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_of, tokenizer_path
 from jaxrlhf.models.heads import (
     TokenOutput,
-    gradient_energy,
     logits,
     padded_logits,
     score,

@@ -109,25 +109,6 @@ def likeliest_tokens(
     return TokenOutput(logp, None, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
 
 
-def gradient_energy(
-    params: Params,
-    config: AnyModel,
-    hidden_RWD: Float[Array, "R W D"],
-    token_RW: Int[Array, "R W"],
-    wanted_RW: Bool[Array, "R W"] | None = None,
-    **how: Any,
-) -> Float[Array, "R W"]:
-    """Compute the squared norm of the gradient of each wanted token's log-probability.
-
-    The gradient is with respect to the logits divided by the temperature. Its squared norm is
-    `1 - 2 p + sum of p^2 over the vocabulary`, computed in chunks as in `token_logp`; it is not differentiable.
-
-    Args:
-      how: Further arguments of `token_logp`, except `entropy` and `named_RWK`.
-    """
-    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, energy=True, **how)[-1]
-
-
 def _token_outputs(
     params: Params,
     config: AnyModel,
@@ -140,11 +121,10 @@ def _token_outputs(
     likeliest: tuple[Array, int] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
-    energy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> list[Array]:
-    """Return log-probabilities, then the requested entropies, squared norms and further outputs; see `token_logp`."""
+    """Return log-probabilities, then the requested entropies and further outputs; see `token_logp`."""
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
@@ -167,7 +147,7 @@ def _token_outputs(
     chunks = -(-wanted_RW.sum(axis=1).max() // chunk)
     order = _ReadOrder(order_RM, place_RW, target_RM, chunks, ids(kept_RWK), ids(named_RWK), among_V)
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    reading = _Reading(chunk, entropy, energy, most, config.final_logit_softcapping, config.vocab_size, execution)
+    reading = _Reading(chunk, entropy, most, config.final_logit_softcapping, config.vocab_size, execution)
     outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
@@ -205,14 +185,12 @@ class _Reading(NamedTuple):
 
     Attributes:
       chunk: Number of tokens of each row in a chunk.
-      energy: True computes squared norms of gradients with respect to the logits.
       most: Number of most likely tokens to return.
       vocab: Number of rows of the table that are tokens; the rest are padding.
     """
 
     chunk: int
     entropy: bool
-    energy: bool
     most: int
     soft_cap: float | None
     vocab: int
@@ -238,7 +216,7 @@ def _read_forward(
     chunk, entropy = reading.chunk, reading.entropy
     hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
     zeros_RM = jnp.zeros(order.order_RM.shape, jnp.float32)
-    start = [zeros_RM] * (2 + entropy + reading.energy)
+    start = [zeros_RM] * (2 + entropy)
     if order.named_RMK is not None:
         start.append(jnp.zeros(order.named_RMK.shape, jnp.float32))
     if order.among_V is not None:
@@ -251,12 +229,9 @@ def _read_forward(
         target_RCV = _chosen(logit_RCV, _part(order.target_RM, index, chunk))
         chosen_RC = jnp.sum(jnp.where(target_RCV, logit_RCV, 0.0), axis=-1)
         read = [normalizer_RC, chosen_RC - normalizer_RC]
-        if entropy or reading.energy:
-            probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
         if entropy:
+            probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
             read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
-        if reading.energy:  # squared norm of onehot - p
-            read.append(1 - 2 * jnp.exp(read[1]) + jnp.sum(jnp.square(probability_RCV), axis=-1))
         if order.named_RMK is not None:
             named_RCK = _part(order.named_RMK, index, chunk)
             logit_RCK = jnp.take_along_axis(logit_RCV, jnp.maximum(named_RCK, 0), axis=-1)
@@ -274,7 +249,7 @@ def _read_forward(
 def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
     """Compute gradients from probabilities p: d logp = onehot - p, and d entropy = -p (logp + entropy).
 
-    Squared norms and the most likely tokens have no gradient.
+    The most likely tokens have no gradient.
     """
     chunk, entropy, soft_cap = reading.chunk, reading.entropy, reading.soft_cap
     hidden_RWD, table_VD, scale, order, normalizer_RM, outputs = saved

@@ -32,8 +32,8 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.dataflows import remax
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.grpo import greedy_and_sampled
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.models.config import ModelConfig
@@ -88,7 +88,7 @@ def _lowered(
             if isinstance(algorithm, PolicyGradient):
                 model = model_config(config.model, tokenizer)
                 collected = _scored(config, problems, model, each=config.rollout.responses_per_prompt)
-                if function_of(algorithm, "collect") is greedy_and_sampled:
+                if function_of(algorithm, "collect") is remax.collect:
                     collected = dataclasses.replace(collected, beside=_scored(config, problems, model, each=1))
             function_of(algorithm, "learn")(roles, work, collected).with_updates()
             return roles.lowered() | _reward_models(config, devices)

@@ -178,11 +178,6 @@ class Actor(TrainedWorker, GenerationWorker):
         return self.log_prob(rollout, temperature=temperature)
 
     @worker_method(THREE_D_PROTO)
-    def compute_gradient_energy(self, rollout: RolloutBatch) -> Array:
-        """Return the squared gradient norm of every response token's log-probability w.r.t. the logits, `[B, T]`."""
-        return self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="energy")
-
-    @worker_method(THREE_D_PROTO)
     def compute_entropy(self, rollout: RolloutBatch) -> Array:
         """Return the entropy of the current policy's distribution at every response token, `[B, T]`."""
         output: TokenOutput = self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="entropy")

@@ -23,7 +23,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.heads import chunk_tokens, gradient_energy, likeliest_tokens, token_logp, values
+from jaxrlhf.models.heads import chunk_tokens, likeliest_tokens, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
@@ -34,10 +34,9 @@ from jaxrlhf.sharding.replicas import replicas_of
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 
 Metrics = dict[str, float]
-Wanted = Literal["output", "entropy", "energy", "likeliest"]
+Wanted = Literal["output", "entropy", "likeliest"]
 """Result of a forward pass. `output`: values or log-probabilities; `entropy`: log-probabilities and entropies;
-`energy`: squared norms of the gradients of log-probabilities with respect to the logits; `likeliest`: log-probabilities
-of the tokens, and of the likeliest tokens that the policy's tokenizer has too."""
+`likeliest`: log-probabilities of the tokens, and of the likeliest tokens that the policy's tokenizer has too."""
 Progress = Callable[[str, int, int], None]
 """Progress callback `(phase, done, total)`, called from the thread that does the work."""
 
@@ -240,19 +239,17 @@ class ModelWorker:
         temperature: Array,
         *,
         entropy: bool = False,
-        energy: bool = False,
         likeliest: bool = False,
         named_RWK: Array | None = None,
     ) -> TokenOutput | Array:
         """Return the head's output at the response tokens: values, or log-probabilities and (with `entropy`) entropies.
 
         Args:
-          energy: True to return squared norms of the gradients with respect to the logits instead.
           likeliest: True to return also the log-probabilities of the likeliest tokens that the policy has too.
           named_RWK: Further token ids to read at each token; see `token_logp`.
         """
         if self.setup.head == "value":
-            assert not (entropy or energy or likeliest), "a value head has no token distribution"
+            assert not (entropy or likeliest), "a value head has no token distribution"
             return values(params, hidden_RWD)
         tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
         how: dict[str, Any] = {
@@ -265,8 +262,6 @@ class ModelWorker:
             known, vocab = self.setup.retokenizer, self.config.vocab_size
             among_V = np.ones(vocab, bool) if known is None else known.own_id_V(vocab) >= 0
             return likeliest_tokens(*tokens, among_V=jnp.asarray(among_V), most=MOST_NAMED, **how)
-        if energy:
-            return gradient_energy(*tokens, **how)
         return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
 
     def _on_mesh(self, tree: Any) -> Any:

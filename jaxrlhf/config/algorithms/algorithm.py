@@ -120,8 +120,6 @@ class PolicyGradient(Algorithm):
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:responses"
-    advantage_of_group: ClassVar[bool] = False
-    """True if the advantage of a response depends only on its group, and `learn` calls `dataflows.grpo.learn`."""
 
     responses_per_update: Positive[int] = 64
     epochs_per_step: Positive[int] = 1

@@ -11,11 +11,22 @@ from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
-from jaxrlhf.config.named_functions import find_neighbours, shipped
+from jaxrlhf.config.named_functions import find_neighbours, shipped, shipped_file
 from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
 
 _MODULES = "jaxrlhf_configuration_"
+_MOVED = {
+    "ClipCovLoss": ("clip_cov", "ClipCov"),
+    "GDPO": ("gdpo", "GDPO"),
+    "GiGPO": ("gigpo", "GiGPO"),
+    "KLCovLoss": ("kl_cov", "KLCov"),
+    "MaxRL": ("maxrl", "MaxRL"),
+    "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
+    "RAE": ("rae", "RAE"),
+    "TurnGRPO": ("turn_grpo", "TurnGRPO"),
+}
+"""Names that `jaxrlhf.config` had in an earlier release: the configuration and the name in it that replace each."""
 
 
 def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = None) -> Config:
@@ -62,14 +73,9 @@ def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refus
 
 def _read(path: Path) -> Config:
     """Run a configuration file, which may import its neighbors, and return its configuration."""
-    module = ModuleType(f"{_MODULES}{path.stem}")
-    module.__file__ = str(path.absolute())
-    find_neighbours(path)
-    # Type hints and pickles of classes that the file defines look up their module here.
-    sys.modules[module.__name__] = module
+    module = _new_module(f"{_MODULES}{path.stem}", path)
     try:
-        # Not imported: a bytecode cache has a resolution of one second and could return the version before an edit.
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        _execute(module, path)
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None
     except Exception as error:
@@ -84,6 +90,45 @@ def _read(path: Path) -> Config:
     return config
 
 
+def load_module(path_or_name: str | Path) -> ModuleType:
+    """Run a configuration file as a module, to use its classes and functions in another file; it runs once.
+
+        LUFFY = load_module("algorithms/luffy").LUFFY
+
+    Args:
+      path_or_name: File or name, as for `load`.
+
+    Raises:
+      Refusal: The file does not exist. Errors of the file's own code are raised unchanged.
+    """
+    path = _find(str(path_or_name))
+    name = f"{_MODULES}module_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path.absolute()):
+        return known
+    module = _new_module(name, path)
+    try:
+        _execute(module, path)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _new_module(name: str, path: Path) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = str(path.absolute())
+    find_neighbours(path)
+    # Type hints and pickles of classes that the file defines look up their module here.
+    sys.modules[name] = module
+    return module
+
+
+def _execute(module: ModuleType, path: Path) -> None:
+    # Not imported: a bytecode cache has a resolution of one second and could return the version before an edit.
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+
+
 def loaded() -> list[ModuleType]:
     """Return the configuration files read so far as modules, which other processes cannot import."""
     return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
@@ -93,10 +138,9 @@ def _find(name: str) -> Path:
     for path in (Path(name), Path(f"{name}.py")):
         if path.is_file():
             return path
-    known = shipped()
-    wanted = name.removesuffix(".py")
-    if wanted in known:
-        return known[wanted]
+    if (path_shipped := shipped_file(name)) is not None:
+        return path_shipped
+    known, wanted = shipped(), name.removesuffix(".py")
     beside = {str(path).removesuffix(".py"): str(path) for path in sorted(Path(name).parent.glob("*.py"))}
     close = difflib.get_close_matches(wanted, beside, n=1) or difflib.get_close_matches(Path(wanted).name, known, n=1)
     if close:
@@ -127,6 +171,9 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
     if absent:
         from jaxrlhf import config
 
+        if (moved := _MOVED.get(absent[1])) is not None:
+            file, name = moved
+            return f"jaxrlhf.config has no {absent[1]} any more; write {name} = load_module('algorithms/{file}').{name}"
         close = difflib.get_close_matches(absent[1], vars(config), n=1)
         return f"jaxrlhf.config has no {absent[1]}" + (f"; did you mean {close[0]}?" if close else "")
     misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)

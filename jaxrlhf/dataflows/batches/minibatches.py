@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrlhf.algos import rollout_correction, token_weights
 from jaxrlhf.batch import Array, Experience, MinibatchRows, RolloutBatch, Sequences
-from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient, function_of
+from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
 from jaxrlhf.dataflows.batches.episode_rows import EpisodeSplitter
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
@@ -116,10 +116,6 @@ def policy_minibatches(
         fields["old_logp"] = rollout.sampler_logp_BT
     else:
         fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
-    if settings.policy.selection is not None:
-        logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
-        select, rng = function_of(settings.policy, "selection"), np.random.default_rng([work.seed, 1])
-        fields["chosen"] = select(advantage_BT, logp_BT, sequences.mask_BT, rng, settings.policy)
     in_loss = isinstance(settings.kl, KLInLoss)
     if in_loss:
         assert ref_logp_BT is not None, "a KL needs the reference"
