@@ -24,7 +24,6 @@ from jaxrlhf.config import (
     GSPO,
     IPO,
     KTO,
-    LUFFY,
     OPO,
     ORPO,
     PPO,
@@ -103,8 +102,9 @@ def further() -> dict[str, Algorithm]:
     """Return further algorithms and losses by name; they are trained from one seed only."""
     losses = (DPPOLoss(), DPPOLoss(divergence="kl", limit_low=0.05, limit_high=0.05), DROLoss())
     by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in losses}
-    maxrl, gdpo, otb, clip_cov, kl_cov = map(load_module, ("maxrl", "gdpo", "otb", "clip_cov", "kl_cov"))
-    groups = (GMPO, GRPOPassK, OnlineDPO, LUFFY, maxrl.MaxRL, gdpo.GDPO, otb.OptimalTokenBaseline)
+    maxrl, gdpo, otb, luffy = map(load_module, ("maxrl", "gdpo", "otb", "luffy"))
+    clip_cov, kl_cov = map(load_module, ("clip_cov", "kl_cov"))
+    groups = (GMPO, GRPOPassK, OnlineDPO, luffy.LUFFY, maxrl.MaxRL, gdpo.GDPO, otb.OptimalTokenBaseline)
     covariances = (clip_cov.ClipCov(share=0.02, covariance_low=0.0), kl_cov.KLCov(share=0.02))
     nash = NashMD(beta=0.01, preference="higher")
     pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
@@ -156,7 +156,7 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         safe = ("answer_is_safe", "wrong_is_safe") if isinstance(algorithm, CostModel) else None
         pairs = PairFile(**files, chosen_key="answer", rejected_key="wrong", safe_keys=safe)
         settings |= {"data": pairs, "rewards": Rewards()}
-    if isinstance(algorithm, LUFFY):  # a group includes a solution of the record
+    if isinstance(algorithm, load_module("luffy").LUFFY):  # a group includes a solution of the record
         settings["data"] = PromptFile(**files, solution_key="answer")
     if isinstance(algorithm, load_module("gdpo").GDPO):  # the second reward checks that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)

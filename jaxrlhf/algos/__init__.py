@@ -47,7 +47,6 @@ from jaxrlhf.algos.masked import (
 from jaxrlhf.algos.objectives import (
     ObjectiveTerms,
     TokenOutput,
-    guided_objective,
     imitating_objective,
     mixed_objective,
     nll_objective,

@@ -20,7 +20,7 @@ from jaxrlhf.algos.kl import event_divergence, kl_estimate
 from jaxrlhf.algos.losses import PolicyTokens, clipped_value_loss
 from jaxrlhf.algos.masked import segment_sum, selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import LUFFY, KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
+from jaxrlhf.config import KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
 
 _NO_EVENT = -1e9  # finite, so that probability 0 times a difference of two such values is 0
 
@@ -141,34 +141,6 @@ def mixed_objective(
     scale = _field(fields, "metric_weight", mask)
     metrics = {name: scale * value for name, value in {**policy.metrics, "ptx/loss": nll}.items()}
     return ObjectiveTerms(policy.loss + example_weight * nll, metrics)
-
-
-def guided_objective(
-    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LUFFY
-) -> ObjectiveTerms:
-    """Compute `policy_objective` on sampled responses, and a shaped-probability loss on off-policy solutions.
-
-        weight * -A * p / (p + gamma)    with p = exp(logp) of a solution's token
-
-    The policy that wrote the solutions is assumed to have probability 1 for each token, so the importance ratio is p
-    itself, and nothing is clipped. The derivative with respect to logp, -A * gamma * p / (p + gamma)^2, is largest at
-    p = gamma. Without shaping it would be -A * p, so shaping makes unlikely tokens teach more.
-
-    Args:
-      fields: In addition `off_policy`, 1 at the tokens of solutions and 0 elsewhere; and `metric_weight`, the factor
-        that turns means over the mask into means over the responses, or over the solutions.
-      settings: `shaping` is gamma; the other settings are those of `policy_objective`.
-
-    Source: Yan et al. 2025 (LUFFY, arXiv:2504.14945), sections 3.1 (mixed-policy GRPO) and 3.2 (policy shaping).
-    """
-    solution = mask & (_field(fields, "off_policy", mask) > 0)
-    sampled = policy_objective(output, mask & ~solution, weight, fields, settings)
-    chance = selected(jnp.exp(selected(output.logp, solution)), solution)
-    shaped = chance / (chance + settings.shaping)
-    loss = -selected(weight, solution) * _field(fields, "advantage", solution) * shaped
-    scale = _field(fields, "metric_weight", mask)
-    metrics = {**sampled.metrics, "luffy/solution_probability": chance}
-    return ObjectiveTerms(sampled.loss + loss, {name: scale * value for name, value in metrics.items()})
 
 
 def span_objective(

@@ -21,6 +21,7 @@ _MOVED = {
     "GDPO": ("gdpo", "GDPO"),
     "GiGPO": ("gigpo", "GiGPO"),
     "KLCovLoss": ("kl_cov", "KLCov"),
+    "LUFFY": ("luffy", "LUFFY"),
     "MaxRL": ("maxrl", "MaxRL"),
     "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
     "RAE": ("rae", "RAE"),

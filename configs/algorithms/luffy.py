@@ -1,18 +1,27 @@
-"""LUFFY: GRPO on groups of sampled responses and the data's worked solutions.
+"""LUFFY: GRPO with worked solutions of the data in each group, on generated arithmetic word problems.
+
+    python -m jaxrlhf.train --config luffy.py
+
+A group of eight has seven sampled responses and one solution. The cold start imitates demonstrations that mostly stop
+one step early, as in `grpo_arithmetic.py`; the solutions of the groups are complete.
 
 Source: Yan et al. 2025 (Learning to reason under off-policy guidance, arXiv:2504.14945).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import join
-from jaxrlhf.config import LUFFY, Config, Refusal
+from jaxrlhf.config import GRPO, Arithmetic, Config, KLInReward, Refusal, load
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Positive
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
@@ -22,7 +31,35 @@ from jaxrlhf.dataflows.sft import supervised_batch, unsampled
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
-def collect(roles: Roles, work: StepInput[LUFFY]) -> ScoredRollout:
+def guided_objective(
+    output: algos.TokenOutput, mask: Array, weight: Array, fields: Mapping[str, Any], settings: "LUFFY"
+) -> algos.ObjectiveTerms:
+    """Compute `policy_objective` on sampled responses, and a shaped-probability loss on off-policy solutions.
+
+        weight * -A * p / (p + gamma)    with p = exp(logp) of a solution's token
+
+    The policy that wrote the solutions is assumed to have probability 1 for each token, so the importance ratio is p
+    itself, and nothing is clipped. The derivative with respect to logp, -A * gamma * p / (p + gamma)^2, is largest at
+    p = gamma. Without shaping it would be -A * p, so shaping makes unlikely tokens teach more.
+
+    Args:
+      fields: In addition `off_policy`, 1 at the tokens of solutions and 0 elsewhere; and `metric_weight`, the factor
+        that turns means over the mask into means over the responses, or over the solutions.
+      settings: `shaping` is gamma; the other settings are those of `policy_objective`.
+
+    Source: Yan et al. 2025 (LUFFY, arXiv:2504.14945), sections 3.1 (mixed-policy GRPO) and 3.2 (policy shaping).
+    """
+    solution = mask & (algos.selected(fields["off_policy"], mask) > 0)
+    sampled = algos.policy_objective(output, mask & ~solution, weight, fields, settings)
+    chance = algos.selected(jnp.exp(algos.selected(output.logp, solution)), solution)
+    shaped = chance / (chance + settings.shaping)
+    loss = -algos.selected(weight, solution) * algos.selected(fields["advantage"], solution) * shaped
+    scale = algos.selected(fields["metric_weight"], mask)
+    metrics = {**sampled.metrics, "luffy/solution_probability": chance}
+    return algos.ObjectiveTerms(sampled.loss + loss, {name: scale * value for name, value in metrics.items()})
+
+
+def collect(roles: Roles, work: StepInput["LUFFY"]) -> ScoredRollout:
     """Sample responses, and score the worked solutions that complete each group, returned as `beside`.
 
     Raises:
@@ -35,13 +72,13 @@ def collect(roles: Roles, work: StepInput[LUFFY]) -> ScoredRollout:
     return replace(sampled, beside=ScoredRollout(sampled.problems, solutions, scores))
 
 
-def learn(roles: Roles, work: StepInput[LUFFY], batch: ScoredRollout) -> StepResult:
+def learn(roles: Roles, work: StepInput["LUFFY"], batch: ScoredRollout) -> StepResult:
     """Compute advantages over responses and solutions, and update the actor on both."""
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
     # `beside` is None when programs are lowered.
     taught = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)
     prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *taught)
-    actor = roles.actor.update_actor(prepared.policy, objective=algos.guided_objective, settings=work.settings)
+    actor = roles.actor.update_actor(prepared.policy, objective=guided_objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
@@ -71,7 +108,7 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
 
 
 def prepare(
-    work: StepInput[LUFFY],
+    work: StepInput["LUFFY"],
     rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
@@ -103,3 +140,64 @@ def prepare(
 def _mean_score(scores: Scores) -> float:
     known = np.asarray(scores.score_B)[np.asarray(scores.scorable_B)]
     return float(known.mean()) if len(known) else float("nan")
+
+
+@dataclass(frozen=True)
+class LUFFY(GRPO):
+    """GRPO with worked solutions of the data in each group, as off-policy guidance.
+
+    The last responses of each group of `rollout.responses_per_prompt` are the record's worked solutions; the others are
+    sampled. Rewards score all of them, and advantages are relative to the whole group. Tokens of solutions have a loss
+    without a clip that emphasizes tokens which the policy finds unlikely; `policy`, `kl` and the entropy bonus apply to
+    sampled tokens only.
+
+    Attributes:
+      solutions: Number of worked solutions in a group: the first solutions of the record.
+      shaping: Shaping parameter gamma: the loss of a solution token of probability p has the factor p / (p + gamma).
+    """
+
+    collect = collect
+    learn = learn
+    takes_several_sequences: ClassVar[bool] = False
+    reads_solutions: ClassVar[bool] = True
+
+    solutions: Positive[int] = 1
+    shaping: Positive[float] = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"LUFFY rewards solutions that the policy did not draw, and kl={self.kl} would charge each of its tokens; "
+            "give KLInLoss",
+        )
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            config.rollout.responses_per_prompt > self.solutions,
+            f"LUFFY has solutions={self.solutions} of the {config.rollout.responses_per_prompt} responses of a group, "
+            "which leaves none to sample; raise rollout.responses_per_prompt",
+        )
+        require(
+            config.environment is None,
+            "LUFFY puts a worked solution beside responses to a prompt, and environment has episodes; drop one",
+        )
+        require(
+            config.rollout.over_provision == 1,
+            f"LUFFY samples fewer responses than a group has, and over_provision={config.rollout.over_provision} "
+            "has groups of all go on from step to step; leave it at 1",
+        )
+
+
+def get_config() -> Config:
+    """Return the configuration of the run."""
+    base = load("grpo_arithmetic")
+    assert base.cold_start is not None
+    return replace(
+        base,
+        name="luffy",
+        data=Arithmetic(difficulty=2, train_problems=12_800),
+        cold_start=replace(base.cold_start, data=base.data),
+        algorithm=LUFFY(responses_per_update=64),
+    )
