@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from learning_run import SEEDS
 from learning_task import exported, from_pairs, further, generating, supervised, write_records
-from test_data_retokenized import pairs_of_digits
+from test_algorithms_retokenized import pairs_of_digits
 from test_extending import shown_algorithm
 from tiny_runs import records
 
@@ -25,7 +25,6 @@ from jaxrlhf.config import (
     Config,
     Distillation,
     Layout,
-    LogitDistillation,
     PolicyGradient,
     Preference,
     Pretrained,
@@ -33,8 +32,8 @@ from jaxrlhf.config import (
     ProcessRewardModel,
     RewardModel,
     Rollout,
-    SpanDistillation,
     StepFile,
+    load_module,
 )
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -196,7 +195,10 @@ def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("distillation", [SpanDistillation, LogitDistillation])
+@pytest.mark.parametrize(
+    "distillation",
+    [load_module("span_distillation").SpanDistillation, load_module("logit_distillation").LogitDistillation],
+)
 def test_it_learns_from_a_teacher_with_another_tokenizer(distillation, folder, guessing, tmp_path):
     pairs_of_digits(tmp_path / "tokenizer")
     judge = exported(write_records(tmp_path), "answer", seed=3, tokenizer=str(tmp_path / "tokenizer"))

@@ -21,7 +21,7 @@ from jaxrlhf.algos.advantages import (
 from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
 from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.importance_sampling import ImportanceWeights, rollout_correction, sampler_gap
-from jaxrlhf.algos.kl import adaptive_kl_coefficient, event_divergence, kl_estimate
+from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
 from jaxrlhf.algos.losses import (
     PolicyTerms,
     PolicyTokens,
@@ -41,7 +41,6 @@ from jaxrlhf.algos.masked import (
     segment_mean,
     segment_sum,
     selected,
-    span_sums,
     whiten,
 )
 from jaxrlhf.algos.objectives import (
@@ -51,7 +50,6 @@ from jaxrlhf.algos.objectives import (
     mixed_objective,
     nll_objective,
     policy_objective,
-    span_objective,
     value_objective,
 )
 from jaxrlhf.algos.preference import (

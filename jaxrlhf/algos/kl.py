@@ -1,7 +1,5 @@
 """Divergence from a reference policy: per-token estimators and a controller for their coefficient."""
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
@@ -11,7 +9,6 @@ from jaxrlhf.config import KLEstimator
 
 LOG_RATIO_LIMIT = 20.0
 _K3_LIMIT = 10.0
-_LEAST_REST = 1e-7
 
 
 def kl_estimate(
@@ -58,41 +55,6 @@ def _estimate(logp: Array, ref_logp: Array, estimator: str) -> Array:
             # exp(x) - 1 - x cancels catastrophically near 0, where most tokens are.
             return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, _K3_LIMIT)
     raise ValueError(f"unknown KL estimator {estimator!r}; use k1, abs, k2, k3, k1+ or k3+")
-
-
-def event_divergence(
-    logp_E: Float[Array, "*shape E"], teacher_logp_E: Float[Array, "*shape E"], *, beta: float
-) -> Float[Array, "*shape"]:
-    """Compute the generalized Jensen-Shannon divergence between two distributions over some events and their rest.
-
-        D = beta KL(teacher || m) + (1 - beta) KL(policy || m),   m = beta teacher + (1 - beta) policy
-
-    The sums are over the given events and one more event, that none of them happens. beta = 0 is
-    KL(teacher || policy), beta = 1 is KL(policy || teacher).
-
-    Args:
-      logp_E: Log-probabilities of disjoint events. Padding is any finite number whose exponential underflows, in both
-        arguments.
-
-    Source: Agarwal et al. 2024 (arXiv:2306.13649), eq. 1, with its limits replaced by the two KLs, as in TRL.
-    """
-    own, other = _with_rest(logp_E), _with_rest(teacher_logp_E)
-    if beta == 0.0:
-        return _kl(other, own)
-    if beta == 1.0:
-        return _kl(own, other)
-    mixed = jnp.logaddexp(other + math.log(beta), own + math.log1p(-beta))
-    return beta * _kl(other, mixed) + (1 - beta) * _kl(own, mixed)
-
-
-def _with_rest(logp_E: Array) -> Array:
-    """Append the log-probability that no event happens; that probability is at least 1e-7 (the rounding of float32)."""
-    rest = jnp.log(jnp.maximum(1 - jnp.exp(logp_E).sum(axis=-1, keepdims=True), _LEAST_REST))
-    return jnp.concatenate([logp_E, rest], axis=-1)
-
-
-def _kl(logp_E: Array, other_logp_E: Array) -> Array:
-    return (jnp.exp(logp_E) * (logp_E - other_logp_E)).sum(axis=-1)
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, sequences: int) -> float:

@@ -6,7 +6,6 @@ nor the gradient. Statistics of sharded arrays are over the whole array.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from jaxrlhf.batch import Array
@@ -44,23 +43,6 @@ def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) ->
 
     inside_RW = segment_RW > 0
     return selected(jax.vmap(of_row)(selected(value_RW, inside_RW), segment_RW), inside_RW)
-
-
-def span_sums(
-    value_BT: Float[np.ndarray, "B T"], span_BT: Int[np.ndarray, "B T"], mask_BT: Bool[np.ndarray, "B T"]
-) -> Float[np.ndarray, "B T"]:
-    """Sum over each token's span, that is over the tokens of the row with the same number; 0 outside the mask.
-
-    Runs on the host.
-
-    Args:
-      span_BT: Span numbers, from 0 to T - 1 inside the mask.
-    """
-    rows, width = mask_BT.shape
-    place_BT = np.where(mask_BT, span_BT, 0) + width * np.arange(rows)[:, None]
-    inside_BT = np.where(mask_BT, value_BT, 0)
-    total = np.bincount(place_BT.ravel(), weights=inside_BT.ravel(), minlength=rows * width)
-    return np.where(mask_BT, total[place_BT], 0).astype(value_BT.dtype)
 
 
 def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:

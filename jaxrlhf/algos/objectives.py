@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, Num
 
-from jaxrlhf.algos.kl import event_divergence, kl_estimate
+from jaxrlhf.algos.kl import kl_estimate
 from jaxrlhf.algos.losses import PolicyTokens, clipped_value_loss
-from jaxrlhf.algos.masked import segment_sum, selected
+from jaxrlhf.algos.masked import selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import KLInLoss, LogitDistillation, PolicyGradient, ValueLoss, function_of
-
-_NO_EVENT = -1e9  # finite, so that probability 0 times a difference of two such values is 0
+from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
 
 Mask = Bool[Array, "R W"]
 TokenValues = Float[Array, "R W"]
@@ -141,39 +139,6 @@ def mixed_objective(
     scale = _field(fields, "metric_weight", mask)
     metrics = {name: scale * value for name, value in {**policy.metrics, "ptx/loss": nll}.items()}
     return ObjectiveTerms(policy.loss + example_weight * nll, metrics)
-
-
-def span_objective(
-    output: TokenOutput, mask: Mask, weight: TokenValues, fields: Fields, settings: LogitDistillation
-) -> ObjectiveTerms:
-    """Compute the divergence from a teacher's distribution over each span of text, at the span's last token.
-
-        weight * event_divergence(policy, teacher)
-
-    The first event is the text of the span; its log-probability is the sum over the span's tokens. The other events, at
-    spans of one token, are alternative tokens.
-
-    Args:
-      output: In addition `named`, log-probabilities of the tokens in the field `named`.
-      mask: Tokens in spans.
-      fields: Fields of `policy_objective`, with an advantage of 0; `to_last`, number of tokens from each token to the
-        last of its span; `teacher_logp` of the span; and at last tokens, `[R, W, K]`: `named`, ids of alternative
-        tokens, below 0 for none, and `teacher_named`, the teacher's log-probabilities of these tokens.
-    """
-    policy = policy_objective(output, mask, weight, fields, settings)
-    assert output.named is not None, "the output lacks log-probabilities of the field `named`"
-    to_last = _field(fields, "to_last", mask).astype(jnp.int32)
-    last = jnp.where(mask, jnp.arange(1, mask.shape[1] + 1)[None, :] + to_last, 0)
-    own = segment_sum(selected(output.logp, mask), last)
-    end = mask & (to_last == 0)
-    there = end[..., None] & (fields["named"] >= 0)
-    events, teacher = (
-        jnp.concatenate([selected(span, end)[..., None], jnp.where(there, named, _NO_EVENT)], axis=-1)
-        for span, named in ((own, output.named), (_field(fields, "teacher_logp", mask), fields["teacher_named"]))
-    )
-    divergence = selected(event_divergence(events, teacher, beta=settings.beta), end)
-    loss = policy.loss + selected(weight, mask) * divergence
-    return ObjectiveTerms(loss, {**policy.metrics, "spans/divergence": divergence})
 
 
 def value_objective(

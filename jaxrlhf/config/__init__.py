@@ -24,7 +24,7 @@ from jaxrlhf.config.algorithms.critic_free import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from jaxrlhf.config.algorithms.distillation import MOST_NAMED, Distillation, LogitDistillation, SpanDistillation
+from jaxrlhf.config.algorithms.distillation import Distillation
 from jaxrlhf.config.algorithms.nash_md import NashMD
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.algorithms.preference import (

@@ -21,8 +21,8 @@ class RoleSpec:
       training: Training settings; None is a frozen model. To change the role's layout, a plan changes the field of the
         algorithm that has the role's name.
       model: Checkpoint that the model starts from; None starts from a copy of the policy.
-      room: Largest number of tokens that the model's own tokenizer makes of one token of the policy, for models that
-        read re-tokenized text (`ModelSetup.retokenizer`). None reads the policy's tokens with the policy's tokenizer.
+      room: Largest number of tokens that the model's own tokenizer makes of one token of the policy, for models whose
+        worker tokenizes texts again (`ModelSetup.tokenizers`). None reads the policy's tokens.
     """
 
     name: str
@@ -50,11 +50,6 @@ def actor(training: Training) -> RoleSpec:
 def reference(model: Pretrained | None = None) -> RoleSpec:
     """Return the role of the frozen reference policy, or of another model that judges the actor's tokens."""
     return RoleSpec("reference", "jaxrlhf.workers.reference:Reference", model=model)
-
-
-def teacher(model: Pretrained, *, room: float) -> RoleSpec:
-    """Return the role of a frozen policy with its own tokenizer, which judges spans of text."""
-    return RoleSpec("reference", "jaxrlhf.workers.reference:Teacher", model=model, room=room)
 
 
 def critic(training: Training, model: Pretrained | None = None, *, name: str = "critic") -> RoleSpec:

@@ -16,6 +16,8 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.models.linear import few_rows_product, transposed_product
 
+MOST_LIKELY = 64
+"""Largest number of likely tokens that are returned for one position."""
 CHUNK_TOKENS = 512
 """Number of tokens whose logits exist at a time on a device: enough for a fast product."""
 
@@ -94,17 +96,17 @@ def likeliest_tokens(
     wanted_RW: Bool[Array, "R W"] | None = None,
     *,
     among_V: Bool[Array, "V"],
-    most: int,
     **how: Any,
 ) -> TokenOutput:
-    """Compute log-probabilities of wanted tokens as `token_logp` does, and of the most likely tokens in their places.
+    """Compute log-probabilities of wanted tokens as `token_logp` does, and of `MOST_LIKELY` tokens in their places.
+
+    The most likely token is the first; ids are -1 if there are fewer.
 
     Args:
       among_V: True for token ids that may be returned.
-      most: Number of token ids to return, the most likely first; -1 if there are fewer.
       how: Further arguments of `token_logp`, except `entropy` and `named_RWK`.
     """
-    likeliest = among_V, min(most, len(among_V))
+    likeliest = among_V, min(MOST_LIKELY, len(among_V))
     logp, named, names = _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, likeliest=likeliest, **how)
     return TokenOutput(logp, None, named, jnp.where(named > _NEVER / 2, names.astype(jnp.int32), -1))
 

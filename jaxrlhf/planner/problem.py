@@ -328,7 +328,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
             "episodes are taken to be responses of one turn, and seconds of tools and environments are not counted"
         )
     if any(spec.room is not None for spec in config.roles.values()):
-        notes.append("the teacher is taken to make as many tokens of a text as the student")
+        notes.append("models with a tokenizer of their own are taken to make as many tokens of a text as the policy")
     if getattr(config.model, "vision", None):
         weights = "weights and " if isinstance(config.model, Pretrained) else ""
         notes.append(f"{weights}work of the vision tower are not counted")

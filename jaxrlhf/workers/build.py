@@ -348,7 +348,7 @@ class Builder(PoolRoles):
             temperature=self.config.rollout.sampling.temperature,
             pixels=self.pixels,
             staleness=self.config.rollout.staleness,
-            retokenizer=self.retokenizer(role) if self.has_devices else None,
+            tokenizers=self.tokenizers(role) if self.has_devices else None,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:

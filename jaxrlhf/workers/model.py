@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
@@ -17,8 +18,7 @@ from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import MOST_NAMED, Refusal, Training
-from jaxrlhf.data.retokenized import Retokenizer
+from jaxrlhf.config import Refusal, Training
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
@@ -36,7 +36,7 @@ from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 Metrics = dict[str, float]
 Wanted = Literal["output", "entropy", "likeliest"]
 """Result of a forward pass. `output`: values or log-probabilities; `entropy`: log-probabilities and entropies;
-`likeliest`: log-probabilities of the tokens, and of the likeliest tokens that the policy's tokenizer has too."""
+`likeliest`: log-probabilities of the tokens, and of the likeliest tokens in their places."""
 Progress = Callable[[str, int, int], None]
 """Progress callback `(phase, done, total)`, called from the thread that does the work."""
 
@@ -52,7 +52,7 @@ class ModelSetup:
       offload: Parts kept in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: Rollout temperature, the default for log-probabilities.
       staleness: Maximum number of versions between the policy that sampled a response and this policy.
-      retokenizer: Converter from the policy's tokens to this model's; None if the tokenizers are the same.
+      tokenizers: Tokenizers of the policy and of this model; None if they are the same.
     """
 
     role: str
@@ -68,7 +68,7 @@ class ModelSetup:
     temperature: float
     pixels: Pixels = no_pixels
     staleness: int = 0
-    retokenizer: Retokenizer | None = None
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
 
 
 class ModelWorker:
@@ -85,6 +85,8 @@ class ModelWorker:
     """True to route tokens through the experts they were sampled with, if recorded (router replay)."""
     keeps_sampled: ClassVar[bool] = False
     """True to normalize log-probabilities over the sampling mask of each token, if recorded (keep sampling mask)."""
+    likeliest_among: np.ndarray | None = None
+    """bool, `[vocab]`, token ids that are read as the likeliest; None reads all."""
 
     def __init__(self, setup: ModelSetup, params: Params) -> None:
         self.setup, self.role, self.config, self.mesh = setup, setup.role, setup.config, setup.mesh
@@ -245,7 +247,7 @@ class ModelWorker:
         """Return the head's output at the response tokens: values, or log-probabilities and (with `entropy`) entropies.
 
         Args:
-          likeliest: True to return also the log-probabilities of the likeliest tokens that the policy has too.
+          likeliest: True to return also the log-probabilities of the likeliest tokens.
           named_RWK: Further token ids to read at each token; see `token_logp`.
         """
         if self.setup.head == "value":
@@ -259,9 +261,8 @@ class ModelWorker:
             "execution": self._execution,
         }
         if likeliest:
-            known, vocab = self.setup.retokenizer, self.config.vocab_size
-            among_V = np.ones(vocab, bool) if known is None else known.own_id_V(vocab) >= 0
-            return likeliest_tokens(*tokens, among_V=jnp.asarray(among_V), most=MOST_NAMED, **how)
+            among_V = np.ones(self.config.vocab_size, bool) if self.likeliest_among is None else self.likeliest_among
+            return likeliest_tokens(*tokens, among_V=jnp.asarray(among_V), **how)
         return token_logp(*tokens, entropy=entropy, named_RWK=named_RWK, **how)
 
     def _on_mesh(self, tree: Any) -> Any:

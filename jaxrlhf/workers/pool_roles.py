@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import Config, Pretrained, Refusal, RoleSpec, Training
-from jaxrlhf.data.retokenized import Retokenizer
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.causal_lm import AnyModel
@@ -92,16 +91,16 @@ class PoolRoles:
         return self.model if own is None else model_config(own, self.tokenizer)
 
     def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of a role's model: its own if the role reads re-tokenized text, else the policy's."""
+        """Return the tokenizer of a role's model: its own if the role tokenizes texts again, else the policy's."""
         spec = self.spec(role)
         if spec.room is None or spec.model is None:
             return self.tokenizer
         return load_tokenizer(str(resolve(spec.model.path)))
 
-    def retokenizer(self, role: str) -> Retokenizer | None:
-        """Return the converter from the policy's tokens to the tokens of a role's model; None if they are the same."""
+    def tokenizers(self, role: str) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
+        """Return the tokenizers of the policy and of a role's model; None if they are the same."""
         own = self.tokenizer_of(role)
-        return None if own is self.tokenizer else Retokenizer(self.tokenizer, own)
+        return None if own is self.tokenizer else (self.tokenizer, own)
 
     def in_room(self, tokens: int, role: str) -> int:
         """Return the number of tokens of a role's own tokenizer to reserve for `tokens` tokens of the policy."""

@@ -22,9 +22,11 @@ _MOVED = {
     "GiGPO": ("gigpo", "GiGPO"),
     "KLCovLoss": ("kl_cov", "KLCov"),
     "LUFFY": ("luffy", "LUFFY"),
+    "LogitDistillation": ("logit_distillation", "LogitDistillation"),
     "MaxRL": ("maxrl", "MaxRL"),
     "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
     "RAE": ("rae", "RAE"),
+    "SpanDistillation": ("span_distillation", "SpanDistillation"),
     "TurnGRPO": ("turn_grpo", "TurnGRPO"),
 }
 """Names that `jaxrlhf.config` had in an earlier release: the configuration and the name in it that replace each."""

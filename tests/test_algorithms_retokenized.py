@@ -9,9 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf.batch import Problem
-from jaxrlhf.data.retokenized import NO_SPAN, Retokenizer
+from jaxrlhf.config import load_module
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
+by_spans = load_module("span_distillation")
+NO_SPAN, Retokenizer = by_spans.NO_SPAN, by_spans.Retokenizer
 TEXTS = ["12-3=9\n#### 9", "Tom has 123 pears.", "é12日本34", "##### ", "1", ""]
 
 

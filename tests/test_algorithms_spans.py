@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from tiny_models import DECODER
 
-from jaxrlhf.algos import event_divergence, span_objective
-from jaxrlhf.config import LogitDistillation
+from jaxrlhf.config import load_module
 from jaxrlhf.models.heads import likeliest_tokens, token_logp
 
+by_logits = load_module("logit_distillation")
+event_divergence, span_objective = by_logits.event_divergence, by_logits.span_objective
+LogitDistillation = by_logits.LogitDistillation
 GOLDEN = json.loads((Path(__file__).parent / "golden_zoo.json").read_text())["distillation/spans"]
 SPANS = GOLDEN["spans"]
 MOST = 3
@@ -38,9 +40,10 @@ def of_teacher():
     logits = np.asarray(GOLDEN["teacher_logits"])
     own_id = dict(GOLDEN["pairs"])
     among_V = np.isin(np.arange(logits.shape[1]), [*own_id])
-    run, hidden, _ = read(likeliest_tokens, logits, GOLDEN["teacher_ids"], among_V=jnp.asarray(among_V), most=MOST)
+    run, hidden, _ = read(likeliest_tokens, logits, GOLDEN["teacher_ids"], among_V=jnp.asarray(among_V))
     output = run(hidden)
     logp, names, named = (np.asarray(array)[0, 1:] for array in (output.logp, output.names, output.named))
+    names, named = names[:, :MOST], named[:, :MOST]
     spans = [logp[span].sum() for span in SPANS[1]]
     return spans, [[own_id[int(one)] for one in names[span[0]]] for span in SPANS[1]], [named[s[0]] for s in SPANS[1]]
 
