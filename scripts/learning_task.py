@@ -53,7 +53,6 @@ from jaxrlhf.config import (
     PolicyGradient,
     Preference,
     Pretrained,
-    ProcessRewardModel,
     PromptFile,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
@@ -160,7 +159,7 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         settings["data"] = PromptFile(**files, solution_key="answer")
     if isinstance(algorithm, load_module("gdpo").GDPO):  # the second reward checks that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
-    if isinstance(algorithm, RewardModel | ProcessRewardModel):
+    if isinstance(algorithm, RewardModel | load_module("process_reward_model").ProcessRewardModel):
         # The algorithm has no actor, and learns to compare tokens.
         settings |= {"rewards": Rewards(), "actor": Training(), "steps": 150}
     return Config(algorithm=algorithm, model=model, **settings | changes)

@@ -29,7 +29,6 @@ from jaxrlhf.config import (
     Preference,
     Pretrained,
     ProcessModelReward,
-    ProcessRewardModel,
     RewardModel,
     Rollout,
     StepFile,
@@ -153,7 +152,8 @@ def test_it_learns_from_labelled_steps_and_scores_responses(folder, tmp_path):
 
     for name, count in (("train", 400), ("evaluation", task.HELD_OUT)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(labelled()) + "\n" for _ in range(count)))
-    algorithm = ProcessRewardModel(solutions_per_update=64, critic=task.training(5e-3))
+    process_reward = load_module("process_reward_model")
+    algorithm = process_reward.ProcessRewardModel(solutions_per_update=64, critic=task.training(5e-3))
     data = StepFile(*(str(tmp_path / f"{name}.jsonl") for name in ("train", "evaluation")))
     changes = {"data": data, "rollout": Rollout(max_prompt_tokens=8, max_response_tokens=5), "steps": 60}
     first, *_, last = run(task.task(folder, algorithm, task.TINY, **changes), tmp_path / "run")

@@ -67,7 +67,7 @@ from jaxrlhf.algos.preference import (
     simpo,
     with_likelihood,
 )
-from jaxrlhf.algos.process_labels import solution_score, step_objective
+from jaxrlhf.algos.process_labels import solution_score
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.turns import EpisodeTurns, turn_counts, turn_gae
 from jaxrlhf.algos.weights import token_weights

@@ -41,7 +41,6 @@ from jaxrlhf.config.algorithms.preference import (
     SimPO,
 )
 from jaxrlhf.config.algorithms.prime import PRIME
-from jaxrlhf.config.algorithms.process_reward_model import ProcessRewardModel
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
 from jaxrlhf.config.algorithms.vapo import VAPO

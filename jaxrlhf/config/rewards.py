@@ -166,7 +166,7 @@ class ModelReward:
 
 @dataclass(frozen=True)
 class ProcessModelReward(ModelReward):
-    """Probability that a response's steps are right, from a process reward model such as `ProcessRewardModel` trains.
+    """Probability that a response's steps are right, from a process reward model.
 
     The score head is read at the last token of each step, its separator; a sigmoid turns it into a probability.
 

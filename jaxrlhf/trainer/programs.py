@@ -22,11 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Array, EpisodeRows, Pair, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import (
     Config,
+    HubSteps,
     ModelReward,
     PolicyGradient,
     Preference,
     Pretrained,
-    ProcessRewardModel,
+    StepFile,
     function_of,
     override,
 )
@@ -187,7 +188,7 @@ def _problems(config: Config) -> Sequence[Problem]:
     solved = _solved(config, config.algorithm.problems_per_step(config))
     if isinstance(config.algorithm, Preference):
         return [Pair(**vars(one), rejected_tokens=one.solution_tokens, safe=(True, False)) for one in solved]
-    if isinstance(config.algorithm, ProcessRewardModel):
+    if isinstance(config.data, StepFile | HubSteps):
         ends = (config.rollout.max_response_tokens - 1,)
         return [LabelledSteps(**vars(one), step_ends=ends, step_labels=(True,)) for one in solved]
     return solved

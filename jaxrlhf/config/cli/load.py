@@ -25,6 +25,7 @@ _MOVED = {
     "LogitDistillation": ("logit_distillation", "LogitDistillation"),
     "MaxRL": ("maxrl", "MaxRL"),
     "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
+    "ProcessRewardModel": ("process_reward_model", "ProcessRewardModel"),
     "RAE": ("rae", "RAE"),
     "SpanDistillation": ("span_distillation", "SpanDistillation"),
     "TurnGRPO": ("turn_grpo", "TurnGRPO"),

@@ -139,13 +139,9 @@ def _loading(exported: Exported) -> str:
 def _chosen(settings: Settings) -> dict[str, str]:
     """Return the main settings of a run, for the card's table."""
     algorithm, rollout = settings["algorithm"], settings["rollout"]
-    trained = (
-        algorithm["critic"]
-        if algorithm["class"] in ("RewardModel", "CostModel", "ProcessRewardModel")
-        else settings["actor"]
-    )
-    optimizer, lora = trained["optimizer"], trained["lora"]
     generates = "responses_per_update" in algorithm
+    trained = algorithm["critic"] if "critic" in algorithm and not generates else settings["actor"]
+    optimizer, lora = trained["optimizer"], trained["lora"]
     kl = algorithm.get("kl")
     rows = {
         "base": _called(settings["model"]),

@@ -8,22 +8,24 @@ import pytest
 import torch
 from learning_task import TINY, training
 
-from jaxrlhf.algos import solution_score, step_objective
+from jaxrlhf.algos import solution_score
 from jaxrlhf.config import (
     Arithmetic,
     Config,
     FormatReward,
     ModelReward,
     ProcessModelReward,
-    ProcessRewardModel,
     Rewards,
     Rollout,
     StepFile,
     Training,
+    load_module,
 )
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.dataflows.reward_model import step_experience
+
+process_reward = load_module("process_reward_model")
+ProcessRewardModel, step_objective = process_reward.ProcessRewardModel, process_reward.step_objective
 
 
 def write(path, lines) -> str:
@@ -61,7 +63,7 @@ def test_steps_are_read_with_their_separators_and_judged_after_them(tmp_path):
     again = load_problems(StepFile(others), tokenizer, split="train", max_prompt_tokens=12, max_solution_tokens=11)
     assert again.problems.fingerprint != loaded.problems.fingerprint
 
-    batch = step_experience([first, second], settings)
+    batch = process_reward.step_experience([first, second], settings)
     for row, problem in enumerate((first, second)):
         start = len(problem.prompt_tokens)
         places = np.flatnonzero(batch.sequences.mask_BT[row])
