@@ -46,7 +46,6 @@ from jaxrlhf.config import (
     GRPOPassK,
     Gsm8kReward,
     Model,
-    NashMD,
     OnlineDPO,
     Optimizer,
     PairFile,
@@ -105,7 +104,7 @@ def further() -> dict[str, Algorithm]:
     clip_cov, kl_cov = map(load_module, ("clip_cov", "kl_cov"))
     groups = (GMPO, GRPOPassK, OnlineDPO, luffy.LUFFY, maxrl.MaxRL, gdpo.GDPO, otb.OptimalTokenBaseline)
     covariances = (clip_cov.ClipCov(share=0.02, covariance_low=0.0), kl_cov.KLCov(share=0.02))
-    nash = NashMD(beta=0.01, preference="higher")
+    nash = load_module("nash_md").NashMD(beta=0.01, preference="higher")
     pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
     others = (*(kind() for kind in groups), *covariances, nash, *pairs)
     return {type(one).__name__: one for one in others} | by_loss

@@ -15,7 +15,6 @@ from jaxrlhf.config import (
     FromScratch,
     Layout,
     Lora,
-    NashMD,
     Rewards,
     Rollout,
     RolloutServer,
@@ -100,7 +99,6 @@ def test_a_run_says_what_is_not_divided_while_it_generates():
     for settings, undivided in [
         ({}, ()),
         ({"model": FromScratch(vision=Tower())}, ("rows",)),
-        ({"algorithm": NashMD(responses_per_update=32)}, ("stage",)),
         ({"rollout": Rollout(prompts_per_step=32, cache="pages")}, ("stage", "context")),
     ]:
         assert roles(a_config(**settings))["actor"].undivided == undivided

@@ -60,10 +60,8 @@ from jaxrlhf.algos.preference import (
     ipo,
     kto,
     linear_objective,
-    nash_advantage,
     odds_ratio,
     pair_cost,
-    preferred,
     simpo,
     with_likelihood,
 )

@@ -12,7 +12,7 @@ derivatives become token weights.
 and KTO, of log pi in SimPO, CPO and ORPO.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -229,35 +229,6 @@ def best_and_worst(
         advantage_B[best] = size * slope_CR.mean(axis=1) / len(best)
         advantage_B[worst] = -size * slope_CR.mean(axis=0) / len(worst)
     return advantage_B
-
-
-def preferred(
-    score_B: Float[Array, "B"], other_B: Float[Array, "B"], *, how: Literal["bradley-terry", "higher"]
-) -> Float[np.ndarray, "B"]:
-    """Compute the probability that a response is preferred to another, from their scores.
-
-    `bradley-terry` is sigmoid(score - other); `higher` is 1 for the higher score, and a half for equal ones.
-    """
-    ahead_B = np.asarray(score_B, np.float64) - np.asarray(other_B, np.float64)
-    chance_B = (1 + np.tanh(ahead_B / 2)) / 2 if how == "bradley-terry" else (1 + np.sign(ahead_B)) / 2
-    return chance_B.astype(np.float32)
-
-
-def nash_advantage(
-    preferred_B: Float[Array, "B"], log_ratio_B: Float[Array, "B"], *, beta: float
-) -> Float[np.ndarray, "B"]:
-    """Compute the advantage of a response in Nash-MD's policy gradient.
-
-        A = P(y > y') - 1 / 2 - beta * log(pi(y) / pi_ref(y))
-
-    Args:
-      preferred_B: Probability that the response is preferred to a response y' of the mixture.
-      log_ratio_B: log pi - log pi_ref of each response, summed over its tokens.
-      beta: The paper's tau.
-
-    Source: Munos et al. 2023 (arXiv:2312.00886), section 7, the gradient of Nash-MD-PG.
-    """
-    return np.asarray(preferred_B) - np.float32(0.5) - np.float32(beta) * np.asarray(log_ratio_B)
 
 
 def linear_objective(

@@ -25,7 +25,6 @@ from jaxrlhf.config.algorithms.critic_free import (
     ReMax,
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
-from jaxrlhf.config.algorithms.nash_md import NashMD
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.algorithms.preference import (
     CPO,

@@ -139,12 +139,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 def _undivided(config: Config) -> tuple[str, ...]:
     """Return the parts that a run would refuse to divide; see `Role.undivided`."""
-    pages, mixed = config.rollout.cache == "pages", config.algorithm.reference_share() is not None
-    parts = {
-        "rows": bool(getattr(config.model, "vision", None)),
-        "stage": pages or mixed,
-        "context": pages,
-    }
+    pages = config.rollout.cache == "pages"
+    parts = {"rows": bool(getattr(config.model, "vision", None)), "stage": pages, "context": pages}
     return tuple(part for part, whole in parts.items() if whole)
 
 

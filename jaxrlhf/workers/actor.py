@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Experience, Params, Problem, RolloutBatch, Sequences
-from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
-from jaxrlhf.config import Optimizer, Sampling
+from jaxrlhf.batch import Array, Experience, Params, RolloutBatch, Sequences
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_PROTO, worker_method
+from jaxrlhf.config import Optimizer
 from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
 from jaxrlhf.resharding.offload import Moved
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.workers.generation.generates import GenerationWorker
-from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.model import Metrics, ModelSetup
 from jaxrlhf.workers.sampler import Sampler
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker, Updated
@@ -34,11 +33,9 @@ class Actor(TrainedWorker, GenerationWorker):
 
     Attributes:
       version: Number of steps that have updated the weights.
-      opponents: Sampler of a mixture of the policy and the reference; None if the algorithm needs none.
     """
 
     replays_routing = keeps_sampled = True
-    opponents: MixtureSampler | None = None
 
     def __init__(
         self,
@@ -73,13 +70,9 @@ class Actor(TrainedWorker, GenerationWorker):
         }
 
     @contextmanager
-    def generating(self, versions: Sequence[int] = (), *, sampler: Sampler | None = None) -> Iterator[Sampler]:
-        """Load the current weights into a sampler's engine within the block, and yield the sampler.
-
-        Args:
-          sampler: Sampler to use; None is the policy's.
-        """
-        sampler = self._sampler if sampler is None else sampler
+    def generating(self, versions: Sequence[int] = ()) -> Iterator[Sampler]:
+        """Load the current weights into the sampler's engine within the block, and yield the sampler."""
+        sampler = self._sampler
         assert sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         if not self.has_devices:
             yield self._described_sampler(sampler, self._hybrid)
@@ -122,18 +115,6 @@ class Actor(TrainedWorker, GenerationWorker):
         weights, switch = switched
         self._switches.append(switch)
         return weights
-
-    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
-    def generate_opponents(self, problems: Sequence[Problem], sampling: Sampling, *, seed: int) -> RolloutBatch:
-        """Sample one response to each problem from the mixture of the current policy and the reference.
-
-        Args:
-          seed: Sampling seed. Seed and problem id determine a response, so use another seed than `generate_sequences`:
-            the same seed would use the same random numbers.
-        """
-        assert self.opponents is not None, "the algorithm has no opponents"
-        with self.generating(sampler=self.opponents) as sampler:
-            return sampler.generate(problems, sampling, responses_per_prompt=1, seed=seed)
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:

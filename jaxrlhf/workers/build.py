@@ -27,7 +27,6 @@ from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_config
-from jaxrlhf.models.mixture import GeometricMixture
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.endpoint import check_health
@@ -37,7 +36,6 @@ from jaxrlhf.sharding.mesh import GENERATION_AXES, SLOT_AXES, factored_mesh, gen
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
-from jaxrlhf.workers.generation.mixture import MixtureSampler
 from jaxrlhf.workers.generation.worker import RolloutWorker
 from jaxrlhf.workers.model import ModelSetup, ModelWorker, Progress
 from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_texts, stop_tokens
@@ -130,10 +128,11 @@ class Builder(PoolRoles):
     def _sampler(self, mesh: Mesh) -> Sampler:
         self.policy.check_generation(mesh)
         submesh = local_submesh(mesh)
-        engine = self.rollout_engine(submesh, submesh.size / mesh.size)
-        loop, rollout = self._agent_loop(), self.config.rollout
+        share = submesh.size / mesh.size
+        engine, loop, rollout = self.rollout_engine(submesh, share), self._agent_loop(), self.config.rollout
         how = self.width, self.progress, self._feed, loop, rollout.sampling.most_kept
-        return Sampler(self.model, engine, mesh, submesh, *how)
+        new_engine = partial(self._engine, submesh=submesh, share=share)
+        return Sampler(self.model, engine, mesh, submesh, *how, new_engine=new_engine)
 
     def _agent_loop(self) -> AgentLoop | None:
         """Build the runner of episodes; environments are loaded now, so that an invalid one is refused early."""
@@ -158,10 +157,10 @@ class Builder(PoolRoles):
         rollout = self.config.rollout
         if rollout.server is not None:
             return self._server_engine(rollout.server)
-        return self._engine(self.model, submesh, share, slots=self.slots)
+        return self._engine(self.model, self.slots, submesh=submesh, share=share)
 
-    def _engine(self, model: AnyModel, submesh: Mesh, share: float, *, slots: int) -> Engine:
-        """Build an engine for the policy, or for a mixture model, whose cache has the same kind of layers."""
+    def _engine(self, model: AnyModel, slots: int, *, submesh: Mesh, share: float) -> Engine:
+        """Build an engine for the policy, or for another model that is sharded and sampled from in the same way."""
         config, rollout = self.config, self.config.rollout
         return Engine(
             model,
@@ -189,16 +188,6 @@ class Builder(PoolRoles):
                 cache=rollout.cache if model is self.model else "slots",
             ),
         )
-
-    def _opponents(self, start: Params, phase: Phase) -> MixtureSampler | None:
-        """Build the sampler of a mixture with the phase's initial weights; None if the algorithm needs no mixture."""
-        share, own = phase.config.algorithm.reference_share(), self.sampler
-        if share is None or own is None or self.hybrid is None or not self.has_devices:
-            return None
-        mixture, part = GeometricMixture.of(self.model, share), own.submesh.size / own.mesh.size
-        engine = self._engine(mixture, own.submesh, part, slots=self.config.rollout.prompts_per_step)
-        settings = {**vars(own), "config": mixture, "engine": engine, "most_kept": 0, "holds": False}
-        return MixtureSampler(**settings, reference=copied(start, self.hybrid.generation_shapes["parameters"]))
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
         """Build the engine that calls the run's servers; a server that does not answer is refused now."""
@@ -267,9 +256,7 @@ class Builder(PoolRoles):
             if spec.name != "actor":
                 workers[spec.name] = self._model(spec, start, phase)
         if "actor" in from_policy:  # last: the other workers copy the parameters that the actor takes over
-            opponents = self._opponents(start, phase)
-            workers["actor"] = actor = self._actor(start, phase)
-            actor.opponents = opponents
+            workers["actor"] = self._actor(start, phase)
         if "reference" in roles and phase.config.reference_is_frozen_actor:
             lora = self.config.actor.lora
             adapters = self._adapters(self.policy) if lora is not None and lora.start is not None else None

@@ -47,6 +47,7 @@ class Sampler:
       width: T, number of columns of a rollout's arrays.
       agent_loop: Runner of episodes; None without an environment.
       most_kept: Largest sampling mask of a training rollout, which the engine records; 0 records none.
+      new_engine: Function from another model and a number of slots to a further engine on the same devices.
     """
 
     config: AnyModel
@@ -58,6 +59,7 @@ class Sampler:
     feed: CompletionFeed
     agent_loop: AgentLoop | None = None
     most_kept: int = 0
+    new_engine: Callable[[AnyModel, int], Engine] | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that generation from prompts of these lengths needs."""

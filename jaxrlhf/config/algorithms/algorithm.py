@@ -87,10 +87,6 @@ class Algorithm(Settings, ABC):
         """Return True if held-out problems are answered greedily and the answers are scored."""
         return self.evaluation is None
 
-    def reference_share(self) -> float | None:
-        """Return the reference's share of the mixture from which opponents are sampled; None samples no opponents."""
-        return None
-
     def takes_several(self) -> bool:
         """Return True if an episode may consist of several sequences, with these settings."""
         return self.takes_several_sequences

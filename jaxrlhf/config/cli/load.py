@@ -24,6 +24,7 @@ _MOVED = {
     "LUFFY": ("luffy", "LUFFY"),
     "LogitDistillation": ("logit_distillation", "LogitDistillation"),
     "MaxRL": ("maxrl", "MaxRL"),
+    "NashMD": ("nash_md", "NashMD"),
     "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
     "ProcessRewardModel": ("process_reward_model", "ProcessRewardModel"),
     "RAE": ("rae", "RAE"),

@@ -19,21 +19,21 @@ from jaxrlhf.config import (
     KLInLoss,
     Layout,
     Lora,
-    NashMD,
     PolicyLoss,
     Rollout,
     Sampling,
     Tools,
     Training,
     TruncatedImportance,
+    load_module,
 )
-from jaxrlhf.dataflows import nash_md
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.mixture import GeometricMixture
 
 pytestmark = pytest.mark.usefixtures("programs")
 
+nash_md = load_module("nash_md")
+NashMD, GeometricMixture = nash_md.NashMD, nash_md.GeometricMixture
 SHARE, TEMPERATURE = 0.3, 0.8
 
 
@@ -94,8 +94,8 @@ def config(algorithm=None, **changes) -> Config:
 class Actor(Made):
     """An actor, its opponents and its reference; the log-ratio of a token is 0.2 in each response's first."""
 
-    def generate_opponents(self, problems, sampling, *, seed):
-        self.seeds = seed
+    def generate_opponents(self, problems, sampling, *, share, seed):
+        self.seeds, self.share = seed, share
         return done(rollout_of(MASK[[0, 2]], [one.prompt_id for one in problems]))
 
     def compute_ref_log_prob(self, rollout):
@@ -113,6 +113,7 @@ def test_a_step_follows_the_chance_to_be_preferred_less_the_log_ratio(how):
     work = StepInput(settings, [problem(0), problem(1)], 0, settings.algorithm.initial_state())
     roles = SimpleNamespace(actor=made, reward=made, reference=made)
     result = nash_md.learn(roles, work, nash_md.collect(roles, work))
+    assert made.share == 0.125
     assert made.seeds != work.seed, "opponents would be drawn by the numbers of the policy's responses"
     ahead = [1.0 - 0.25, -0.5 - 0.25]
     chance = [1 / (1 + math.exp(-x)) for x in ahead] if how == "bradley-terry" else [1.0, 0.0]
@@ -135,6 +136,7 @@ def test_what_no_mixture_can_be_drawn_for_is_refused(refused):
         {"actor": Training(lora=Lora())},
         {"actor": Training(layout=Layout(generation_stage=2)), "rollout": Rollout(2, 2, staleness=1)},
         {"rollout": Rollout(2, 2, quantize="int8"), "algorithm": quantized},
+        {"placement": "auto"},
     ]:
         with refused():
             config(**changes)
