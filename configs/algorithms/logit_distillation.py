@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Params, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
-from jaxrlhf.config import Config, PolicyLoss, RoleSpec, load, load_module
+from jaxrlhf.config import Config, PolicyLoss, Pretrained, RoleSpec, load, load_module
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Share, within
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
@@ -34,6 +34,8 @@ from jaxrlhf.models.heads import MOST_LIKELY
 from jaxrlhf.workers.model import ModelSetup
 
 spans = load_module("span_distillation")
+Teacher: Any = spans.Teacher
+SpanDistillation: Any = spans.SpanDistillation
 _NO_EVENT = -1e9  # finite, so that probability 0 times a difference of two such values is 0
 _LEAST_REST = 1e-7  # rounding of float32
 
@@ -157,7 +159,7 @@ class NamedSpans(NamedTuple):
     named_BTK: Array
 
 
-class NamingTeacher(spans.Teacher):
+class NamingTeacher(Teacher):
     """Teacher that also names the likeliest tokens in place of each span of one token."""
 
     def __init__(self, setup: ModelSetup, params: Params) -> None:
@@ -180,7 +182,8 @@ class NamingTeacher(spans.Teacher):
         name_BTK = np.full((*mask_BT.shape, named), -1, np.int32)
         named_BTK = np.zeros(name_BTK.shape, np.float32)
         if not self.has_devices:
-            return NamedSpans(*self.lowered_spans(rollout, **how), name_BTK, named_BTK)
+            empty = self.lowered_spans(rollout, **how)
+            return NamedSpans(empty.logp_BT, empty.span_BT, name_BTK, named_BTK)
         read = self.read(problems, rollout, **how)
         for row, own in enumerate(read.responses if named else ()):
             whole_S = read.spans.span_BT[row, mask_BT[row]] != spans.NO_SPAN
@@ -193,7 +196,7 @@ class NamingTeacher(spans.Teacher):
         if named:
             name_BTK = np.where(name_BTK < 0, -1, self.own_id_V[name_BTK])
         name_BTK[name_BTK == np.asarray(rollout.sequences.token_BT)[..., None]] = -1  # the span itself
-        return NamedSpans(*read.spans, name_BTK, named_BTK)
+        return NamedSpans(read.spans.logp_BT, read.spans.span_BT, name_BTK, named_BTK)
 
 
 def learn(roles: Roles, work: StepInput["LogitDistillation"], batch: ScoredRollout) -> StepResult:
@@ -231,7 +234,7 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class LogitDistillation(spans.SpanDistillation):
+class LogitDistillation(SpanDistillation):
     """On-policy distillation of distributions, from a teacher with another tokenizer or the student's.
 
     If a span is one token in both tokenizations, the two models are compared on the teacher's most likely tokens that
@@ -270,7 +273,6 @@ class LogitDistillation(spans.SpanDistillation):
 
 def get_config() -> Config:
     """Return the configuration of the run."""
-    base = load("span_distillation")
-    teacher = base.algorithm.reference_model
+    teacher = Pretrained("HuggingFaceTB/SmolLM2-1.7B-Instruct")
     algorithm = LogitDistillation(responses_per_update=64, reference_model=teacher)
-    return replace(base, name="logit_distillation", algorithm=algorithm)
+    return replace(load("span_distillation"), name="logit_distillation", algorithm=algorithm)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient, check_whole_responses
 from jaxrlhf.config.losses import CISPOLoss, GMPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
@@ -36,7 +37,7 @@ class GRPO(GroupCompared):
       normalize_std: True divides advantages by the standard deviation of the group's scores.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
+    learn: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.grpo:grpo"
 
     normalize_std: bool = True
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.refusal import require
@@ -24,7 +25,7 @@ class Distillation(PolicyGradient):
       reference_model: Teacher model; it has the student's tokenizer.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.distillation:learn"
+    learn: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.distillation:learn"
 
     reference_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen2.5-1.5B-Instruct"))
 
