@@ -149,14 +149,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "lowercase": Kind("Write only lowercase letters, like this: we like {topic}.", lowercase),
+    "lowercase": Kind("Write only lowercase letters.", lowercase),
     "capitals": Kind("WRITE IT IN CAPITAL LETTERS, LIKE THIS: WE LIKE {TOPIC}.", capitals),
     "no_comma": Kind("Do not use any comma.", no_comma),
-    "words": Kind("Use exactly {} words.", exact_words, ("4", "5", "6")),
+    "words": Kind("Use exactly {} words.", exact_words, ("4", "5")),
     "begins": Kind('Begin with the word "{}".', begins, ("Today", "Yes", "Maybe", "Look", "Once", "Sometimes")),
     "ends": Kind('End with the word "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
-    "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2", "3")),
-    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2", "3")),
+    "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2",)),
+    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2",)),
     "json": Kind('Answer in JSON, like this: {{"{}": "...", "{}": "..."}}', json_keys, ("name fact", "what why")),
     "quoted": Kind('Write it "in double quotes".', quoted),
     "question": Kind("Write it as a question.", question),

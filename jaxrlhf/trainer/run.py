@@ -171,4 +171,4 @@ def _trained(phase: Config) -> Path | None:
         if checkpoints.latest() != phase.steps:
             return None
         say(resuming(phase, phase.steps))
-        return checkpoints.folder(phase.steps, "actor")
+        return checkpoints.checked_folder(phase.steps, "actor")
