@@ -29,7 +29,7 @@ LEAST_BYTES = 16 * 2**20
 _PACKED = 8
 """Approximate bytes of text in one byte of a compressed file."""
 
-_VERSION = 7
+_VERSION = 8
 
 
 def cache_folder_of(
