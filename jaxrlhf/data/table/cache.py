@@ -56,7 +56,7 @@ def cache_folder_of(
 
 
 def _text_bytes(name: str, size: int) -> int:
-    return size if name.endswith((".jsonl", ".ndjson", ".json")) else size * _PACKED
+    return size if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".tsv")) else size * _PACKED
 
 
 def _place() -> Path | None:
