@@ -149,7 +149,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "lowercase": Kind("Write only lowercase letters.", lowercase),
+    "lowercase": Kind("Write only lowercase letters, like this: we like {topic}.", lowercase),
     "capitals": Kind("WRITE IT IN CAPITAL LETTERS, LIKE THIS: WE LIKE {TOPIC}.", capitals),
     "no_comma": Kind("Do not use any comma.", no_comma),
     "words": Kind("Use exactly {} words.", exact_words, ("4", "5")),
@@ -263,7 +263,7 @@ def get_config() -> Config:
             decode_tokens_per_dispatch=8,  # most responses end within 24 tokens
         ),
         actor=Training(
-            optimizer=Optimizer(learning_rate=8e-5, warmup_updates=4, decay="cosine", weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=1e-4, warmup_updates=4, decay="cosine", weight_decay=0.0),
             tokens_per_microbatch=2048,
         ),
         steps=STEPS,
