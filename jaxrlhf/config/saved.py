@@ -1,4 +1,4 @@
-"""Settings of checkpoints and of per-token records."""
+"""Settings of checkpoints, of per-token records, and of runs that stall."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -80,3 +80,17 @@ class TokenRecords(Settings):
             self.responses > 0 or not self.entropy,
             "token_records.entropy is on and token_records.responses=0 has no tokens; name some responses, or drop it",
         )
+
+
+@dataclass(frozen=True)
+class Stall(Settings):
+    """Report of a run in which nothing moves: no call of a role starts or ends, and no call reports progress.
+
+    Attributes:
+      after_s: Seconds without movement until the first report, and between reports; None reports nothing.
+      then: What follows a report: `go_on` waits further, and `end` kills the processes of the run and exits with
+        code 1, so that a scheduler can start the run again from its last checkpoint.
+    """
+
+    after_s: Positive[float] | None = 1800.0
+    then: Literal["go_on", "end"] = "go_on"

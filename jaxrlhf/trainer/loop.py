@@ -89,6 +89,10 @@ class Loop:
                 log.finish(title=self.config.name, show=5)
         return True
 
+    def doing(self) -> str:
+        """Return what the controller does at the moment, for messages."""
+        return f"in step {self.stop.step} of {self.config.name}, while {self._task or 'starting'}"
+
     @contextmanager
     def _telling_what_is_kept(self) -> Iterator[None]:
         """Add a note to a `DiskFull` of the block: the last complete checkpoint, and how to continue."""
