@@ -124,7 +124,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
     # In the first step of the cold start.
     done = start(tmp_path, "SIGTERM", "update", 1)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
-    assert f"stopped after saving; the same command goes on from {tmp_path}" in done.stdout
+    assert f"stopped after saving; the same command continues from {tmp_path}" in done.stdout
     assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
 
     # Half a cold start is something to resume, too.
@@ -140,7 +140,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
 
     # Four updates of steps 1 and 2, then the first of step 3; by Ctrl-C this time, which ends what is to follow too.
     done = start(tmp_path, "SIGINT", "update", 5)
-    stopped = f"stopped after saving; the same command goes on from {tmp_path}\n"
+    stopped = f"stopped after saving; the same command continues from {tmp_path}\n"
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, stopped)
     assert "finishing step 3, then saving; press Ctrl-C again to stop at once" in done.stdout
     assert max(saved(tmp_path)) == 3

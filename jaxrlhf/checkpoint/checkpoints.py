@@ -126,7 +126,7 @@ def _naming(place: Path) -> Iterator[None]:
     except Exception as error:
         error.add_note(
             f"raised while reading {place}; if a file there is damaged, delete the checkpoint that it belongs to, and "
-            "a run that is resumed goes on from the one before"
+            "a resumed run continues from the one before"
         )
         raise
 
