@@ -152,11 +152,11 @@ KINDS = {
     "lowercase": Kind("Write only lowercase letters, like this: we like {topic}.", lowercase),
     "capitals": Kind("WRITE IT IN CAPITAL LETTERS, LIKE THIS: WE LIKE {TOPIC}.", capitals),
     "no_comma": Kind("Do not use any comma.", no_comma),
-    "words": Kind("Use exactly {} words.", exact_words, ("4", "5", "6")),
+    "words": Kind("Use exactly {} words.", exact_words, ("4", "5")),
     "begins": Kind('Begin with the word "{}".', begins, ("Today", "Yes", "Maybe", "Look", "Once", "Sometimes")),
     "ends": Kind('End with the word "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
-    "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2", "3")),
-    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2", "3")),
+    "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2",)),
+    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2",)),
     "json": Kind('Answer in JSON, like this: {{"{}": "...", "{}": "..."}}', json_keys, ("name fact", "what why")),
     "quoted": Kind('Write it "in double quotes".', quoted),
     "question": Kind("Write it as a question.", question),
@@ -263,7 +263,7 @@ def get_config() -> Config:
             decode_tokens_per_dispatch=8,  # most responses end within 24 tokens
         ),
         actor=Training(
-            optimizer=Optimizer(learning_rate=8e-5, warmup_updates=4, decay="cosine", weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=1e-4, warmup_updates=4, decay="cosine", weight_decay=0.0),
             tokens_per_microbatch=2048,
         ),
         steps=STEPS,

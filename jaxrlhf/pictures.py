@@ -3,12 +3,36 @@
 PIL and NumPy are only imported when there is a picture, because environment processes import this module.
 """
 
+import io
 from typing import Any
 
 _WHITE = (255, 255, 255, 255)
 _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 _MOST = 255
 _SIXTEEN_BITS = 65535
+
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are read. PIL knows others that start programs, such as EPS, or that nobody uses for photographs."""
+
+MOST_PIXELS = 1 << 26
+"""Largest number of pixels of a picture; a small file may claim billions."""
+
+
+def opened_rgb(content: bytes) -> Any:
+    """Open an encoded picture of one of the `FORMATS`, converted by `upright_rgb`.
+
+    Raises:
+      ValueError: The picture has too many pixels, or values of unknown range.
+      OSError: The content is damaged, or of another format (`PIL.UnidentifiedImageError`).
+    """
+    import PIL.Image
+
+    PIL.Image.init()  # registers the formats
+    known = [name for name in FORMATS if name in PIL.Image.OPEN]
+    with PIL.Image.open(io.BytesIO(content), formats=known) as picture:
+        if picture.width * picture.height > MOST_PIXELS:
+            raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS}")
+        return upright_rgb(picture)
 
 
 def upright_rgb(picture: Any) -> Any:

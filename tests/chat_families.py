@@ -168,9 +168,13 @@ FAMILIES = {
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Tokenizer of a family, with its template, control tokens and tags."""
-    family = FAMILIES[name]
+    return tokenizer_for(FAMILIES[name])
+
+
+def tokenizer_for(family: Family, extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Tokenizer of a family, with more special tokens."""
     template = (TEMPLATES / family.template).read_text() if family.template.endswith(".jinja") else family.template
-    return small_tokenizer(family.special, family.tags, template)
+    return small_tokenizer((*family.special, *extra), family.tags, template)
 
 
 @cache
@@ -273,6 +277,7 @@ class Peer:
 
 
 def of(base, template="", **settings):
+    """Family with another template of TRL's, and other variables of it."""
     return replace(FAMILIES[base], template=template or FAMILIES[base].template, settings=settings)
 
 
@@ -312,6 +317,7 @@ HARMONY = {
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 MINIMAX = ("<minimax:tool_call>\n", "</minimax:tool_call>")
 ALONE = {"prompts": False, "turns": False}
+"""Arguments of a peer whose replies alone are compared."""
 
 PEERS = {
     "qwen2.5": Peer(of("qwen2.5"), "Default", {"tool_parser": "qwen3"}, turns=False),

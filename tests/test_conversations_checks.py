@@ -85,7 +85,7 @@ def test_an_answer_without_words():
 
 def test_as_many_log_probabilities_as_tokens():
     conversation = Conversation(ChatFormat(embedded_tokenizer()), USER)
-    with pytest.raises(ValueError, match="2 tokens were drawn and 1"):
+    with pytest.raises(ValueError, match="2 tokens were sampled and 1"):
         conversation.sampled([7, 8], [-1.0])
     with pytest.raises(ValueError, match="after a reply"):
         conversation.observe(USER)

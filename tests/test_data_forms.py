@@ -125,7 +125,19 @@ def test_json_is_read_in_each_of_its_kinds(tmp_path, name):
         ("a.jsonl.zst", zstandard(LINES)[:-5], r"not a whole \.zst file"),
         ("a.jsonl.zst", b"nothing of this kind", r"not a whole \.zst file"),
         ("a.jsonl.zip", b"x", r"unpack it first, such as by unzip a\.jsonl\.zip$"),
-        ("a.csv", b"prompt\n", r"pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\) makes one"),
+        ("a.csv", b"prompt\n", r"a\.csv: the file holds no records"),
+        ("a.csv", b"", r"a\.csv: the file holds no records"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1,2\n",
+            r"a\.csv, line 2: 3 cells, and the first line names \['prompt', 'answer'\]",
+        ),
+        ("a.csv", b"prompt,answer\nx\n", r"a\.csv, line 2: 1 cells, and the first line names"),
+        ("a.csv", b"prompt,prompt\nx,1\n", r"a\.csv: the first line must name each column once"),
+        ("a.csv", b"prompt,\nx,1\n", r"a\.csv: the first line must name each column once"),
+        ("a.csv", b'prompt,answer\n"x"y,1\n', r"a\.csv, line 2: not readable as CSV"),
+        ("a.csv", b"prompt,answer\nx,\xff\n", r"a\.csv, line 1: not readable as CSV"),
+        ("a.tsv.gz", b"no", r"not a whole \.gz file"),
     ],
 )
 def test_what_is_not_read_is_told_in_one_line(tmp_path, name, content, words):
@@ -240,9 +252,3 @@ def test_what_datasets_saves_to_disk_is_told_from_both_doors(tmp_path):
         loaded = datasets.load_from_disk(str(path))
         (loaded["train"] if chosen else loaded).to_parquet(str(tmp_path / "train.parquet"))
         assert answers(PromptFile(str(tmp_path / "train.parquet"))) == ["2"]
-
-
-def test_a_folder_of_tables_is_told_what_makes_one_that_is_read(tmp_path):
-    (tmp_path / "train.csv").write_text("prompt,answer\nx,1\n")
-    with pytest.raises(Refusal, match=r"none at all, but train\.csv; pandas\.read_csv\('train\.csv'\)"):
-        answers(HubData(str(tmp_path)))

@@ -100,7 +100,7 @@ def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
         (HubData(NAME, subset="no"), "got 'no'"),
         (
             HubData(NAME, subset="plain", train="dev"),
-            "no .jsonl, .json or .parquet file of split 'dev' in subset 'plain'",
+            "no .jsonl, .json, .csv or .parquet file of split 'dev' in subset 'plain'",
         ),
         (HubData(NAME, revision="v2"), "no branch, tag or commit 'v2'"),
     ],

@@ -120,7 +120,7 @@ def test_long_prompts_are_dropped_whole(seeing, tmp_path):
         ({"problem": "<image>?", "images": "data:image/png;base64,????"}, "base64"),
         ({"problem": "<image>?", "images": 3}, "must be bytes"),
         ({"problem": "<image>?", "images": "http://here/one.png"}, "nothing is fetched"),
-        ({"problem": "<image>?", "images": "train.jsonl"}, "no format"),
+        ({"problem": "<image>?", "images": "train.jsonl"}, "of none of the formats"),
         ({"problem": "<image>?", "images": "long.png"}, "refused"),
         ({"problem": "<image> and <image>?", "images": "one.png"}, "2 times"),
         ({"problem": "<image><|image_pad|>?", "images": "one.png"}, "must not spell"),

@@ -2,7 +2,11 @@
 
 import gzip
 import os
+import pickle
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pyarrow
 import pyarrow.parquet
@@ -13,6 +17,7 @@ from jaxrlhf.config import Mixture, PairFile, PromptFile, Refusal, Source, StepF
 from jaxrlhf.data.records import read_rows
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.table import cache
+from jaxrlhf.data.table.problem_table import ProblemTable
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 RECORDS = [
@@ -124,3 +129,29 @@ def test_a_file_beside_the_one_that_was_meant_is_named(refused, tmp_path):
     for path in (tmp_path / "trian.jsonl", tmp_path):
         with refused():
             next(read_rows(path))
+
+
+def test_values_of_columns_come_back_and_a_pickle_that_runs_something_does_not(tmp_path):
+    """A parquet file has values that JSON has not; what is kept of them may have been changed by others."""
+    zone = ZoneInfo("Europe/Berlin")
+    record = {
+        "when": datetime(2026, 11, 28, 1, 2, 3, 4, zone),
+        "day": date(2026, 1, 1),
+        "long": timedelta(days=1),
+        "price": Decimal("1.10"),
+        "raw": b"\x00\xff",
+        "nested": [{"a": None, "b": [1.5, True]}],
+    }
+    table = ProblemTable()
+    table.append(0, "p", (1,), "a", (), record)
+    assert table[0].record == record
+
+    class Runs:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    table = ProblemTable()
+    table.append(0, "p", (1,), "a", (), {"when": Runs()})
+    with pytest.raises(pickle.UnpicklingError, match=r"a message holds a _?io\.open"):
+        table[0]
+    assert not (tmp_path / "ran").exists()

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -15,11 +17,12 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from jaxrlhf.config import Generated, PairFile, PromptFile, Refusal
-from jaxrlhf.data.images import with_pictures
+from jaxrlhf.data.images import opened, with_pictures
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.environments.answers import tool_content
 from jaxrlhf.episode import EnvironmentFailure
+from jaxrlhf.pictures import opened_rgb
 
 RAMP = np.arange(64 * 64, dtype=np.int64).reshape(64, 64)
 ORIENTATION = 0x0112
@@ -271,3 +274,24 @@ def test_a_file_that_is_written_anew_shows_its_new_pictures(seeing, tmp_path, su
     write("green", 1)
     with pytest.raises(Refusal, match="has changed"):
         with_pictures({}, [*last.images, *last.images])
+
+
+def test_pictures_are_read_in_the_named_formats_alone():
+    assert opened_rgb(encoded(corners(), "WEBP", lossless=True)).size == (42, 28)
+    for kind in ("EPS", "PDF", "ICO", "TGA"):
+        content = encoded(corners(), kind)
+        with pytest.raises(Refusal, match=r"the picture.*of none of the formats PNG, JPEG, "):
+            opened(url_of(content), place="the picture")
+
+
+def test_a_small_file_of_huge_pixels_is_refused_before_they_are_made():
+    header = encoded(PIL.Image.new("1", (16, 16)))
+    wide = struct.pack(">II", 60_000, 60_000)
+    start = header.index(b"IHDR")
+    chunk = b"IHDR" + wide + header[start + 12 : start + 17]
+    content = header[:start] + chunk + struct.pack(">I", zlib.crc32(chunk)) + header[start + 21 :]
+    with pytest.raises(Refusal, match=r"60000 x 60000 pixels, more than|exceeds limit"):
+        opened(url_of(content), place="the picture")
+    wide = PIL.Image.new("1", (8193, 8192))
+    with pytest.raises(Refusal, match="8193 x 8192 pixels, more than 67108864"):
+        opened(url_of(encoded(wide)), place="the picture")

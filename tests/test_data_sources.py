@@ -247,8 +247,8 @@ def test_nothing_fits(load, tmp_path):
     ("name", "content", "match"),
     [
         ("a.jsonl", None, r"a\.jsonl: no such file"),
-        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.json or \.parquet file, .* \.xz or \.zst$"),
-        ("a.csv", "1", r"; pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\) makes one"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.tsv or \.parquet file, .* \.xz or \.zst$"),
+        ("a.xlsx", "1", r"; pandas\.read_excel\('a\.xlsx'\)\.to_parquet\('a\.parquet'\) makes one"),
         ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "the file is UTF-16; save it as UTF-8"),
         ("a.jsonl", "", "holds no records"),
         ("a.jsonl", "\n \n", "holds no records"),

@@ -238,3 +238,15 @@ def test_a_template_with_a_date_writes_the_same_every_day(tmp_path):
     data = PromptFile(str(tmp_path / "p.jsonl"), answer_key=None)
     loaded = load_problems(data, tokenizer, split="train", max_prompt_tokens=99)
     assert loaded.problems[0].prompt == "26 Jul, 2024: 1+1?"
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "vocab.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnTokenizer: pass\n")
+    settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(Refusal, match="is Python code, which is not run here"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

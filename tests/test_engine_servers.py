@@ -206,7 +206,9 @@ def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
     """A server that another run uses, and one that was started anew while it was asked."""
     sent = tmp_path / "weights" / "version_3"
     assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
-    with pytest.raises(Unreadable, match=r"drawn with weights '/a/version_3', expected '.*version_3'; .* another run"):
+    with pytest.raises(
+        Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* another run"
+    ):
         ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
     with pytest.raises(Unreadable, match="the server gave up the response"):
         ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))

@@ -11,11 +11,10 @@ from compiled import named
 from tiny_models import DECODER, gaussian, same_responses
 
 from jaxrlhf import models
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Sampling, load_module
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.checks import check_shared
 from jaxrlhf.models.config import Experts, LatentAttention, LinearAttention
-from jaxrlhf.models.mixture import GeometricMixture
 from jaxrlhf.planner.hlo import Collective, collectives
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -176,4 +175,4 @@ def test_what_devices_cannot_share_is_refused(refused):
     with refused():
         check_shared(PLAIN, replace(execution, pipeline=pipeline), shortest_chunk=32)
     with refused():
-        check_shared(GeometricMixture.of(PLAIN, 0.5), execution, shortest_chunk=32)
+        check_shared(load_module("nash_md").GeometricMixture.of(PLAIN, 0.5), execution, shortest_chunk=32)

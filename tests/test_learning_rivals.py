@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import records
 
 import jaxrlhf
-from jaxrlhf.config import PPO, RLOO, Config
+from jaxrlhf.config import PPO, RLOO, Config, override
 
 pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "undrawn", "optimized")]
 
@@ -24,7 +24,10 @@ def config_of(name: str, seed: int) -> Config:
         case "RLOO":
             config = replace(config, algorithm=RLOO(responses_per_update=given.responses_per_update, kl=None))
     assert type(config.algorithm).__name__ == name
-    return replace(config, name=name, seed=seed, compute_dtype="float32", devices=1)
+    config = replace(config, name=name, seed=seed, compute_dtype="float32", devices=1)
+    roles = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
+    longest = config.rollout.width  # microbatches of one size, so that nothing is compiled after the first step
+    return override(config, {f"{role}.tokens_per_microbatch": longest for role in roles})
 
 
 def learnt(name: str, seed: int, folder: Path) -> list[dict]:

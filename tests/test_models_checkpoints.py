@@ -141,9 +141,12 @@ def test_adapters_beside_the_weights_are_not_left_out(copy):
 
 def test_an_export_names_no_code_that_is_not_beside_it(copy, tmp_path_factory):
     change(copy, auto_map={"AutoConfig": "configuration_qwen2.Qwen2Config"})
+    own = {"AutoTokenizer": ["own.Tokenizer", None]}
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x", "auto_map": own}))
     export = tmp_path_factory.mktemp("export")
     models.save_params(load(copy), models.read_config(copy), export, source=copy)
     assert "auto_map" not in json.loads((export / "config.json").read_text())
+    assert json.loads((export / "tokenizer_config.json").read_text()) == {"eos_token": "x"}
 
 
 def test_missing_directory(tmp_path):

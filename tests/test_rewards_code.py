@@ -1,5 +1,6 @@
 """Programs of a policy: what passes, what fails, and what a sandbox must hold."""
 
+import ctypes
 import errno
 import os
 import re
@@ -137,6 +138,54 @@ def test_there_is_no_way_out(outside):
     assert outside.read_text() == "untouched" and outside.stat().st_mode & 0o111 == 0
     assert abs(outside.stat().st_mtime - time.time()) < 60
     assert [path.name for path in outside.parent.iterdir()] == [outside.name]
+
+
+SHARED = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+found = [libc.shmat({memory}, None, 0) in (None, 2**64 - 1), libc.semop({semaphore}, ctypes.byref(
+    (ctypes.c_short * 3)(0, 1, 0)), 1) == -1, libc.msgsnd({queue}, ctypes.create_string_buffer(16), 4, 0o4000) == -1]
+print(found, ctypes.get_errno())
+"""
+
+
+def test_shared_memory_semaphores_and_queues_of_others_are_not_reached_by_their_numbers(monkeypatch, tmp_path):
+    libc = ctypes.CDLL(None, use_errno=True)
+    ids = {
+        "memory": libc.shmget(0, 4096, 0o1666),
+        "semaphore": libc.semget(0, 1, 0o1666),
+        "queue": libc.msgget(0, 0o1666),
+    }
+    try:
+        assert min(ids.values()) >= 0
+        program = SHARED.format(**ids)
+        assert run(program, limits=LIMITS).output == f"[True, True, True] {errno.EPERM}\n"
+        weakened(monkeypatch, tmp_path, *ELSEWHERE)
+        assert run(program, limits=replace(LIMITS, allow_unsandboxed=True)).output.startswith("[False, False, ")
+    finally:
+        libc.shmctl(ids["memory"], 0, None)
+        libc.semctl(ids["semaphore"], 0, 0)
+        libc.msgctl(ids["queue"], 0, None)
+
+
+def test_a_program_cannot_claim_that_it_could_not_be_confined():
+    """It finds the job with its secret in the frames above, and writes to every file that is open."""
+    program = """
+import os, sys
+frame, secret = sys._getframe(), ""
+while frame is not None:
+    secret = frame.f_locals.get("job", {}).get("secret", secret)
+    frame = frame.f_back
+for fd in range(3, 64):
+    try:
+        os.pwrite(fd, f"{secret} no isolation".encode(), 0)
+        os.write(fd, b"no isolation")
+    except OSError:
+        pass
+os._exit(0)
+"""
+    assert run(program, limits=LIMITS, test="assert False") == Ended(0, "", False)
 
 
 def test_attempts_succeed_without_the_sandbox(monkeypatch, outside):

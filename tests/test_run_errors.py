@@ -160,7 +160,7 @@ def test_a_run_that_was_stopped_is_no_success(tmp_path, monkeypatch, capsys):
         with nullcontext() if code is None else pytest.raises(SystemExit) as end:
             run_module("train", "--config", config)
         assert code is None or end.value.code == code
-    assert capsys.readouterr().out == f"stopped after saving; the same command goes on from {tmp_path}\n"
+    assert capsys.readouterr().out == f"stopped after saving; the same command continues from {tmp_path}\n"
 
 
 def test_the_name_of_a_configuration_is_none(refused):

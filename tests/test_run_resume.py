@@ -101,11 +101,30 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed, tmp_path):
+    # The cold start has two updates and each step two: this is the first of step 5.
+    assert start(tmp_path, "SIGKILL", "update", 2 + 4 * 2 + 1).returncode == KILLED
+    assert saved(tmp_path) == {2, 4}
+    [file] = (tmp_path / "checkpoints" / "step_4" / "critic_optimizer").glob("manifest.ocdbt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    refused = start(tmp_path)
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert f"step 4 is damaged: {file}" in line and "there are checkpoints of steps 2." in line
+    done = start(tmp_path, settings="--checkpoint.on-damage previous")
+    assert done.returncode == 0, done.stderr
+    assert f"moved it to {tmp_path}/checkpoints_damaged/step_4" in done.stdout
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
 def test_stopped_three_times(start, undisturbed, tmp_path):
     # In the first step of the cold start.
     done = start(tmp_path, "SIGTERM", "update", 1)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
-    assert f"stopped after saving; the same command goes on from {tmp_path}" in done.stdout
+    assert f"stopped after saving; the same command continues from {tmp_path}" in done.stdout
     assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
 
     # Half a cold start is something to resume, too.
@@ -121,7 +140,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
 
     # Four updates of steps 1 and 2, then the first of step 3; by Ctrl-C this time, which ends what is to follow too.
     done = start(tmp_path, "SIGINT", "update", 5)
-    stopped = f"stopped after saving; the same command goes on from {tmp_path}\n"
+    stopped = f"stopped after saving; the same command continues from {tmp_path}\n"
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, stopped)
     assert "finishing step 3, then saving; press Ctrl-C again to stop at once" in done.stdout
     assert max(saved(tmp_path)) == 3

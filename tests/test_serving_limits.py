@@ -1,5 +1,6 @@
 """A server against requests that are wrong, too many, too large, too slow, or left alone."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -9,10 +10,12 @@ import httpx2 as httpx
 import pytest
 from served_models import TOKEN, build_engine, served
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.episode import EnvironmentFailure
+from jaxrlhf.processes.connections import ConnectionLimits
 
 LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=1.0, request_s=300.0)
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Tom has"}], "max_tokens": 8}
@@ -198,3 +201,75 @@ def test_tokenize_gives_the_ids_that_a_prompt_has(client, serving):
     told = client.post("/tokenize", json={"messages": messages}).json()
     assert told["tokens"] == list(model.form.prompt(messages))
     assert json.dumps(told["count"]) == str(len(told["tokens"]))
+
+
+def test_clients_that_send_nothing_keep_nobody_out():
+    """Three times as many half-open connections as there may be, without a key, and one client that asks."""
+    limits = ServingLimits(connections=16, headers_s=1.0, requests=4)
+    with served(limits, engine=build_engine(embedded_tokenizer())) as (server, _):
+        host, port = server.address.removeprefix("http://").split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(48)]
+        for number, one in enumerate(silent):
+            if number % 2:
+                with contextlib.suppress(ConnectionError):
+                    one.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n")
+        start = time.monotonic()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        for _ in range(4):
+            assert httpx.get(f"{server.address}/v1/models", headers=headers, timeout=30).status_code == 200
+        for one in silent:  # closed, by the number of connections or by the time for the headers
+            one.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1000) == b""
+            one.close()
+        assert time.monotonic() - start < 20
+
+
+def test_a_kept_connection_may_be_quiet_between_requests_but_not_within_headers():
+    with served(ServingLimits(headers_s=0.5), engine=build_engine(embedded_tokenizer())) as (server, _):
+        host, port = server.address.removeprefix("http://").split(":")
+        ask = f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        with socket.create_connection((host, int(port))) as one:
+            one.settimeout(30)
+            for _ in range(2):
+                one.sendall(ask)
+                answer = b""
+                while b"ok" not in answer:
+                    answer += one.recv(1000)
+                assert answer.startswith(b"HTTP/1.1 200")
+                time.sleep(1.0)
+            one.sendall(ask[:20])
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1000) == b""
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+    monkeypatch.setattr("jaxrlhf.conversations.ChatFormat.prompt", lambda *_, **__: pytest.fail("tokenised"))
+    with served(engine=build_engine(embedded_tokenizer())) as (server, model):
+        long = "a" * (model.most_bytes + 1)
+        fits = len(max(model.tokenizer.get_vocab(), key=len)) * model.service.engine.context_tokens
+        assert fits <= model.most_bytes < 1 << 20
+        with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
+            chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
+            for path, body in (("chat/completions", chat), ("completions", {**ASKED, "prompt": long})):
+                answer = client.post(f"{server.address}/v1/{path}", json=body)
+                assert error(answer) == (400, "context_length_exceeded")
+                assert "cannot fit the context of 512 tokens" in answer.text
+
+
+def test_without_a_key_only_local_names_are_served():
+    with served(token=None, engine=build_engine(embedded_tokenizer())) as (server, _):
+        port = server.address.rpartition(":")[2]
+        for name in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
+            assert httpx.get(f"{server.address}/v1/models", headers={"Host": name}).status_code == 200
+        for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example"):
+            answer = httpx.get(f"{server.address}/v1/models", headers={"Host": name})
+            assert error(answer) == (421, "misdirected_request")
+
+
+def test_a_server_needs_files_to_open(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (40, 40))
+    with pytest.raises(Refusal, match=r"this process may have 40; raise the limit"):
+        ConnectionLimits()
+    monkeypatch.setattr("resource.getrlimit", lambda _: (160, 160))
+    assert ConnectionLimits(1000)._most == 32

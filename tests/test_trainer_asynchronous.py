@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
 
+from jaxrlhf.checkpoint import Damaged
 from jaxrlhf.config import (
     GRPO,
     SFT,
@@ -207,7 +208,10 @@ def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone()
         with pytest.raises(Refusal, match=r"holds 2 groups of responses that are under way"):
             schedule.restore(dict(saved))
     roles = MadeRoles(actor=None, generates_apart=False)
-    OffPolicy(over_provisioned(2), roles, Counted()).restore(dict(saved))
+    for lost in ({}, {"queued": 1, "under_way": 0}):
+        with pytest.raises(Damaged, match="its items hold 0 and 0; resume from the checkpoint before"):
+            OffPolicy(config_of(2) if lost else over_provisioned(2), roles, Counted()).restore(saved | lost)
+    OffPolicy(over_provisioned(2), roles, Counted()).restore(saved | {"under_way": 0})
     with pytest.raises(Refusal, match=r"over_provision=1\.5 lets 0 wait; resume with rollout\.staleness=2 or more and"):
         OffPolicy(over_provisioned(2), roles, Counted()).restore(saved | {"queued": 2})
 

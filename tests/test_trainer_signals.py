@@ -168,7 +168,7 @@ def test_an_interrupted_run_raises_once_it_has_ended(finished, tmp_path, monkeyp
         return finished
 
     monkeypatch.setattr(whole, "_launch_and_run", interrupted)
-    said = "^finished " if finished else "^stopped after saving; the same command goes on from "
+    said = "^finished " if finished else "^stopped after saving; the same command continues from "
     with pytest.raises(KeyboardInterrupt, match=said + str(tmp_path)):
         jaxrlhf.run(replace(get_config(), workdir=str(tmp_path)))
 

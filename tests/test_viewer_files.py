@@ -1,6 +1,7 @@
 """The view's server: what it reads, what it never reads, and what explains a metric."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -133,11 +134,16 @@ def test_a_file_of_another_program_hides_no_run(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "metrics.jsonl").write_text('{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "metrics.jsonl").symlink_to(tmp_path / "nothing")
     runs = {run["run"]: run for run in RunFiles(tmp_path).runs()}
     assert {name for name, run in runs.items() if "unreadable" not in run} == {"one", "two"}
-    assert runs.keys() - {"one", "two"} == {"other", "folder"}
+    assert runs.keys() - {"one", "two"} == {"other", "folder", "deep", "pipe"}
+    assert "no regular file" in runs["pipe"]["unreadable"]
     assert "line 1, is not a JSON object with a 'step'" in runs["other"]["unreadable"]
 
 

@@ -84,11 +84,11 @@ class GeometricMixture(CausalLM):
         elif base.final_logit_softcapping is not None:
             what = "caps its logits, so that those of two are no product of both hidden states"
         elif {*base.pattern.stack_of()} != {LAYERS} or base.latent is not None:
-            what = "has layers of several kinds, or with a latent in place of keys and values"
+            what = "has layers of several kinds, or with a latent instead of keys and values"
         elif base.experts is not None or base.vision is not None:
             what = "has experts, or reads images"
         if what is not None or not isinstance(base, ModelConfig):
-            raise Refusal(f"a mixture of policies is drawn from dense decoders that read text, and the model {what}")
+            raise Refusal(f"a mixture of policies samples from dense decoders that read text, and the model {what}")
         sizes = base.vocab_size, 2 * base.hidden_size, base.max_positions, 2 * base.num_layers, base.num_kv_heads
         return cls(base, share, "a mixture of two policies", *sizes)
 

@@ -113,7 +113,7 @@ class AgentLoop:
         if self._open is None:
             serve = partial(self._server, sampling=sampling)
             self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine, serve)
-        assert self._open.engine is engine, "episodes go on with the engine that they began with"
+        assert self._open.engine is engine, "episodes continue with the engine that they started with"
         try:
             finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
         except BaseException:

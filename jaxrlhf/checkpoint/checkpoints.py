@@ -2,11 +2,14 @@
 
 A checkpoint is a directory `step_N` of named trees of arrays (each role's parameters and optimizer state as separate
 items) and one JSON item with the rest (step, data position, algorithm state). Saves are asynchronous and atomic: a
-directory under its final name is complete.
+directory under its final name is complete. Every item has checksums of its files, which are compared before the item is
+read.
 """
 
 import asyncio
+import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,8 +22,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
+from jaxrlhf.checkpoint.checksums import Damaged, damage_of, write_checksums
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 
 _METRIC = "score"
 _PREFIX = "step"
@@ -53,11 +58,12 @@ class _Written(ocp.future.Future):
     """Files of one item being written; orbax waits for them while training continues.
 
     Args:
+      directory: Folder of the item's files.
       writing: Items that are being written; this item is removed when done.
     """
 
-    def __init__(self, item: Item, writing: list[Item]) -> None:
-        self._item, self._writing = item, writing
+    def __init__(self, item: Item, directory: Path, writing: list[Item]) -> None:
+        self._item, self._directory, self._writing = item, directory, writing
 
     def result(self, timeout: float | None = None) -> None:
         del timeout  # orbax checks it when this returns; an item has its own limit for hosts that do not answer
@@ -66,6 +72,7 @@ class _Written(ocp.future.Future):
         finally:
             self._writing.remove(self._item)
         self._item.merge()
+        write_checksums(self._directory)
 
 
 class _ItemHandler(handlers.AsyncCheckpointHandler):
@@ -79,11 +86,11 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
     async def async_save(self, directory: Path, args: _ItemArgs) -> list[ocp.future.Future]:
         self._writing.append(args.item)
         await asyncio.get_running_loop().run_in_executor(self._thread, args.item.save, Path(directory))
-        return [_Written(args.item, self._writing)]
+        return [_Written(args.item, Path(directory), self._writing)]
 
     def save(self, directory: Path, args: _ItemArgs) -> None:
         args.item.save(Path(directory))
-        _Written(args.item, [args.item]).result()
+        _Written(args.item, Path(directory), [args.item]).result()
 
     def settle(self, failure: Exception) -> None:
         """Wait until no item is being written, after one failed; further errors are noted on the failure."""
@@ -105,6 +112,12 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
         return handlers.StandardCheckpointHandler.typestr()
 
 
+def _checksum(contents: Mapping[str, Any]) -> int:
+    """Return the checksum of the JSON state, without the field `checksum` itself."""
+    plain = json.loads(json.dumps({name: value for name, value in contents.items() if name != "checksum"}))
+    return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+
+
 @contextmanager
 def _naming(place: Path) -> Iterator[None]:
     """Add the path being read to errors raised in the block; errors of libraries do not name it."""
@@ -113,7 +126,7 @@ def _naming(place: Path) -> Iterator[None]:
     except Exception as error:
         error.add_note(
             f"raised while reading {place}; if a file there is damaged, delete the checkpoint that it belongs to, and "
-            "a run that is resumed goes on from the one before"
+            "a resumed run continues from the one before"
         )
         raise
 
@@ -145,6 +158,11 @@ class Checkpoints:
         self._handler = _ItemHandler()
         registry.add(None, _ItemArgs, self._handler)
         self.directory = directory.absolute()
+        for file in sorted(self.directory.glob(f"{_PREFIX}_*/metrics/metrics")):  # read as the manager starts
+            try:
+                json.loads(file.read_text())
+            except (ValueError, OSError) as error:
+                raise Damaged(f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} away") from error
         with _naming(self.directory):
             self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
@@ -160,6 +178,35 @@ class Checkpoints:
         """Return the folder of one item of a checkpoint, for `TreeItem.restore`."""
         return self.directory / f"{_PREFIX}_{step}" / item
 
+    def checked_folder(self, step: int, item: str) -> Path:
+        """Return the folder of one item of a checkpoint, after a comparison of its files with their checksums.
+
+        Raises:
+          Damaged: A file is not what was saved.
+        """
+        folder = self.folder(step, item)
+        if (damage := damage_of(folder)) is not None:
+            raise self._damaged(step, damage)
+        return folder
+
+    def holds(self, step: int) -> set[str]:
+        """Return the names of the items that were saved in a checkpoint.
+
+        Raises:
+          Damaged: The JSON state is not what was saved.
+        """
+        return {*self._host_state(step)["arrays"]}
+
+    def set_aside(self, step: int) -> Path:
+        """Move a checkpoint to a folder beside the checkpoints, so that the step can be saved again."""
+        aside = self.directory.with_name(f"{self.directory.name}_damaged") / f"{_PREFIX}_{step}"
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}_again")
+        aside.parent.mkdir(exist_ok=True)
+        (self.directory / f"{_PREFIX}_{step}").rename(aside)
+        self._manager.reload()
+        return aside
+
     def save(
         self, step: int, items: Mapping[str, Item], host: Mapping[str, Any], *, metric: float | None = None
     ) -> None:
@@ -172,7 +219,11 @@ class Checkpoints:
           host: JSON-able state.
           metric: Metric that ranks the checkpoint for `keep_best`; without a metric, or with NaN, it is not ranked.
         """
-        contents = {"state": dict(host), "arrays": {name: item.describe() for name, item in items.items()}}
+        contents: dict[str, Any] = {
+            "state": dict(host),
+            "arrays": {name: item.describe() for name, item in items.items()},
+        }
+        contents["checksum"] = _checksum(contents)
         args = {name: _ItemArgs(item) for name, item in items.items()}
         metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
         with self._settled():
@@ -188,11 +239,13 @@ class Checkpoints:
 
         Raises:
           Refusal: An item is missing, or a stored array has another shape or dtype than the item (orbax would cast
-            silently). No array is changed then.
+            silently), or a file is damaged (`Damaged`). No array is changed then.
         """
         contents = self._host_state(step)
         for name, item in items.items():
             self._check(name, step, contents["arrays"], item.describe())
+        for name in items:
+            self.checked_folder(step, name)
         for name, item in items.items():
             with _naming(self.folder(step, name)):
                 self._manager.restore(step, args=ocp.args.Composite(**{name: _ItemArgs(item)}))
@@ -222,12 +275,27 @@ class Checkpoints:
         """
         contents = self._host_state(step)
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
-        return read_each(self.folder(step, name), target)
+        return read_each(self.checked_folder(step, name), target)
 
     def _host_state(self, step: int) -> dict[str, Any]:
         """Return the state that `save` wrote with the arrays, and the arrays' dtypes and shapes."""
-        with _naming(self.folder(step, "host")):
-            return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        place = self.folder(step, "host")
+        try:
+            contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            whole = "checksum" not in contents or contents["checksum"] == _checksum(contents)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise self._damaged(step, f"{place} cannot be read: {reason_of(error)}") from error
+        if not whole:
+            raise self._damaged(step, f"{place} has other contents than were saved: its checksum differs")
+        return contents
+
+    def _damaged(self, step: int, damage: str) -> Damaged:
+        others = [other for other in self.steps() if other != step]
+        there = f"there are checkpoints of steps {', '.join(map(str, others))}" if others else "there is no other"
+        return Damaged(
+            f"the checkpoint of step {step} is damaged: {damage}; {there}. To resume a run from the one before, set "
+            "checkpoint.on_damage='previous'; to read another one, name it by --step"
+        )
 
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"

@@ -91,7 +91,7 @@ from jaxrlhf.config.rewards import (
 )
 from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, Config
-from jaxrlhf.config.saved import Checkpointing, TokenRecords
+from jaxrlhf.config.saved import Checkpointing, Stall, TokenRecords
 from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.sources import (
     Arithmetic,

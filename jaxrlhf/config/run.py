@@ -15,7 +15,7 @@ from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import checking, require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
-from jaxrlhf.config.saved import Checkpointing, TokenRecords
+from jaxrlhf.config.saved import Checkpointing, Stall, TokenRecords
 from jaxrlhf.config.serving import check_server
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model, PromptFields
@@ -51,6 +51,7 @@ class Config(Settings):
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
       resume: True continues from the newest checkpoint in `workdir`, if there is a checkpoint.
+      stall: Report of a run in which nothing moves.
       trackers: Services that also receive metrics and samples; they are configured by their environment variables.
       profile_steps: Numbers of the steps in which every process profiles its devices, into `workdir/profile/step_N`.
     """
@@ -83,6 +84,7 @@ class Config(Settings):
     seed: NotNegative[int] = 0
     workdir: str | None = None
     resume: bool = True
+    stall: Stall = field(default_factory=Stall)
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     profile_steps: tuple[int, ...] = ()
 

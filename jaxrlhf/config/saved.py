@@ -1,6 +1,7 @@
-"""Settings of checkpoints and of per-token records."""
+"""Settings of checkpoints, of per-token records, and of runs that stall."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
@@ -20,11 +21,14 @@ class Checkpointing(Settings):
       keep_best: Number of best checkpoints kept in addition to the newest: highest `eval/accuracy`, or lowest
         `eval/loss` if no answers are scored. Checkpoints can only be ranked if they fall on evaluated steps. None is 1
         if they do, else 0.
+      on_damage: What a resumed run does if files of its newest checkpoint are damaged: `stop` names the damage, and
+        `previous` moves the checkpoint aside and continues from the one before.
     """
 
     every_steps: NotNegative[int] | None = None
     keep_last: Positive[int] = 2
     keep_best: NotNegative[int] | None = None
+    on_damage: Literal["stop", "previous"] = "stop"
 
     def check(self, evaluated: int) -> None:
         """Raise `Refusal` if checkpoints are to be ranked but are saved at steps without an evaluation.
@@ -51,7 +55,7 @@ class Checkpointing(Settings):
             saved = _CHECKPOINT_STEPS if evaluated == 0 else -(-_CHECKPOINT_STEPS // evaluated) * evaluated
         ranked = saved == 0 or evaluated == 0 or saved % evaluated == 0
         best = int(ranked) if self.keep_best is None else self.keep_best
-        return Checkpointing(saved, self.keep_last, best)
+        return replace(self, every_steps=saved, keep_best=best)
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,17 @@ class TokenRecords(Settings):
             self.responses > 0 or not self.entropy,
             "token_records.entropy is on and token_records.responses=0 has no tokens; name some responses, or drop it",
         )
+
+
+@dataclass(frozen=True)
+class Stall(Settings):
+    """Report of a run in which nothing moves: no call of a role starts or ends, and no call reports progress.
+
+    Attributes:
+      after_s: Seconds without movement until the first report, and between reports; None reports nothing.
+      then: What follows a report: `go_on` waits further, and `end` kills the processes of the run and exits with
+        code 1, so that a scheduler can start the run again from its last checkpoint.
+    """
+
+    after_s: Positive[float] | None = 1800.0
+    then: Literal["go_on", "end"] = "go_on"

@@ -17,6 +17,8 @@ class ServingLimits(Settings):
       body_bytes: Largest request body, in bytes.
       body_s: Time limit in seconds for a request to arrive.
       request_s: Time limit in seconds for an answer; the request is then canceled.
+      connections: Largest number of open connections. Beyond it the connection that is idle for longest is closed.
+      headers_s: Time limit in seconds for the headers of a request.
     """
 
     requests: Positive[int] = 1024
@@ -24,6 +26,8 @@ class ServingLimits(Settings):
     body_bytes: Positive[int] = 1 << 22
     body_s: Finite[Positive[float]] = 30.0
     request_s: Finite[Positive[float]] = 600.0
+    connections: Positive[int] = 2048
+    headers_s: Finite[Positive[float]] = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

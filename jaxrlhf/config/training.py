@@ -253,7 +253,7 @@ class Training(Settings):
         require(
             self.remat != "offload" or self.layout.stage == 1,
             f"Training.remat='offload' sends the inputs of layers to host memory, and layout.stage={self.layout.stage} "
-            "hands them from stage to stage; use remat='full', or fsdp or tensor in place of stages",
+            "hands them from stage to stage; use remat='full', or fsdp or tensor instead of stages",
         )
         rate, part = self.optimizer.vision_learning_rate, "decoder" if self.lora is None else self.lora.part
         require(

@@ -122,7 +122,7 @@ class Conversation:
           ended: True if a stop token or text ended the reply; without an end of turn it then still counts as complete.
         """
         if len(logps) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
+            raise ValueError(f"{len(tokens)} tokens were sampled and {len(logps)} log-probabilities given")
         stream, turn = self._streams[-1], len(self.replies)
         opening = self.format.opening(stream.tokens)
         stream.drawn.append((len(stream.tokens), [*map(float, logps)], turn, version))

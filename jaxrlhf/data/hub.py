@@ -176,8 +176,9 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
         # A file's name takes precedence over its folders': `test_data/train.jsonl` is no test file.
         found = [name for name in within if named.search(Path(name).name)]
         found = found or [name for name in within if named.search(name)]
-        # Next to .jsonl or .parquet files, a .json file is a description of them.
-        found = [name for name in found if ".json" not in Path(name).suffixes] or found
+        # Next to .jsonl or .parquet files, a .json file is a description of them, and a .csv file has the same records.
+        for kind in (".json", ".csv", ".tsv"):
+            found = [name for name in found if kind not in Path(name).suffixes] or found
         folders = {str(Path(name).parent) for name in found}
         if subset is None and len(folders) > 1:
             raise Refusal(
@@ -187,7 +188,7 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
         others = [name for name in place.names if name not in files]
         there = ", ".join(files[:8]) or f"none at all, but {', '.join(others[:8]) or 'no files'}"
         raise Refusal(
-            f"{place.called} has no .jsonl, .json or .parquet file of split {split!r}"
+            f"{place.called} has no .jsonl, .json, .csv or .parquet file of split {split!r}"
             f"{'' if subset is None else f' in subset {subset!r}'}; it has {there}{_advice(place, others)}"
         )
     return found
@@ -195,11 +196,6 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
 
 def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
     """Return advice on how to convert files that are not read; empty if there is none."""
-    tables = [name for name in names if name.endswith((".csv", ".tsv"))]
-    if tables:
-        made = Path(tables[0]).with_suffix(".parquet").name
-        more = ", sep='\\t'" if tables[0].endswith(".tsv") else ""
-        return f"; pandas.read_csv({Path(tables[0]).name!r}{more}).to_parquet({made!r}) makes one"
     return arrow_advice(place.path, names) if isinstance(place, _Directory) else ""
 
 

@@ -7,7 +7,6 @@ so that no pixels travel with prompts. Images of episodes stay where they were s
 import base64
 import binascii
 import hashlib
-import io
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from jaxrlhf.data.chats.parts import held, pictures_named
 from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
-from jaxrlhf.pictures import upright_rgb
+from jaxrlhf.pictures import FORMATS, opened_rgb
 
 MARK = "<image>"
 """Text in a prompt that stands for the next image of its record."""
@@ -158,13 +157,12 @@ def opened(source: Hashable, *, place: str) -> Any:
     elif kind == "record":
         content = _of_record(rest, place=place)
     try:
-        with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as picture:
-            return upright_rgb(picture)
+        return opened_rgb(content.read_bytes() if isinstance(content, Path) else content)
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         unknown = isinstance(error, PIL.UnidentifiedImageError)  # its message is a memory address
-        reason = "of no format that PIL reads" if unknown else reason_of(error)
+        reason = f"of none of the formats {', '.join(FORMATS)}" if unknown else reason_of(error)
         raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
 
 

@@ -1,6 +1,11 @@
-"""Readers of JSON-lines, JSON and parquet files; errors name the file, the line and the key."""
+"""Readers of JSON-lines, JSON, CSV and parquet files; errors name the file, the line and the key.
+
+JSON is not read by the package `datasets`: its columns have one type, so a record would get the keys of all others, as
+a tool's arguments those of another tool. CSV cells stay texts, so that the answers `007` and `1.10` are as written.
+"""
 
 import codecs
+import csv
 import json
 import math
 import os
@@ -18,7 +23,7 @@ import numpy as np
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.files.lines import lines_of
 
-RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet)$")
+RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet)$")
 """Pattern of the names of record files."""
 
 _DEEPEST = 64
@@ -179,15 +184,16 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     path = Path(path)
     if RECORDS.search(path.name) is None:
         raise Refusal(
-            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json or .parquet file, or one of JSON as "
-            f".gz, .bz2, .xz or .zst{_advice(path)}"
+            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv or .parquet file, or "
+            f"one of text as .gz, .bz2, .xz or .zst{_advice(path)}"
         )
     if not path.is_file():
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
         hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked from {Path.cwd()})"
         raise Refusal(f"{path}: no such file{hint}")
     empty = True
-    for row in (_read_parquet if path.suffix == ".parquet" else _read_json)(path):
+    read = _read_parquet if path.suffix == ".parquet" else _read_csv if _delimiter(path.name) else _read_json
+    for row in read(path):
         empty = False
         yield row
     if empty:
@@ -196,10 +202,8 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 def _advice(path: Path) -> str:
     """Return advice on how to convert a file of an unsupported kind; empty if there is none."""
-    if path.suffix in (".csv", ".tsv", ".xlsx"):
-        kind = "excel" if path.suffix == ".xlsx" else "csv"
-        more = ", sep='\\t'" if path.suffix == ".tsv" else ""
-        return f"; pandas.read_{kind}({path.name!r}{more}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
+    if path.suffix == ".xlsx":
+        return f"; pandas.read_excel({path.name!r}).to_parquet({path.with_suffix('.parquet').name!r}) makes one"
     if path.suffix == ".zip":
         return f"; unpack it first, such as by unzip {path.name}"
     if path.is_dir():
@@ -229,6 +233,37 @@ def _read_json(path: Path) -> Iterator[Row]:
         place = f"{path}, record {number}"
         _check_record(record, place)
         yield Row(place, record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
+
+
+def _delimiter(name: str) -> str | None:
+    """Return the character between the cells of a CSV file; None for other files."""
+    found = re.search(r"\.(csv|tsv)(\.|$)", name)
+    return {"csv": ",", "tsv": "\t"}[found[1]] if found else None
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Yield the rows of a CSV file, whose first line names the columns; cells are texts."""
+    for number, (line, record) in enumerate(_cells(path), start=1):
+        yield Row(f"{path}, line {line}", record, json.dumps(record).encode(), f"{path.absolute()}#{number}")
+
+
+def _cells(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the last line's number and the cells of each row."""
+    csv.field_size_limit(2**31 - 1)
+    lines = (line.decode() for line in lines_of(path))
+    reader = csv.reader(lines, delimiter=_delimiter(path.name) or ",", strict=True)
+    try:
+        names = [name.removeprefix("\ufeff") for name in next(reader, [])]
+        if len({*names, ""}) <= len(names):
+            raise Refusal(f"{path}: the first line must name each column once, got {names!r:.80}")
+        for cells in filter(None, reader):
+            if len(cells) != len(names):
+                raise Refusal(
+                    f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line names {names!r:.80}"
+                )
+            yield reader.line_num, dict(zip(names, cells, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise Refusal(f"{path}, line {reader.line_num}: not readable as CSV ({error}); save it as UTF-8") from error
 
 
 def _is_list(path: Path) -> bool:
@@ -355,6 +390,8 @@ def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
 
         table = _whole_microseconds(pyarrow.parquet.read_table(path, memory_map=True))
         return lambda index: dict(table.slice(index, 1).to_pylist()[0])
+    if _delimiter(path):
+        return [record for _, record in _cells(Path(path))].__getitem__
     if _is_list(Path(path)):
         return _listed(Path(path)).__getitem__
     lines = [*lines_of(Path(path))]

@@ -76,8 +76,13 @@ def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedToken
     try:
         # Without the blank configuration AutoTokenizer may pick a class by the model's config.json and ignore the
         # tokenizer's own files, as it does for Qwen2.
-        tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
+        tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig(), trust_remote_code=False)
     except Exception as error:  # the package tokenizers raises plain Exception for an unreadable file
+        if "custom code" in str(error):
+            raise Refusal(
+                f"the tokenizer of {path!r} is Python code, which is not run here; where you trust its author, load it "
+                "by transformers with trust_remote_code=True and give the folder that its save_pretrained writes"
+            ) from error
         there = sorted(file.name for file in Path(path).iterdir())[:8] if Path(path).is_dir() else None
         reason = reason_of(error) if there is None else f"it holds {', '.join(there) or 'nothing'}"
         if there and "tokenizer.json" in there:
@@ -101,7 +106,7 @@ def misread(directory: str | Path) -> str | None:
 
     ids = load_tokenizer(str(directory)).encode(_PROBE)
     try:
-        found = AutoTokenizer.from_pretrained(directory)
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
     except Exception as error:  # the family's tokenizer class may fail in any way on these files
         wrong = f"cannot load it ({reason_of(error)})"

@@ -88,7 +88,7 @@ def check_laid_out(params: Params, mesh: Mesh) -> None:
 def check_routing(config: AnyModel, *, records_routing: bool) -> None:
     """Raise `Refusal` if experts are to be recorded and the model has none."""
     if records_routing and config.experts is None:
-        raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
+        raise Refusal("replay_routing records choices of experts, and this model has no experts; leave it out")
 
 
 @dataclass(frozen=True)
@@ -181,4 +181,4 @@ def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
 def check_unique(requests: Sequence[Request]) -> None:
     """Raise `ValueError` if two requests of a batch have the same request_id and so would be sampled alike."""
     if len({request.request_id for request in requests}) < len(requests):
-        raise ValueError("two requests have the same request_id and would be drawn alike; make the ids unique")
+        raise ValueError("two requests have the same request_id and would get the same samples; make the ids unique")

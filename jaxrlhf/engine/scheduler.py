@@ -112,7 +112,7 @@ class Scheduler:
     def placed(self, slot: int) -> SequenceState:
         """Return the sequence in a slot."""
         sequence = self._placed[slot]
-        assert sequence is not None, f"slot {slot} is free and cannot draw tokens"
+        assert sequence is not None, f"slot {slot} is free and cannot sample tokens"
         return sequence
 
     def end(self, sequence: SequenceState) -> int:

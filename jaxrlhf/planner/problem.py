@@ -329,7 +329,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         weights = "weights and " if isinstance(config.model, Pretrained) else ""
         notes.append(f"{weights}work of the vision tower are not counted")
     if getattr(config.algorithm, "max_rounds", 1) > 1:
-        notes.append("prompts are taken to be drawn once in a step; each further round generates as much again")
+        notes.append("each step is assumed to sample its prompts once; each further round generates as much again")
     left_out = [config.algorithm.draws_beside] if config.algorithm.draws_beside is not None else []
     left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
     left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]

@@ -11,6 +11,7 @@ from typing import Any, Self
 import uvicorn
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.processes.connections import ConnectionLimits
 
 
 class HttpServer:
@@ -22,12 +23,14 @@ class HttpServer:
     Args:
       port: Port to listen at; 0 selects a free port.
       flags: Command-line flags that set host and port, named in error messages.
+      limits: Limits on connections; None has the default limits.
 
     Raises:
       Refusal: The server cannot listen at the address.
     """
 
-    def __init__(self, *, host: str, port: int, flags: str) -> None:
+    def __init__(self, *, host: str, port: int, flags: str, limits: ConnectionLimits | None = None) -> None:
+        self._limits = limits or ConnectionLimits()
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -54,7 +57,8 @@ class HttpServer:
           options: Options of uvicorn.
         """
         self._grace_s, self._stop = grace_s, stop or _nothing
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **options)
+        how: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+        config = uvicorn.Config(app, http=self._limits.protocol, **how, **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="server", daemon=True)
 

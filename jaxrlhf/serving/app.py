@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -29,10 +29,13 @@ class WebApp:
 
     Args:
       token: API key; see `Server`.
+      names: Host names that requests may be addressed to; None admits all names.
     """
 
-    def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook) -> None:
-        self._model, self._token, self._book = model, token, book
+    def __init__(
+        self, model: ServedModel, *, token: str | None, book: SessionBook, names: Collection[str] | None = None
+    ) -> None:
+        self._model, self._token, self._book, self._names = model, token, book, names
         self._http = HttpCounts()
         self._drawing: set[asyncio.Future[Any]] = set()
         self._stopped = False
@@ -80,6 +83,11 @@ class WebApp:
         Raises:
           ApiError: The request is not admitted.
         """
+        if self._names is not None and request.url.hostname not in self._names:
+            message = (
+                f"addressed to {request.url.hostname!r:.80}, and this server is {' or '.join(sorted(self._names))}"
+            )
+            raise ApiError(message, status=421, code="misdirected_request")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         for session_id in (request.path_params.get("session"), key.removeprefix("sk-")):

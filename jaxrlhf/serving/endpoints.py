@@ -110,6 +110,7 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
         name = next(iter(request.variables))
         raise unsupported(f"{name}: the calls of a session are written by the run's own chat template", name)
     form = _form(model, request)
+    model.check_fits(str(message.get("content", "")) for message in request.messages)
     with refusals("tools"):
         form.check_tools(request.tools)
         _check_shown(form, model.name, request)

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -106,8 +106,32 @@ class ServedModel:
         """Token ids of the control tokens, by their texts."""
         return ControlTokens(self.tokenizer).ids
 
+    @cached_property
+    def most_bytes(self) -> int:
+        """Number of bytes of the longest text that may fit the context: as many of the longest tokens as fit."""
+        longest = max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
+        return longest * self.service.engine.context_tokens
+
+    def check_fits(self, texts: Iterable[str]) -> None:
+        """Refuse texts that cannot fit the context in any tokens; tokenizing megabytes would hold up other requests.
+
+        Raises:
+          ApiError: The texts are too long.
+        """
+        total = sum(len(text) for text in texts)
+        if total > self.most_bytes:
+            context = self.service.engine.context_tokens
+            raise too_long(
+                f"texts of {total} characters, which cannot fit the context of {context} tokens; shorten them"
+            )
+
     def tokens_of(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text; lone surrogates become question marks."""
+        """Return the token ids of a text; lone surrogates become question marks.
+
+        Raises:
+          ApiError: The text cannot fit the context.
+        """
+        self.check_fits([text])
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()))
 
     def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:

@@ -94,7 +94,7 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
     mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
     experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
     if experts > 1 and not mixture:
-        raise Refusal(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
+        raise Refusal(f"{role}: expert={experts} divides experts, and this model has no experts; use fsdp={experts}")
     if stages > 1 and mixture:
         raise Refusal(f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}")
 

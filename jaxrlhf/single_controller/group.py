@@ -14,8 +14,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxrlhf.batching.transfer_protocol import RemoteValue, worker_methods
 from jaxrlhf.tracking import ON_HOST, Call
@@ -25,10 +26,15 @@ Value = TypeVar("Value")
 
 
 class Pending(Future[Value]):
-    """Future of a call's result."""
+    """Future of a call's result.
 
-    def __init__(self) -> None:
+    Attributes:
+      call: Role and verb of the call, for messages.
+    """
+
+    def __init__(self, call: str = "") -> None:
         super().__init__()
+        self.call = call
         self._loading = threading.Lock()
         self._here: tuple[Value] | None = None
 
@@ -47,19 +53,68 @@ class Pending(Future[Value]):
         return self._here[0]
 
 
+@dataclass(eq=False)
+class OpenCall:
+    """Call that has not ended.
+
+    Attributes:
+      lane: Queue that the call is in.
+      state: `queued` behind other calls, `waits` for the result of `waits_for`, or `runs`.
+      since_s: Start of this state, in `time.perf_counter` seconds.
+    """
+
+    role: str
+    verb: str
+    lane: str
+    state: Literal["queued", "waits", "runs"] = "queued"
+    waits_for: str = ""
+    since_s: float = field(default_factory=time.perf_counter)
+
+    def becomes(self, state: Literal["waits", "runs"], waits_for: str = "") -> None:
+        """Change the state."""
+        self.state, self.waits_for, self.since_s = state, waits_for, time.perf_counter()
+
+
 class Timeline:
-    """Timeline of calls on all device queues; the queue of a pool's devices is a lane."""
+    """Timeline of calls on all device queues; the queue of a pool's devices is a lane.
+
+    Attributes:
+      moved_s: Time at which a call was last submitted, started or ended, in `time.perf_counter` seconds.
+    """
 
     def __init__(self) -> None:
+        self.moved_s = time.perf_counter()
+        self._open: list[OpenCall] = []
         self._calls: list[Call] = []
         self._running: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
         self._lock = threading.Lock()
 
+    def submitted(self, role: str, verb: str, lane: str) -> OpenCall:
+        """Record a call that was put into a queue."""
+        call = OpenCall(role, verb, lane)
+        with self._lock:
+            self._open.append(call)
+            self.moved_s = call.since_s
+        return call
+
+    def left(self, call: OpenCall) -> None:
+        """Record that a call has ended, or was cancelled."""
+        with self._lock:
+            if call in self._open:
+                self._open.remove(call)
+            self.moved_s = time.perf_counter()
+
+    def open_calls(self) -> list[OpenCall]:
+        """Return copies of the calls that have not ended, in the order of submission."""
+        with self._lock:
+            return [replace(call) for call in self._open]
+
     def began(self, lane: str, start_s: float) -> None:
         """Record the start of a call on a lane; a lane runs one call at a time."""
         with self._lock:
             self._running[lane] = start_s
+            self.moved_s = start_s
 
     def add(self, call: Call) -> None:
         """Record a finished call."""
@@ -95,13 +150,15 @@ class DeviceQueue:
 
     def submit(self, function: RunOnRanks, role: str, method: str, *args: object, **kwargs: object) -> Pending[Any]:
         """Append a call of a role's method; return the future of its result."""
-        pending: Pending[Any] = Pending()
+        pending: Pending[Any] = Pending(f"{role}.{method}")
+        call = self._timeline.submitted(role, method, self._name)
 
         def run() -> None:
             try:
-                ready = tuple(map(_awaited, args))
-                named = {name: _awaited(arg) for name, arg in kwargs.items()}
+                ready = tuple(_awaited(arg, call) for arg in args)
+                named = {name: _awaited(arg, call) for name, arg in kwargs.items()}
                 start = time.perf_counter()
+                call.becomes("runs")
                 self._timeline.began(self._name, start)
                 try:
                     value = function(role, method, ready, named)
@@ -114,9 +171,12 @@ class DeviceQueue:
                 pending.set_exception(error)
             else:
                 pending.set_result(value)
+            finally:
+                self._timeline.left(call)
 
         def cancelled(done: Future[None]) -> None:
             if done.cancelled():
+                self._timeline.left(call)
                 pending.cancel()
                 pending.set_running_or_notify_cancel()  # wakes waiting threads
 
@@ -128,11 +188,13 @@ class DeviceQueue:
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
 
-def _awaited(value: object) -> object:
-    """Wait for an argument if it is a future; values in other processes stay there."""
-    if isinstance(value, Pending):
-        return value.where()
-    return value.result() if isinstance(value, Future) else value
+def _awaited(value: object, call: OpenCall) -> object:
+    """Wait for an argument of a call if it is a future; values in other processes stay there."""
+    if not isinstance(value, Future):
+        return value
+    if not value.done():
+        call.becomes("waits", value.call if isinstance(value, Pending) else "a value of the controller")
+    return value.where() if isinstance(value, Pending) else value.result()
 
 
 class Group:

@@ -36,7 +36,7 @@ class RecordFile:
             if record["step"] < self._last_step:
                 raise ValueError(
                     f"{self._path} is at step {self._last_step} and was given one of step {record['step']}; "
-                    f"steps must not go back, or a resumed run could not tell where to go on"
+                    f"steps must not go back, or a resumed run could not tell where to continue"
                 )
             self._last_step = record["step"]
             # Half of a surrogate pair has no UTF-8; a backslash escape of it is still JSON.

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
-from jaxrlhf.checkpoint import Checkpoints, Item
+from jaxrlhf.checkpoint import Checkpoints, Damaged, Item
 from jaxrlhf.config import Config, Refusal, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, mean_scores
 from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
-from jaxrlhf.tracking import Call, StepCalls
+from jaxrlhf.tracking import Call, StepCalls, say
 from jaxrlhf.trainer.evaluation import HeldOutSet, evaluations
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog
@@ -88,6 +88,10 @@ class Loop:
                 log.calls(self.roles.timeline.take())
                 log.finish(title=self.config.name, show=5)
         return True
+
+    def doing(self) -> str:
+        """Return what the controller does at the moment, for messages."""
+        return f"in step {self.stop.step} of {self.config.name}, while {self._task or 'starting'}"
 
     @contextmanager
     def _telling_what_is_kept(self) -> Iterator[None]:
@@ -246,7 +250,8 @@ class Loop:
         """Return all checkpoint items; with `step`, only the schedule's items that the existing checkpoint contains."""
         kept = self.schedule.items()
         if step is not None:
-            kept = {name: item for name, item in kept.items() if self.checkpoints.folder(step, name).is_dir()}
+            held = self.checkpoints.holds(step)
+            kept = {name: item for name, item in kept.items() if name in held}
         return {**self.roles.items(), **kept}
 
     def _wait_for_save(self) -> None:
@@ -262,7 +267,13 @@ class Loop:
                 f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
                 f"{self.config.name}; raise them, or choose another workdir"
             )
-        host = self.checkpoints.restore(latest, self._items(latest))
+        try:
+            host = self.checkpoints.restore(latest, self._items(latest))
+        except Damaged as damage:
+            if self.config.saving.on_damage == "stop" or len(self.checkpoints.steps()) == 1:
+                raise
+            say(f"{damage}\nmoved it to {self.checkpoints.set_aside(latest)}")
+            return self._resume()
         self.roles.set_counters(host["counters"])
         self.schedule.restore(host)
         return latest, self.config.algorithm.resumed_state(host["state"])

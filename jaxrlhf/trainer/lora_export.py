@@ -69,7 +69,7 @@ class AdaptedRun:
         if self.cold_start is None:
             return None
         with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
-            return checkpoints.folder(self._newest(checkpoints), "actor")
+            return checkpoints.checked_folder(self._newest(checkpoints), "actor")
 
     def weights(self, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
         """Yield each base weight in float32, with its path; a value head is zero."""

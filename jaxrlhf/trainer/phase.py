@@ -31,6 +31,7 @@ from jaxrlhf.trainer.loop import Loop, OnStep
 from jaxrlhf.trainer.resume import changed_settings, describe_start
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
+from jaxrlhf.trainer.stall import StallWatch
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 
@@ -156,8 +157,10 @@ class PhaseProgress:
 
     def __init__(self) -> None:
         self.log: PhaseLog | None = None
+        self.beat: Callable[[], None] = lambda: None
 
     def __call__(self, task: str, done: int, total: int) -> None:
+        self.beat()
         log = self.log
         if log is not None:
             log.console.progress(task, done, total)
@@ -253,10 +256,12 @@ def run_phase(
         on_step=on_step,
         stop=context.stop,
     )
-    wait = True
+    wait, watch = True, StallWatch(config.stall, roles.timeline, loop.doing)
+    context.progress.beat = watch.beat
     with afterwards("letting go of the checkpoints", checkpoints.close):
         try:
-            return checkpoints.folder(config.steps, "actor") if loop.run() else None
+            with watch:
+                return checkpoints.folder(config.steps, "actor") if loop.run() else None
         except BaseException as error:
             pools.close()  # ends calls that nobody waits for anymore
             wait = not isinstance(error, KeyboardInterrupt)

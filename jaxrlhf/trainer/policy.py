@@ -86,7 +86,9 @@ def export_policy(
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
         head: Head = "lm" if trained else "value"
         if average:
-            arrays = average_of(checkpoints.folder(step, f"{role}_optimizer"), param_shapes(config, head, jnp.float32))
+            folder = checkpoints.folder(step, f"{role}_optimizer")
+            folder = checkpoints.checked_folder(step, folder.name) if folder.is_dir() else folder
+            arrays = average_of(folder, param_shapes(config, head, jnp.float32))
         elif checkpoints.folder(step, role + SUFFIX).is_dir():
             adapted = AdaptedRun.of(run, role)
             adapters = adapted.adapters(checkpoints, step, role, config, head)
@@ -192,6 +194,9 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
             step = chosen_step(checkpoints, step)
             start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
+            for folder in (start, adapters):
+                if folder.is_dir():
+                    checkpoints.checked_folder(step, folder.name)
         if adapters.is_dir():
             run = AdaptedRun.of(place, "actor")
             actor = replace(config.actor, lora=run.lora)

@@ -30,7 +30,7 @@ from jaxrlhf.workers.pool_roles import check_vocabulary
 RELAUNCHABLE = (HostDied, HostHung, HostNotStarted, TransferError)
 """Failures after which hosts may be relaunched; a `HostRaised` may have one of these as its cause."""
 
-STOPPED = "stopped after saving; the same command goes on from"
+STOPPED = "stopped after saving; the same command continues from"
 
 
 @dataclass(frozen=True)
@@ -171,4 +171,4 @@ def _trained(phase: Config) -> Path | None:
         if checkpoints.latest() != phase.steps:
             return None
         say(resuming(phase, phase.steps))
-        return checkpoints.folder(phase.steps, "actor")
+        return checkpoints.checked_folder(phase.steps, "actor")

@@ -124,7 +124,7 @@ class Synchronous:
         if groups := saved.get("under_way", 0):
             raise Refusal(
                 f"the checkpoint holds {groups} groups of responses that are under way, and rollout.over_provision=1 "
-                "has none go on from step to step; resume with over_provision and staleness as they were"
+                "continues none from step to step; resume with over_provision and staleness as they were"
             )
         if queued := saved.get("queued", 0):
             raise Refusal(

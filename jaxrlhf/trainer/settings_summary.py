@@ -120,7 +120,7 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     how = (
         "generated while models are updated"
         if config.generates_apart
-        else "generated and learnt from in turns, on one pool"
+        else "generation and learning take turns on one pool"
     )
     correction = algorithm.correction_for(config)
     chosen = "chosen for the staleness" if algorithm.correction == "auto" else "as configured"

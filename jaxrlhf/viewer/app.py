@@ -80,7 +80,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return JSONResponse(answer(request), headers=HEADERS)
         except FileNotFoundError as error:
             return JSONResponse({"error": f"not there: {error}"}, 404, HEADERS)
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, RecursionError) as error:
             return JSONResponse({"error": f"not understood: {error!r}"}, 400, HEADERS)
 
     return respond

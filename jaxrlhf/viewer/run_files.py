@@ -2,11 +2,13 @@
 
 import json
 import re
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.tracking import read_records
 from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE
 
@@ -56,8 +58,9 @@ class RunFiles:
                 )
             except FileNotFoundError:  # deleted just now
                 continue
-            except (Refusal, OSError) as error:
-                found.append({"run": run, "records": 0, "last_step": 0, "has": [], "unreadable": str(error)})
+            except (Refusal, OSError, RecursionError, KeyError, TypeError) as error:
+                reason = f"{metrics}: {reason_of(error)}"
+                found.append({"run": run, "records": 0, "last_step": 0, "has": [], "unreadable": reason})
         return found
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
@@ -101,6 +104,8 @@ class RunFiles:
 
     def _records(self, file: Path) -> list[dict[str, Any]]:
         state = file.stat()
+        if not stat.S_ISREG(state.st_mode):  # reading a pipe would wait for its writer
+            raise Refusal(f"{file} is no regular file")
         version = (state.st_mtime_ns, state.st_size)
         if self._metrics.get(file, (None,))[0] != version:
             self._metrics[file] = (version, list(read_records(file)))

@@ -20,7 +20,7 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
     """
     if config.experts is None:
         if wanted is not None:
-            raise Refusal(f"{role}.router_loss={wanted} balances experts, of which this model has none; leave it out")
+            raise Refusal(f"{role}.router_loss={wanted} balances experts, and this model has no experts; leave it out")
         return 0.0
     return config.experts.loss_coefficient if wanted is None else wanted
 

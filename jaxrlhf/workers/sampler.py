@@ -94,7 +94,7 @@ class Sampler:
         rollout = to_rollout(prompts, completions, width=self.width)
         if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
             raise RuntimeError(
-                f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were drawn "
+                f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were sampled "
                 "among, Completion.kept_TK, so log-probabilities of the same distribution cannot be had; have the "
                 "engine record it, or sample with temperature only"
             )

@@ -44,7 +44,7 @@ def pool_rows(builder: Builder) -> list[SummaryRow]:
         size = _bytes(shard_bytes(weights, layout_in(weights)))
         where = _waits(builder, role) or "per device"
         if role == "reference" and builder.config.reference_is_frozen_actor:
-            size, where = "none", "the actor's own, without what its adapters learnt"
+            size, where = "none", "the actor's own, without its trained adapters"
         rows.append((role, "weights", size, where))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)

@@ -58,7 +58,7 @@ def _hint(value: object, annotation: Any) -> str:
     if _is_sequence(annotation) and _conforms((value,), annotation):
         return f"; a tuple of one is written ({value!r},), with a comma"
     if isinstance(value, list) and _conforms(tuple(value), annotation):
-        return "; write it as a tuple, with ( ) around it in place of [ ], and a comma after a single one"
+        return "; write it as a tuple, with ( ) around it instead of [ ], and a comma after a single one"
     kinds = variants(annotation)
     if isinstance(value, type) and value in kinds:
         return f"; write {value.__name__}(...), with what it needs in the brackets"

@@ -15,8 +15,9 @@ _PROBLEM = "a call is a name, then pairs of <arg_key>...</arg_key> and <arg_valu
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Find the calls of a reply."""
     tags = [tag(name) for name in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")]
-    end = after_last(tags[3], needed=tags[0])
-    return in_blocks(text, lambda body: [_call(body, *tags)], (tag("<tool_call>"), tag("</tool_call>")), end=end)
+    opening, closing = tag("<tool_call>"), tag("</tool_call>")
+    end = after_last(tags[3], opening, needed=tags[0])
+    return in_blocks(text, lambda body: [_call(body, *tags)], (opening, closing), end=end)
 
 
 def _call(body: str, key_begin: str, key_end: str, value_begin: str, value_end: str) -> WrittenCall | str:

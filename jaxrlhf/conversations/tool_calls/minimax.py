@@ -29,7 +29,8 @@ def invocations(text: str, opening: str, closing: str, prefix: str, tag: Tag) ->
             calls.append(f'a call is <{prefix}invoke name="...">, parameters, </{prefix}invoke>')
         return calls
 
-    return in_blocks(text, read, (tag(opening), tag(closing)), end=after_last(f"</{prefix}invoke>"))
+    tags = tag(opening), tag(closing)
+    return in_blocks(text, read, tags, end=after_last(f"</{prefix}invoke>", tags[0]))
 
 
 def _call(invoke: str, prefix: str) -> WrittenCall | str:

@@ -33,7 +33,7 @@ _SPELLED = re.compile(
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Find the calls of a reply."""
     tags = tag("<|tool_call_start|>"), tag("<|tool_call_end|>")
-    written = in_blocks(text, python_calls, tags, end=after_last(")]"))
+    written = in_blocks(text, python_calls, tags, end=after_last(")]", tags[0]))
     if not written.calls and _LIST.match(text) and text.rstrip().endswith(")]"):
         return Written([CallBlock(text, python_calls(text))])
     return written

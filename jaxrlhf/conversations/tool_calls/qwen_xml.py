@@ -16,7 +16,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*)</function>", re.DOTALL)
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
     """Find the calls of a reply."""
     tags = tag("<tool_call>"), tag("</tool_call>")
-    return in_blocks(text, lambda body: [_call(body)], tags, end=after_last("</function>"))
+    return in_blocks(text, lambda body: [_call(body)], tags, end=after_last("</function>", tags[0]))
 
 
 def _call(body: str) -> WrittenCall | str:

@@ -130,10 +130,13 @@ def after_arguments(separator: str) -> End:
     return end
 
 
-def after_last(tag: str, needed: str = "") -> End:
+def after_last(tag: str, opening: str, needed: str = "") -> End:
     """Return an `End` for pairs of tags whose content ends with a tag: the first closing tag right after that tag.
 
+    If the next call opens right after an earlier closing tag, the content is broken, and the function finds no end.
+
     Args:
+      opening: Opening tag of a pair.
       needed: Text that precedes the first closing tag in all contents with that tag; saves a search in others.
     """
 
@@ -142,7 +145,10 @@ def after_last(tag: str, needed: str = "") -> End:
         if needed and text.find(needed, begin, max(first, begin)) < 0:
             return -1
         found = re.compile(re.escape(tag) + r"\s*+(?=" + re.escape(closing) + ")").search(text, begin)
-        return -1 if found is None else found.end()
+        if found is None:
+            return -1
+        following = re.compile(re.escape(closing) + r"\s*+" + re.escape(opening)).search(text, begin, found.end())
+        return found.end() if following is None else -1
 
     return end
 

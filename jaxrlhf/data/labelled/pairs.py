@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -120,6 +121,9 @@ def _pair(row: Row, data: PairFields) -> SourceRecord:
     if chosen == rejected:
         raise Refusal(f"{row.place}: the chosen and the rejected answer are the same")
     margin = 0.0 if data.margin_key is None else row.value(data.margin_key, "margin_key")
+    if isinstance(margin, str):  # a cell of a CSV file
+        with suppress(ValueError):
+            margin = float(margin)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise Refusal(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
     pair = PairPart(rejected, float(margin), _safe(row, data))

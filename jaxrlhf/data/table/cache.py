@@ -29,7 +29,7 @@ LEAST_BYTES = 16 * 2**20
 _PACKED = 8
 """Approximate bytes of text in one byte of a compressed file."""
 
-_VERSION = 7
+_VERSION = 8
 
 
 def cache_folder_of(
@@ -56,7 +56,7 @@ def cache_folder_of(
 
 
 def _text_bytes(name: str, size: int) -> int:
-    return size if name.endswith((".jsonl", ".ndjson", ".json")) else size * _PACKED
+    return size if name.endswith((".jsonl", ".ndjson", ".json", ".csv", ".tsv")) else size * _PACKED
 
 
 def _place() -> Path | None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -13,6 +12,7 @@ from jaxrlhf.batch import Image, Pair, Problem
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.records import Stored, restored
 from jaxrlhf.data.table.columns import Bytes, TokenLists
+from jaxrlhf.processes import plain
 
 _COLUMNS = (
     "prompt_tokens",
@@ -95,7 +95,7 @@ class ProblemTable(Sequence[Problem]):
         columns["masks"].append(bytes(solution_mask))
         columns["messages"].append(json.dumps(messages).encode() if messages else b"")
         columns["further"].append(json.dumps(further).encode() if further else b"")
-        columns["records"].append(_JSON + record if isinstance(record, bytes) else _PICKLED + pickle.dumps(record))
+        columns["records"].append(_JSON + record if isinstance(record, bytes) else _PICKLED + plain.dumps(record))
         if images:
             self._images[len(self) - 1] = images
 
@@ -180,7 +180,7 @@ class ProblemTable(Sequence[Problem]):
 
     def _record(self, n: int) -> Stored:
         kept = self._columns["records"][n]
-        return kept[1:] if kept[:1] == _JSON else pickle.loads(kept[1:])
+        return kept[1:] if kept[:1] == _JSON else plain.loads(kept[1:], also=plain.COLUMN_VALUES)
 
     def _pair(self, n: int) -> tuple[float, tuple[bool, bool] | None]:
         margin, safe = json.loads(self._columns["pairs"][n])

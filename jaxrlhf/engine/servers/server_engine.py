@@ -166,7 +166,7 @@ class ServerEngine:
                 "--max-model-len, SGLang: --context-length) for the longest prompt and response together"
             )
         if answer.weights not in (None, self._loaded):
-            raise ValueError(f"drawn with weights {answer.weights!r}, expected {self._loaded!r}; {_OTHER_WEIGHTS}")
+            raise ValueError(f"sampled with weights {answer.weights!r}, expected {self._loaded!r}; {_OTHER_WEIGHTS}")
 
     def _post(self, url: str, body: dict[str, Any], *, limit_s: float, final: Sequence[int] = ()) -> Any:
         key = self.server.api_key_env

@@ -254,7 +254,7 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
     stored = stored_tensors(config, head)
     if (adapters := files.directory / ADAPTERS).is_file():
         raise Refusal(
-            f"{adapters} lies beside weights: transformers adds its adapters to them, jaxrlhf does not; give merged "
+            f"{adapters} is beside weights: transformers adds its adapters to them, jaxrlhf does not; give merged "
             "weights without that file"
         )
     _, saved = read_family(files.directory)

@@ -252,12 +252,19 @@ def _stop_at(end: int, directory: Path, source: str | Path) -> None:
 
 
 def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HUB_FILES) -> None:
-    """Copy all files of a checkpoint but its weights; config.json last, because it makes a directory look complete."""
+    """Copy all files of a checkpoint but its weights; config.json last, because it makes a directory look complete.
+
+    Names of Python code (`auto_map`), which is not copied, are left out.
+    """
     files = {file for pattern in patterns for file in source.glob(pattern)} - {source / INDEX}
     for file in sorted(files, key=lambda file: file.name == "config.json"):
         copy = directory / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+        if file.name.endswith("_config.json") or file.name == "config.json":
+            fields = json.loads(file.read_text())
+            if fields.pop("auto_map", None) is not None:
+                copy.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def check_new(directory: str | Path) -> Path:

@@ -47,7 +47,7 @@ def processor_of(model: Any) -> Any:
 
     assert isinstance(model, Pretrained), "a model of one's own reads no images"
     try:
-        return AutoImageProcessor.from_pretrained(resolve(model.path), backend="pil")
+        return AutoImageProcessor.from_pretrained(resolve(model.path), backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise Refusal(
             f"no image processor could be loaded from {model.path!r} ({reason_of(error)}); give a checkpoint with "

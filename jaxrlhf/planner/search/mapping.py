@@ -175,6 +175,6 @@ def binding_slots(problem: PlacementProblem, best: PlacementPlan) -> str | None:
     if free.seconds > (1 - GAIN_WORTH_SAYING) * best.seconds:
         return None
     return (
-        f"rollout.slots={given} binds: with {free.slots} a step is predicted to take {free.seconds:.3g} s in place of "
+        f"rollout.slots={given} binds: with {free.slots} a step is predicted to take {free.seconds:.3g} s instead of "
         f"{best.seconds:.3g} s; left at None, the plan chooses"
     )

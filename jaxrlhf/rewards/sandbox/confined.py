@@ -41,7 +41,9 @@ REFUSED = {  # call numbers on x86-64 and on arm64; None where the call does not
     "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "memfd_create": (319, 279),
     "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -71,8 +73,13 @@ EXAMINED = {  # calls that are allowed except for some arguments
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(fd: int) -> None:
-    """Run the job in the file `fd`; afterwards the file holds the job's secret if the whole job ran."""
+def main(fd: int, problem_fd: int) -> None:
+    """Run the job in the file `fd`; afterwards the file holds the job's secret if the whole job ran.
+
+    Args:
+      problem_fd: Pipe that gets the reason if this machine cannot confine the program. It is closed before the program
+        runs, so that a program cannot claim this.
+    """
     with open(fd, "r+b", buffering=0, closefd=False) as file:
         job = json.loads(file.read())
         file.seek(0)
@@ -83,8 +90,9 @@ def main(fd: int) -> None:
                 step(job)
             except OSError as error:
                 if not job["allow_unsandboxed"]:
-                    file.write(f"{job['secret']} {error}".encode())
+                    os.write(problem_fd, str(error).encode()[:4096])
                     return
+        os.close(problem_fd)
         _run(job)
         file.write(job["secret"].encode())
 
@@ -190,4 +198,4 @@ def _run(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -78,13 +78,17 @@ def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = Non
         }
         job.write(json.dumps(description).encode())
         job.seek(0)
-        status = _wait(_start(job.fileno(), directory, given.fileno(), printed.fileno()), limits.time_s)
+        problem, theirs = os.pipe()
+        with open(problem, "rb") as problems:
+            with open(theirs, "wb"):
+                process = _start((job.fileno(), theirs), directory, given.fileno(), printed.fileno())
+            status = _wait(process, limits.time_s)
+            if message := problems.read().decode(errors="replace"):
+                raise RuntimeError(message)
         job.seek(0)
-        said = job.read().decode(errors="replace")
-        if said.startswith(secret + " "):
-            raise RuntimeError(said.removeprefix(secret + " "))
+        whole = job.read() == secret.encode()
         printed.seek(0)
-        return Ended(status, printed.read().decode(errors="replace"), said == secret)
+        return Ended(status, printed.read().decode(errors="replace"), whole)
 
 
 def check_sandbox(limits: Limits) -> None:
@@ -133,17 +137,17 @@ def _remove_beside(folder: str) -> None:
     subprocess.run(shell, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, check=True)
 
 
-def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Popen:
+def _start(kept_open: tuple[int, int], directory: str, given: int, printed: int) -> subprocess.Popen:
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-I", "-B", str(_CONFINED), str(job)],
+        [sys.executable, "-I", "-B", str(_CONFINED), *map(str, kept_open)],
         cwd=directory,
         env={"LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, **single, **kept},
         stdin=given,
         stdout=printed,
         stderr=subprocess.DEVNULL,
-        pass_fds=[job],
+        pass_fds=kept_open,
         start_new_session=True,  # an unsandboxed program's children are killed with it
     )
 

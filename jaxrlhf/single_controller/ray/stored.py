@@ -65,7 +65,7 @@ class StoredImage:
         except ray.exceptions.ObjectLostError as error:
             raise RuntimeError(
                 "the host that an episode showed an image on ended before it was trained on; start the run again, "
-                "which goes on from its last checkpoint"
+                "which continues from its last checkpoint"
             ) from error
 
 

@@ -84,4 +84,4 @@ class Trackers:
             try:
                 give(tracker)
             except Exception as error:
-                _LOG.warning("%s did not take %s%s; the run goes on: %r", name, what, of, error)
+                _LOG.warning("%s did not take %s%s; the run continues: %r", name, what, of, error)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrlhf.batch import RolloutBatch
-from jaxrlhf.checkpoint import Item
+from jaxrlhf.checkpoint import Damaged, Item
 from jaxrlhf.config import Refusal
 from jaxrlhf.dataflows.batches.in_flight import in_flight_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -127,6 +127,13 @@ class OffPolicy(Synchronous):
                 f"the checkpoint holds responses of {queued} steps, and rollout.staleness={rollout.staleness} with "
                 f"over_provision={rollout.over_provision} lets {ahead} wait; resume with rollout.staleness={queued} or "
                 "more and over_provision=1, or as before"
+            )
+        under_way = saved.get("under_way", 0)
+        groups = under_way if self._in_flight is None else self._in_flight.groups
+        if (len(self._queue), groups) != (queued, under_way):
+            raise Damaged(
+                f"the checkpoint says that responses of {queued} steps wait and {under_way} groups are under way, and "
+                f"its items hold {len(self._queue)} and {groups}; resume from the checkpoint before"
             )
         ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}
         super().restore({name: value for name, value in saved.items() if name not in ours})

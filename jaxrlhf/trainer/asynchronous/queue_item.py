@@ -51,8 +51,8 @@ class QueueItem:
             saved = pickle.loads((directory / _FILE).read_bytes())
         except (AttributeError, ImportError, TypeError) as error:
             raise Refusal(
-                f"{directory}: responses that waited to be learnt from were saved by other code ({reason_of(error)}); "
-                "go on with the version and the algorithm's file that saved them, or choose another workdir"
+                f"{directory}: responses that waited for a step were saved by other code ({reason_of(error)}); "
+                "resume with the version and the algorithm's file that saved them, or choose another workdir"
             ) from error
         self._put(saved)
 

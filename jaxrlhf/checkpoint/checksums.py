@@ -1,0 +1,70 @@
+"""Checksums of the files of a checkpoint item, so that damage is found before anything is read."""
+
+import json
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import reason_of
+
+FILE = "checksums.json"
+"""File with size and CRC-32 of every other file of the item's folder, by relative path."""
+
+_THREADS, _BLOCK = 4, 2**22
+
+
+class Damaged(Refusal):
+    """Checkpoint whose files are not those that were saved."""
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of all files of a folder; nothing may write there any more."""
+    (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
+
+
+def damage_of(folder: Path) -> str | None:
+    """Return what is wrong with the files of a folder, beginning with a file's path; None if all are as saved.
+
+    A folder without checksums was saved by an earlier version, and counts as whole.
+    """
+    if not folder.is_dir():
+        return f"{folder} is missing"
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        saved = {name: (size, crc) for name, (size, crc) in json.loads((folder / FILE).read_text()).items()}
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        return f"{folder / FILE} cannot be read: {reason_of(error)}"
+    if missing := sorted(saved.keys() - set(_files(folder))):
+        return f"{folder / missing[0]} is missing"
+    try:
+        found = _checksums(folder, [*saved])
+    except OSError as error:
+        return f"{folder} cannot be read: {reason_of(error)}"
+    for name, (size, crc) in saved.items():
+        if found[name][0] != size:
+            return f"{folder / name} has {found[name][0]} bytes, and {size} were saved"
+        if found[name][1] != crc:
+            return f"{folder / name} has other contents than were saved: its checksum differs"
+    return None
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the relative paths of all files but the checksums."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in paths if name != FILE)
+
+
+def _checksums(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
+    """Return size and CRC-32 of each file; several files are read at once."""
+    with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="checksums") as pool:
+        return dict(zip(names, pool.map(lambda name: _checksum(folder / name), names), strict=True))
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc

@@ -1,0 +1,91 @@
+"""Limits on the connections of an HTTP server: their number, and the time that a client has for its headers."""
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from jaxrlhf.config import Refusal
+
+CONNECTIONS, HEADERS_S = 1024, 10.0
+_OTHER_FILES, _FEWEST = 128, 16
+"""Files that the process opens besides connections, and the fewest connections of a useful server."""
+
+
+class ConnectionLimits:
+    """Open connections of one server.
+
+    A connection without a request under way is idle. If there are too many connections, the connection that is idle for
+    longest is closed: clients that send nothing cannot keep others out. If none is idle, the new connection is closed.
+
+    Args:
+      connections: Maximum number of open connections; fewer if the process may open fewer files.
+      headers_s: Time limit in seconds for the headers of a request, from its first byte or from the connection.
+
+    Raises:
+      Refusal: The process may open too few files.
+    """
+
+    def __init__(self, connections: int = CONNECTIONS, headers_s: float = HEADERS_S) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files != resource.RLIM_INFINITY:
+            connections = min(connections, files - _OTHER_FILES)
+        if connections < _FEWEST:
+            raise Refusal(
+                f"a server of {_FEWEST} connections needs {_FEWEST + _OTHER_FILES} open files, and this process may "
+                f"have {files}; raise the limit, such as by ulimit -n 4096"
+            )
+        self._most, self._headers_s = connections, headers_s
+        self._open: dict[Any, asyncio.TimerHandle | None] = {}
+
+    @property
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Protocol class for uvicorn's option `http`."""
+        limits = self
+
+        class LimitedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+            def connection_made(self, transport: Any) -> None:
+                super().connection_made(transport)
+                limits._opened(self)
+
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                limits._heard(self)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                limits._closed(self)
+                super().connection_lost(exc)
+
+        return LimitedConnection
+
+    def _opened(self, connection: Any) -> None:
+        self._open[connection] = self._timer(connection)
+        if len(self._open) > self._most:
+            idle = next((each for each in self._open if _is_idle(each)), connection)
+            idle.transport.abort()
+
+    def _heard(self, connection: Any) -> None:
+        """Start the time limit at the first bytes of a request, and end it once the headers are there."""
+        if connection not in self._open:  # closed by the request's own error
+            return
+        timer = self._open.pop(connection)
+        if not _is_idle(connection):
+            if timer is not None:
+                timer.cancel()
+            timer = None
+        elif timer is None:
+            timer = self._timer(connection)
+        self._open[connection] = timer  # the newest last
+
+    def _closed(self, connection: Any) -> None:
+        if (timer := self._open.pop(connection, None)) is not None:
+            timer.cancel()
+
+    def _timer(self, connection: Any) -> asyncio.TimerHandle:
+        return connection.loop.call_later(self._headers_s, connection.transport.abort)
+
+
+def _is_idle(connection: Any) -> bool:
+    """Return True if a connection has no request whose headers are complete and whose answer is not."""
+    return connection.cycle is None or connection.cycle.response_complete
