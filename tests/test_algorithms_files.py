@@ -64,22 +64,24 @@ def test_another_file_uses_the_class_by_name(tmp_path, monkeypatch):
     assert (config.algorithm.responses_per_update, config.algorithm.epochs_per_step) == (128, 2)
 
 
-def test_the_class_reaches_processes_that_never_saw_its_file(tmp_path):
+def test_the_classes_reach_processes_that_never_saw_their_files(tmp_path):
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     from jaxrlhf.single_controller.ray_backend import carry_configuration_files
 
     (tmp_path / "own.py").write_text(OWN)
-    config = load(tmp_path / "own.py")
+    files = (tmp_path / "own.py", "gigpo", "logit_distillation", "nash_md")  # two of which use a further file
+    configs = [load(file) for file in files]
     carry_configuration_files()
-    (tmp_path / "config.pickle").write_bytes(cloudpickle.dumps(config))
+    (tmp_path / "configs.pickle").write_bytes(cloudpickle.dumps(configs))
     program = (
-        "import pathlib, pickle, sys; config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
-        "print(type(config.algorithm).__name__, config.algorithm.responses_per_update)"
+        "import pathlib, pickle, sys; configs = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "print(*(type(one.algorithm).__name__ for one in configs), configs[0].algorithm.responses_per_update); "
+        "print(*(role.worker_class.__name__ for one in configs[2:] for role in one.roles.values()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "config.pickle")], capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("GDPO 128\n", "")
+    command = [sys.executable, "-c", program, str(tmp_path / "configs.pickle")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = ["GDPO GiGPO LogitDistillation NashMD 128", "Actor NamingTeacher Reward MixtureActor Reference Reward", ""]
+    assert (done.stdout, done.stderr) == ("\n".join(said), "")
 
 
 @pytest.mark.parametrize("old", loading._MOVED)
