@@ -2,7 +2,7 @@
 
     python -m jaxrlhf.train --config rae.py
 
-One policy plays both sides. This is the run of `game_nim.py`.
+One policy plays both sides. This is the run of `game_nim.py`, which has its result.
 
 Source: Liu et al. 2025 (SPIRAL, arXiv:2506.24119).
 """
