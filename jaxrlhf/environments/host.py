@@ -1,17 +1,13 @@
 """Worker process that runs environments, tools or an agent program for a pool, one request at a time."""
 
-import asyncio
 import inspect
-import io
 import os
-import pickle
 import random
 import resource
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,17 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config.environments import Agent
-from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.environments import answers
 from jaxrlhf.environments.protocol import (
     About,
-    Answer,
     CallRequest,
     Choice,
     CloseRequest,
     CodeFailure,
     FinalReward,
-    Idle,
     InstanceClosed,
     OpenRequest,
     Request,
@@ -38,11 +31,9 @@ from jaxrlhf.environments.protocol import (
     ToolAnswer,
 )
 from jaxrlhf.episode import Content, EnvironmentFailure, Opening, Session, ToolCall
+from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import children
-from jaxrlhf.processes.guards import Builtins, Watchdog
-
-CLOSING_S = 0.5  # for instances to close once the run is gone
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,7 @@ class UserCode:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
     program: Callable[..., Any] | None = None
+    forkable: bool = True  # a library's native threads rarely matter, and interpreters for all instances are too large
 
     def serve(self, channel: Channel) -> None:
         """Answer requests until the channel closes."""
@@ -64,61 +56,46 @@ class _Host:
     """Request handler that runs user code and sends an answer for every outcome."""
 
     def __init__(self, code: UserCode, channel: Channel) -> None:
-        self._code, self._channel, self._own = code, channel, os.getpid()
+        self._code, self._output_bytes = code, code.choice.output_bytes
         self._folder = tempfile.gettempdir()  # this process's own
+        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:  # exists on Linux only
+            most = int(file.read().split()[0]) * resource.getpagesize() + code.choice.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         # No limit for agent programs here: their time limit pauses during weight updates, so the run enforces it.
         limit_s = None if isinstance(code.choice, Agent) else code.choice.call_s
-        self._limit_s, self._output_bytes = limit_s, code.choice.output_bytes
-        self._watchdog = Watchdog(limit_s) if limit_s is not None else None
-        self._builtins = Builtins()
-        self._loop: asyncio.Runner | None = None
+        self._calls = Calls(channel, limit_s=limit_s, output_bytes=self._output_bytes)
         self._instances: dict[int, Any] = {}
-        self._spoilt = ""
-        self._out, self._err = _Printed(sys.stdout, self._output_bytes), _Printed(sys.stderr, self._output_bytes)
 
     def serve(self) -> None:
-        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:  # exists on Linux only
-            most = int(file.read().split()[0]) * resource.getpagesize() + self._code.choice.memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        sys.stdout, sys.stderr = self._out, self._err
         try:
-            while True:
-                for message in self._channel.receive():
-                    self._answer(pickle.loads(message))
-        finally:
-            self._watchdog = Watchdog(CLOSING_S)
+            self._calls.serve(self._answer)
+        finally:  # the run is gone, and ends this process soon
             for episode in list(self._instances):
                 self._close(episode)
 
     def _answer(self, request: Request) -> None:
+        send = self._calls.send
         try:
             match request:
                 case OpenRequest():
-                    self._send(self._open(request))
+                    send(self._open(request))
                 case StepRequest():
                     step = self._instances[request.episode].step
                     _seed(f"{request.seed}/{request.turn}")
-                    self._send(answers.observation(self._call(step, request.reply), self._output_bytes))
+                    send(answers.observation(self._call(step, request.reply), self._output_bytes))
                 case CallRequest():
                     self._tools(request)
                 case CloseRequest():
                     if request.rewarded:
-                        self._send(self._reward(request.episode))
-                    self._send(self._close(request.episode))
+                        send(self._reward(request.episode))
+                    send(self._close(request.episode))
                 case RunRequest():
-                    self._send(self._run(request))
+                    send(self._run(request))
         except BaseException as error:  # SystemExit too: any error of user code concerns only its episode
-            self._send(self._failed(error))
+            send(self._failed(error))
             if isinstance(request, OpenRequest | CloseRequest):
-                self._send(self._close(request.episode))
-        if self._watchdog is not None:
-            self._watchdog.disarm()
-        self._send(Idle(self._what_is_left()))
-
-    def _send(self, answer: Answer) -> None:
-        if os.getpid() != self._own:  # a fork made by user code returned to here; only its parent may answer
-            os._exit(0)
-        self._channel.send(pickle.dumps(answer))
+                send(self._close(request.episode))
+        self._look_for_leftovers()
 
     def _open(self, request: OpenRequest) -> Opening:
         assert self._code.factory is not None
@@ -150,7 +127,6 @@ class _Host:
         _seed(str(request.seed))
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=request.api_key)
         session = Session(request.base_url, request.api_key, request.record, request.seed)
-        self._spoilt = "an agent program has run in it"  # its environment holds an episode's address and key
         return FinalReward(answers.reward(self._call(self._code.program, session, request.record)))
 
     def _tools(self, request: CallRequest) -> None:
@@ -167,23 +143,20 @@ class _Host:
                     self._told(number, began, answers.tool_content(value, self._output_bytes))
                 except BaseException as error:
                     self._told(number, began, self._failed(error))
+                if not self._instances:
+                    self._calls.restore()
         if waiting:
             _seed(request.seed)
-            self._begin()
-            self._runner().run(self._gather(request.episode, waiting))
+            self._calls.together(self._wait(request.episode, number, call) for number, call in waiting.items())
 
-    async def _gather(self, episode: int, calls: Mapping[int, ToolCall]) -> None:
-        async def answer(number: int, call: ToolCall) -> None:
-            began = time.monotonic()
-            try:
-                with self._builtins.kept(self._changed):
-                    value = await self._in_time(self._tool(episode, call)(**call.arguments))
-                self._check_printed()
-                self._told(number, began, answers.tool_content(value, self._output_bytes))
-            except BaseException as error:
-                self._told(number, began, self._failed(error))
-
-        await asyncio.gather(*(answer(number, call) for number, call in calls.items()))
+    async def _wait(self, episode: int, number: int, call: ToolCall) -> None:
+        began = time.monotonic()
+        try:
+            value = await self._calls.call_async(self._tool(episode, call), **call.arguments)
+            self._check_printed()
+            self._told(number, began, answers.tool_content(value, self._output_bytes))
+        except BaseException as error:
+            self._told(number, began, self._failed(error))
 
     def _tool(self, episode: int, call: ToolCall) -> Callable[..., Any]:
         if self._code.about.methods:
@@ -193,97 +166,35 @@ class _Host:
     def _told(self, number: int, began: float, answer: Content | CodeFailure) -> None:
         seconds = time.monotonic() - began
         if isinstance(answer, CodeFailure):
-            self._send(ToolAnswer(number, answers.told(answer.detail), seconds, answer.cause))
+            self._calls.send(ToolAnswer(number, answers.told(answer.detail), seconds, answer.cause))
         else:
-            self._send(ToolAnswer(number, answer, seconds))
+            self._calls.send(ToolAnswer(number, answer, seconds))
 
     def _call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
-        """Call a user function, await its result if it is awaitable, and restore the builtins."""
-        self._begin(anew=inspect.iscoroutinefunction(function))
-        with self._builtins.kept(self._changed):
-            value = function(*args, **fields)
-        if inspect.isawaitable(value):
-            with self._builtins.kept(self._changed):
-                value = self._runner().run(self._in_time(value))
+        value = self._calls.call(function, *args, **fields)
         self._check_printed()
         return value
 
-    async def _in_time(self, value: Any) -> Any:
-        limit = asyncio.timeout(self._limit_s)
-        try:
-            async with limit:
-                return await value
-        except TimeoutError:
-            if limit.expired():
-                raise EnvironmentFailure("timeout", f"cancelled after {self._limit_s:g} s") from None
-            raise
-
-    def _begin(self, *, anew: bool = True) -> None:
-        """Reset the print counters and start the watchdog; `anew` rearms it, so cancelled calls have time to end."""
-        self._out.count = self._err.count = 0
-        if self._watchdog is not None:
-            if anew:
-                self._watchdog.disarm()
-            self._watchdog.begin_call()
-
     def _check_printed(self) -> None:
-        if max(self._out.count, self._err.count) > self._output_bytes:
-            raise EnvironmentFailure("output", f"printed more than {self._output_bytes} characters")
-
-    def _runner(self) -> asyncio.Runner:
-        """Return the process's only event loop: async clients are bound to the loop that made them."""
-        if self._loop is None:
-            self._loop = asyncio.Runner()
-        return self._loop
-
-    def _changed(self, names: str) -> None:
-        self._spoilt = f"the builtin {names} was changed in it"
+        if self._calls.printed > self._output_bytes:
+            raise EnvironmentFailure("output", f"printed more than {self._output_bytes} bytes")
 
     def _failed(self, error: BaseException) -> CodeFailure:
         if isinstance(error, EnvironmentFailure):
             return CodeFailure(error.cause, error.detail)
-        if isinstance(error, MemoryError) or not isinstance(error, Exception | asyncio.CancelledError):
-            self._spoilt = f"{type(error).__name__} was raised in it"
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        return CodeFailure("exception", (one_line(error) + where).encode(errors="replace").decode())
+        return CodeFailure(*self._calls.failure(error))
 
-    def _what_is_left(self) -> str:
-        """Return why the process must not run other episodes, such as leftovers of an ended one; empty if it may."""
-        if not self._spoilt and not self._instances:
-            if children(self._own):
-                self._spoilt = "processes were left in it"
-            elif threading.active_count() > 1:
-                self._spoilt = "threads were left in it"
-            elif os.path.isdir(self._folder) and os.listdir(self._folder):
-                self._spoilt = "temporary files were left in it"
-        return self._spoilt
-
-
-class _Printed(io.TextIOBase):
-    """Output stream that passes on at most `limit` characters of a call's text.
-
-    Attributes:
-      count: Number of characters that the current call has written.
-    """
-
-    def __init__(self, stream: Any, limit: int) -> None:
-        self._stream, self._limit, self.count = stream, limit, 0
-
-    def write(self, text: str) -> int:
-        room = max(0, self._limit - self.count)
-        self.count += len(text)
-        if room:
-            self._stream.write(text[:room])
-            if len(text) > room:
-                self._stream.write("\n... and more, which is left out\n")
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def _look_for_leftovers(self) -> None:
+        """Restore the process for another episode; mark it as spoilt if an ended episode has left something behind."""
+        if self._instances:
+            return
+        self._calls.restore()
+        if children(os.getpid()):
+            self._calls.spoilt = "processes were left in it"
+        elif threading.active_count() > 1:
+            self._calls.spoilt = "threads were left in it"
+        elif os.listdir(self._folder):
+            self._calls.spoilt = "temporary files were left in it"
 
 
 def reset_arguments(reset: Callable[..., Any], record: Any, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -111,17 +111,15 @@ class InstanceClosed:
     failure: CodeFailure | None
 
 
-@dataclass(frozen=True)
-class Idle:
-    """Last answer to every request: the process is idle.
-
-    Attributes:
-      spoilt: Reason why the process must not run further episodes; empty if it may.
-    """
-
-    spoilt: str = ""
-
-
 Choice = Tools | Environment | Agent
 Request = OpenRequest | StepRequest | CallRequest | CloseRequest | RunRequest
-Answer = Opening | Observation | ToolAnswer | FinalReward | CodeFailure | InstanceClosed | Idle
+Answer = Opening | Observation | ToolAnswer | FinalReward | CodeFailure | InstanceClosed
+
+ANSWERS: Mapping[type, tuple[type, ...]] = {
+    OpenRequest: (Opening, CodeFailure, InstanceClosed),
+    StepRequest: (Observation, CodeFailure),
+    CallRequest: (ToolAnswer, CodeFailure),
+    CloseRequest: (FinalReward, CodeFailure, InstanceClosed),
+    RunRequest: (FinalReward, CodeFailure),
+}
+"""Answers that each request can have."""

@@ -2,20 +2,31 @@
 
 import os
 import pickle
-import shutil
 import socket
 import tempfile
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from jaxrlhf.processes.channel import Channel, Garbled
-from jaxrlhf.processes.forking import COMMAND, END, FORK, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
+from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.folders import remove
+from jaxrlhf.processes.forking import (
+    COMMAND,
+    END,
+    FORK,
+    SETUP,
+    SHOW,
+    CodeLoaded,
+    CodeRefused,
+    ProcessEnded,
+    ProcessForked,
+)
 from jaxrlhf.processes.interpreter import Interpreter
 from jaxrlhf.processes.plain import loads
 
-LARGEST_ANSWER = 1 << 24
+LARGEST_MESSAGE = 1 << 24  # of the server
 MOST_FORKS = 32  # open fork requests: the sockets sent with them fill the control socket's buffer
 GRACE_S = 15.0  # for the server to end its processes
 
@@ -29,25 +40,28 @@ class ForkServer:
       loader: `module:function` that loads the code in the server; see `forking.main`.
       setup: Argument of the loader.
       output: File that receives the output of the processes; None is the standard error stream.
+      environment: Environment variables in addition to this process's variables.
       largest: Maximum size of a worker process's answer in bytes.
     """
 
-    def __init__(self, loader: str, setup: Any, output: Path | None, *, largest: int = LARGEST_ANSWER) -> None:
+    def __init__(
+        self, loader: str, setup: Any, output: Path | None, *, environment: Mapping[str, str], largest: int
+    ) -> None:
         self._largest = largest
         self._folder = Path(tempfile.mkdtemp(prefix="jaxrlhf_"))
         self._asked: deque[Channel] = deque()
-        self._to_end: deque[int] = deque()
+        self._unsent: deque[bytes] = deque()
+        (self._folder / SETUP).write_bytes(pickle.dumps(setup))
         ours, theirs = socket.socketpair()
         with theirs:
             self._interpreter = Interpreter(
                 f"from jaxrlhf.processes.forking import main; "
-                f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {pickle.dumps(setup)!r}, {str(self._folder)!r})",
+                f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {str(self._folder)!r})",
                 fd=theirs.fileno(),
                 output=output,
-                # Threads do not help a thousand processes that handle a few calls each.
-                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
+                environment={**environment, "TMPDIR": str(self._folder)},
             )
-        self.control = Channel(ours, largest=LARGEST_ANSWER, blocking=False)
+        self.control = Channel(ours, largest=LARGEST_MESSAGE, blocking=False)
 
     @property
     def pid(self) -> int:
@@ -77,20 +91,31 @@ class ForkServer:
         """Return the channel of the process that the latest `ProcessForked` reported."""
         return self._asked.popleft()
 
+    def show_stack(self, pid: int) -> None:
+        """Request that a process prints its stack.
+
+        Raises:
+          OSError: The server is gone.
+        """
+        self._command(SHOW, pid)
+
     def end_process(self, pid: int) -> None:
         """Request that a process is killed; `ProcessEnded` answers.
 
         Raises:
           OSError: The server is gone.
         """
-        self._to_end.append(pid)
-        self._ask_ends()
+        self._command(END, pid)
 
-    def _ask_ends(self) -> None:
+    def _command(self, kind: bytes, pid: int) -> None:
+        self._unsent.append(COMMAND.pack(kind, pid))
+        self._send_commands()
+
+    def _send_commands(self) -> None:
         with suppress(BlockingIOError):  # the server is busy; receiving its next answers calls this method again
-            while self._to_end:
-                self.control.socket.send(COMMAND.pack(END, self._to_end[0]))
-                self._to_end.popleft()
+            while self._unsent:
+                self.control.socket.send(self._unsent[0])
+                self._unsent.popleft()
 
     def receive(self) -> list[Message]:
         """Return the server's messages that have arrived.
@@ -98,10 +123,8 @@ class ForkServer:
         Raises:
           EOFError, Garbled, OSError: The server is gone.
         """
-        messages = [loads(message) for message in self.control.receive()]
-        self._ask_ends()
-        if not all(isinstance(message, Message) for message in messages):
-            raise Garbled("no message of a fork server")
+        messages = [loads(message, get_args(Message)) for message in self.control.receive()]
+        self._send_commands()
         return messages
 
     def close(self) -> None:
@@ -116,4 +139,4 @@ class ForkServer:
         try:
             return self._interpreter.end(patience_s=patience_s)
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(self._folder)

@@ -1,0 +1,126 @@
+"""Calls of user code in a worker process, under limits, and the process's answers to requests."""
+
+import asyncio
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Literal
+
+from jaxrlhf.config.named_functions import one_line
+from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.guards import Printed, ProcessState
+from jaxrlhf.processes.jobs import Idle
+from jaxrlhf.processes.plain import dumps
+
+
+class Calls:
+    """Caller of user functions in this process.
+
+    An async call is cancelled at the limit; the run ends a process whose call does not end. Builtins are restored after
+    each call; `restore` restores the other state of the process.
+
+    Args:
+      limit_s: Wall-clock limit of one async call in seconds; None is no limit.
+      output_bytes: Number of bytes that a call may print; the rest is left out.
+
+    Attributes:
+      spoilt: Reason why the process must not run further requests; empty if it may.
+    """
+
+    def __init__(self, channel: Channel, *, limit_s: float | None, output_bytes: int) -> None:
+        self._channel, self._own, self._limit_s = channel, os.getpid(), limit_s
+        self._loop: asyncio.Runner | None = None
+        self._outputs = sys.stdout, sys.stderr = Printed(sys.stdout, output_bytes), Printed(sys.stderr, output_bytes)
+        self._state = ProcessState()
+        self.spoilt = ""
+
+    def serve(self, answer: Callable[[Any], None]) -> None:
+        """Receive requests until the channel closes; `answer` answers a request with `send`."""
+        while True:
+            for request in self._channel.receive():
+                answer(pickle.loads(request))
+                self.send(Idle(self.spoilt))
+
+    def send(self, answer: Any) -> None:
+        """Send an answer, a dataclass of plain values."""
+        if os.getpid() != self._own:  # a fork made by user code returned to here; only its parent may answer
+            os._exit(0)
+        self._channel.send(dumps(answer))
+
+    @property
+    def printed(self) -> int:
+        """Number of bytes that the current call has printed."""
+        return max(output.count for output in self._outputs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
+        """Call a function, and await its result if it is awaitable."""
+        self._begin()
+        try:
+            value = function(*args, **fields)
+            return self._runner().run(self._in_time(value)) if inspect.isawaitable(value) else value
+        finally:
+            self._restore_builtins()
+
+    async def call_async(self, function: Callable[..., Awaitable[Any]], *args: Any, **fields: Any) -> Any:
+        """Call an async function among several that `together` runs."""
+        try:
+            return await self._in_time(function(*args, **fields))
+        finally:
+            self._restore_builtins()
+
+    def together(self, calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run coroutines concurrently."""
+
+        async def gather() -> None:
+            await asyncio.gather(*calls)
+
+        self._begin()
+        self._runner().run(gather())
+
+    def restore(self) -> None:
+        """Restore the state of the process for the next call."""
+        left = self._state.restore()
+        if left:
+            self.spoilt = f"{left} was changed in it"
+
+    def failure(self, error: BaseException) -> tuple[Literal["timeout", "exception"], str]:
+        """Return cause and description of an error of user code, in one line."""
+        if isinstance(error, _Late):
+            return "timeout", str(error)
+        if isinstance(error, MemoryError) or not isinstance(error, Exception | asyncio.CancelledError):
+            self.spoilt = f"{type(error).__name__} was raised in it"
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+        return "exception", one_line(error) + where
+
+    def _begin(self) -> None:
+        for output in self._outputs:
+            output.begin_call()
+
+    async def _in_time(self, value: Awaitable[Any]) -> Any:
+        limit = asyncio.timeout(self._limit_s)
+        try:
+            async with limit:
+                return await value
+        except TimeoutError:
+            if limit.expired():
+                raise _Late(f"cancelled after {self._limit_s:g} s") from None
+            raise
+
+    def _runner(self) -> asyncio.Runner:
+        """Return the process's only event loop: async clients are bound to the loop that made them."""
+        if self._loop is None:
+            self._loop = asyncio.Runner()
+        return self._loop
+
+    def _restore_builtins(self) -> None:
+        names = self._state.restore_builtins()
+        if names:
+            self.spoilt = f"the builtin {names} was changed in it"
+
+
+class _Late(Exception):
+    """Error: an async call was cancelled at the limit."""
