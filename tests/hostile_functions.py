@@ -1,12 +1,24 @@
 """Source of reward functions that do what no function should."""
 
 HOSTILE = """
-import asyncio, ctypes, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, gc, json, os, pickle, re, resource, signal, struct, subprocess, sys, tempfile, time
 from jaxrlhf.rewards import batched
+
+CORE = resource.getrlimit(resource.RLIMIT_CORE)
+
+
+class Executed:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def misbehave(response):
     kind, _, detail = response.partition(" ")
+    if response == "print much":
+        kind = response
     if kind == "value":
         return float(detail)
     if kind == "hang":
@@ -31,6 +43,48 @@ def misbehave(response):
                 os.write(descriptor, b"a text" if detail == "text" else b"\\0\\0\\0\\4oops")
             except OSError:
                 pass
+        return 1.0
+    if kind == "forge":  # what it says it is, into every descriptor, and then its score
+        what, _, path = detail.partition(" ")
+        number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
+        answer = ["Answer", {"index": 77, "value": 1.0, "cause": None, "detail": ""}]
+        forged = {
+            "pickle": lambda: pickle.dumps(Executed(path)),
+            "answer": lambda: number + json.dumps(answer).encode(),
+            "idle": lambda: number + json.dumps(["Idle", {"spoilt": ""}]).encode(),
+            "type": lambda: number + json.dumps(["Example", {}]).encode(),
+        }[what]()
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, struct.pack("!I", len(forged)) + forged)
+            except OSError:
+                pass
+        return 1.0
+    if kind == "spoil":
+        os.chdir("/")
+        os.environ["SPOILT"] = "1"
+        tempfile.tempdir = "/nowhere"
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0 if detail == "for good" else hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (77, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        sys.setrecursionlimit(200)
+        sys.stdout = None
+        return 1.0
+    if kind == "spoilt":  # number of things that are not as they were
+        return sum([
+            os.getcwd() != detail,
+            "SPOILT" in os.environ,
+            not os.path.isdir(tempfile.gettempdir()),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 77,
+            resource.getrlimit(resource.RLIMIT_CORE) != CORE,
+            sys.getrecursionlimit() == 200,
+            sys.stdout is None,
+        ])
+    if kind == "pid":
+        return os.getpid()
+    if kind == "print much":
+        for _ in range(10):
+            print("x" * 1_000_000)
         return 1.0
     if kind == "closeall":
         os.closerange(3, 64)

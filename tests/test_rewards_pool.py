@@ -212,6 +212,33 @@ def test_a_function_that_destroys_the_pipe_costs_its_example(run):
 
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
+@pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "type"])
+def test_a_forged_answer_costs_its_example_and_is_never_executed(run, tmp_path, name, forged):
+    note = tmp_path / "executed"
+    values, failures, _ = run(name, ["value 0", f"forge {forged} {note}", "value 2"])
+    assert not note.exists()
+    assert values == {0: 0.0, 2: 2.0}
+    assert (failures[1].cause, failures[1].detail.partition(" (")[0]) == (
+        "crash",
+        "code wrote into the connection of its process",
+    )
+
+
+@pytest.mark.parametrize("extent", ["", " for good"], ids=["restored", "replaced"])
+def test_what_a_call_changes_of_the_process_is_restored_for_the_next(run, extent):
+    spoilt = f"spoilt {Path.cwd()}"
+    values, _, _ = run("single", ["pid", spoilt, f"spoil{extent}", spoilt, "pid"], workers=1)
+    assert values[1] == values[3] == 0.0
+    assert extent or values[0] == values[4]  # it is the same process
+
+
+def test_what_a_call_prints_is_bounded(run, hostile):
+    values, _, _ = run("single", ["print much"] * 2)
+    assert values == {0: 1.0, 1: 1.0}
+    assert 1_000_000 < (hostile.parent / "output.txt").stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize("name", ["single", "many", "waits"])
 def test_only_the_parent_of_a_fork_answers(run, name):
     responses = [f"value {index}" for index in range(20)]
     responses[3], responses[8] = "fork", "fork raise"

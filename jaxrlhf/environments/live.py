@@ -191,7 +191,7 @@ class LiveEpisodes:
                     self._count(episode, failure)
                 case Idle():
                     if asked is not None and asked is episode.future:
-                        failed(CodeFailure("crash", "its process did not answer"))
+                        raise Garbled("the end of a request without its answer")
                 case FinalReward(reward):
                     if isinstance(request, RunRequest):
                         self._forget(episode)
@@ -233,7 +233,7 @@ class LiveEpisodes:
                 case CodeFailure():
                     episode.resolve(asked, answer)
                 case Idle() if any(number in turn.pending for number in numbers):
-                    episode.resolve(asked, CodeFailure("crash", "its process did not answer"))
+                    raise Garbled("the end of a request without its answers")
             if not turn.pending:
                 episode.resolve(asked, turn.observation())
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.guards import Printed, ProcessState
-from jaxrlhf.processes.jobs import Idle
+from jaxrlhf.processes.jobs import NUMBER, Idle
 from jaxrlhf.processes.plain import dumps
 
 
@@ -35,20 +35,22 @@ class Calls:
         self._loop: asyncio.Runner | None = None
         self._outputs = sys.stdout, sys.stderr = Printed(sys.stdout, output_bytes), Printed(sys.stderr, output_bytes)
         self._state = ProcessState()
+        self._number = 0
         self.spoilt = ""
 
     def serve(self, answer: Callable[[Any], None]) -> None:
         """Receive requests until the channel closes; `answer` answers a request with `send`."""
         while True:
             for request in self._channel.receive():
-                answer(pickle.loads(request))
+                [self._number] = NUMBER.unpack_from(request)
+                answer(pickle.loads(memoryview(request)[NUMBER.size :]))
                 self.send(Idle(self.spoilt))
 
     def send(self, answer: Any) -> None:
         """Send an answer, a dataclass of plain values."""
         if os.getpid() != self._own:  # a fork made by user code returned to here; only its parent may answer
             os._exit(0)
-        self._channel.send(dumps(answer))
+        self._channel.send(NUMBER.pack(self._number) + dumps(answer))
 
     @property
     def printed(self) -> int:

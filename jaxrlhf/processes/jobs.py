@@ -1,12 +1,15 @@
 """User code with its limits, jobs for its processes, and what is known of a process."""
 
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrlhf.processes.channel import Channel
+
+NUMBER = struct.Struct("!Q")  # before a request and its answers: number of the request in its process
 
 
 @dataclass(frozen=True)

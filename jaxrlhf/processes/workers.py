@@ -17,7 +17,7 @@ from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.forkserver import MOST_FORKS, ForkServer
 from jaxrlhf.processes.interpreter import how_it_ended
-from jaxrlhf.processes.jobs import Code, Idle, Job, Lost, Process
+from jaxrlhf.processes.jobs import NUMBER, Code, Idle, Job, Lost, Process
 from jaxrlhf.processes.plain import loads
 
 SLACK_S = 0.5  # after the limit, for async calls to be cancelled
@@ -108,7 +108,7 @@ class WorkerGroup:
     def _begin(self, process: Process, job: Job) -> None:
         self._free.pop(process.pid, None)
         try:
-            process.channel.send(job.request)
+            process.channel.send(NUMBER.pack(process.served) + job.request)
             self._watch(process)
         except OSError:  # the process died while it was idle
             self.kill(process)
@@ -190,18 +190,17 @@ class WorkerGroup:
 
     def _hear(self, process: Process, message: bytes) -> None:
         job = process.job
-        if job is None:
+        if job is None or message[: NUMBER.size] != NUMBER.pack(process.served):
             raise Garbled("an answer to no request")
-        answer = loads(message, (*job.answers, Idle))
+        answer = loads(message[NUMBER.size :], (*job.answers, Idle))
+        job.answered(answer)
         if not isinstance(answer, Idle):
-            job.answered(answer)
             self._count_from_now(process)
             return
         process.job = None
         self._busy.discard(process)
         process.served += 1
         process.spoilt = process.spoilt or bool(answer.spoilt) or process.served >= self.code.life
-        job.answered(answer)
         if process.queue:
             self._due.append(process)
         elif process.spoilt and not process.instances:

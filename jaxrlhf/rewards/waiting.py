@@ -16,7 +16,7 @@ from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.jobs import Idle, Job, Lost
 from jaxrlhf.processes.workers import WorkerGroup
 from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
-from jaxrlhf.rewards.worker import Answer
+from jaxrlhf.rewards.worker import Answer, Split
 
 CHUNK_SIZE = 64  # calls in one message
 FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes come from functions that work
@@ -111,7 +111,7 @@ class WaitingCalls:
             call.started = True
         chunk.job = Job(
             pickle.dumps((function, [call.pickled for call in calls])),
-            (Answer,),
+            (Answer, Split),
             partial(self._answered, chunk),
             partial(self._lost, chunk),
             lambda error: fail(chunk.calls.values(), error),
@@ -119,17 +119,19 @@ class WaitingCalls:
         self._sent.append(chunk)
         self._group.submit(chunk.job)
 
-    def _answered(self, chunk: _SentChunk, answer: Answer | Idle) -> None:
-        if isinstance(answer, Answer):
-            if answer.index not in chunk.calls or (answer.value is None) == (answer.cause is None):
-                raise Garbled("an answer to no call")
-            chunk.answered = True
-            self._resolve(chunk.calls.pop(answer.index), answer)
-        elif chunk.answered and (answer.spoilt or not chunk.calls):
-            self._sent.remove(chunk)
-            self._requeue(chunk.calls.values())
-        else:
-            self._lost(chunk, Lost("crash", "its process did not answer"))
+    def _answered(self, chunk: _SentChunk, answer: Answer | Split | Idle) -> None:
+        match answer:
+            case Answer(index) if index in chunk.calls and (answer.value is None) != (answer.cause is None):
+                chunk.answered = True
+                self._resolve(chunk.calls.pop(index), answer)
+            case Split() if len(chunk.calls) > 1:
+                calls, chunk.calls, chunk.answered = list(chunk.calls.values()), {}, True
+                self._send_singly(chunk.function, calls)
+            case Idle(spoilt) if chunk.answered and (spoilt or not chunk.calls):
+                self._sent.remove(chunk)
+                self._requeue(chunk.calls.values())
+            case _:
+                raise Garbled("an answer to no call, or no answer to a call")
 
     def _lost(self, chunk: _SentChunk, lost: Lost) -> None:
         """Blame the current call of a chunk, and make the other calls again; make calls that ran together singly."""
@@ -138,8 +140,7 @@ class WaitingCalls:
         self._sent.remove(chunk)
         left = [call for call in chunk.calls.values() if not call.dropped]
         if self._together[chunk.function] and len(left) > 1:
-            for call in left:
-                self._send(chunk.function, [call])
+            self._send_singly(chunk.function, left)
             return
         self._requeue(left[1:])
         for call in left[:1]:
@@ -161,6 +162,10 @@ class WaitingCalls:
         )
         call.answer.set_exception(error)
         raise error
+
+    def _send_singly(self, function: int, calls: Iterable[RewardCall]) -> None:
+        for call in calls:
+            self._send(function, [call])
 
     def _requeue(self, calls: Iterable[RewardCall]) -> None:
         for call in reversed(list(calls)):

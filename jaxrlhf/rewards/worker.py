@@ -50,6 +50,11 @@ class Answer:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Split:
+    """Answer to a chunk: its batched call failed, and its calls are to be made singly."""
+
+
 Chunk = tuple[int, list[bytes]]
 """Number of a function, and pickled examples; their positions are the numbers of the calls."""
 
@@ -146,13 +151,12 @@ def _call(calls: Calls, function: Callable[..., Any], index: int, pickled: bytes
 
 
 def _call_batch(calls: Calls, function: Callable[..., Any], examples: Sequence[bytes]) -> None:
-    """Send an answer for each example; none if the call fails, as the examples are then tried singly."""
     try:
         values = calls.call(called_on_all, function, list(map(pickle.loads, examples)))
-        answers = to_answers(calls, len(examples), values)
+        answers: Sequence[Answer | Split] = to_answers(calls, len(examples), values)
     except BaseException as error:
         failure = calls.failure(error)
-        answers = [Answer(0, None, *failure)] if len(examples) == 1 else []
+        answers = [Answer(0, None, *failure)] if len(examples) == 1 else [Split()]
     for answer in answers:
         calls.send(answer)
 
