@@ -1,7 +1,7 @@
 """Source of reward functions that do what no function should."""
 
 HOSTILE = """
-import asyncio, ctypes, gc, json, os, pickle, re, resource, signal, struct, subprocess, sys, tempfile, time
+import asyncio, ctypes, gc, json, os, pickle, resource, struct, sys, tempfile, time
 from jaxrlhf.rewards import batched
 
 CORE = resource.getrlimit(resource.RLIMIT_CORE)
@@ -22,19 +22,6 @@ def misbehave(response):
     if kind == "value":
         return float(detail)
     if kind == "hang":
-        while True:
-            time.sleep(1)
-    if kind == "stubborn":
-        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
-            signal.signal(name, signal.SIG_IGN)
-        while True:
-            time.sleep(1)
-    if kind == "regex":  # holds the interpreter lock in C for longer than anyone lives
-        re.fullmatch("(a+)+b", "a" * 60)
-    if kind == "child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        with open(detail, "w") as file:
-            file.write(str(child.pid))
         while True:
             time.sleep(1)
     if kind == "scribble":  # into every open file descriptor, the pipe's among them
@@ -96,19 +83,6 @@ def misbehave(response):
         elif detail == "raise":
             raise RuntimeError("in the child")
         return 6.0
-    if kind == "daemon":  # in a session of its own, with no parent left
-        if not os.fork():
-            os.setsid()
-            if not os.fork():
-                file, _, environment = detail.partition(" ")
-                with open(file, "w") as note:
-                    note.write(str(os.getpid()))
-                if environment == "none":
-                    os.execve("/bin/sleep", ["sleep", "1000"], {})
-                time.sleep(1000)
-            os._exit(0)
-        os.wait()
-        return 1.0
     if kind == "builtins":
         import builtins
 

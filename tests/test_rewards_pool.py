@@ -69,8 +69,6 @@ def read(outcomes: list[Outcome], responses: list[str]) -> tuple[dict, dict]:
 
 CAUSES = {
     "hang": "timeout",
-    "stubborn": "timeout",
-    "regex": "timeout",
     "exit": "crash",
     "segfault": "crash",
     "sysexit": "exception",
@@ -93,7 +91,7 @@ def test_only_the_misbehaving_examples_are_lost(run, name):
     assert {responses[index]: failure.cause for index, failure in failures.items()} == CAUSES
     assert all(failure.part == name and failure.index == index for index, failure in failures.items())
     assert values == {index: float(index) for index in range(60) if index % 5}
-    # Three hang, 1 to 1.5 s each; in a group first the group does, then the example.
+    # One hangs, for 1.5 s; in a group first the group does, then the example.
     assert seconds < 10
 
 
@@ -114,22 +112,6 @@ def test_failures_say_what_happened(run, hostile):
     assert "str" in details[5]
     printed = (hostile.parent / "output.txt").read_text(errors="replace")
     assert printed.count("in misbehave") == 2  # where it hung, and where it crashed
-
-
-@pytest.mark.slow
-def test_a_child_of_a_hung_function_dies_with_it(run, tmp_path):
-    note = tmp_path / "pid"
-    run("single", [f"child {note}"])
-    pid = int(note.read_text())
-    assert gone_within(pid, 2.0)
-
-
-@pytest.mark.parametrize("environment", ["", " none"], ids=["its environment", "no environment"])
-def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path, environment):
-    note = tmp_path / "pid"
-    with RewardPool([Function("single", f"{hostile}:single")], workers=1, timeout_s=5.0) as pool:
-        assert next(pool.run([Example("p", f"daemon {note}{environment}", None, {})])).value == 1.0
-    assert gone_within(int(note.read_text()), 2.0)
 
 
 @pytest.mark.slow
@@ -313,28 +295,6 @@ def test_workers_load_nothing_heavy_and_start_fast(hostile):
     assert seconds < 1.5
     light = "import sys, jaxrlhf.rewards.pool; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", light], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "value 1"), (signal.SIGKILL, "regex")])
-def test_workers_do_not_outlive_their_parent(hostile, end, response):
-    script = f"""
-import os, time
-from jaxrlhf.rewards.crew import Crew
-from jaxrlhf.rewards.pool import RewardPool
-from jaxrlhf.rewards.protocol import Example, Function
-pool = RewardPool([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0)
-print(pool._crew.workers[0].interpreter.pid, flush=True)
-list(pool.run([Example("p", "{response}", None, {{}})]))
-time.sleep(100)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with parent:
-        worker = int(parent.stdout.readline())
-        time.sleep(0.3)
-        parent.send_signal(end)
-        parent.wait()
-        assert gone_within(worker, 4.0)
 
 
 def test_a_thousand_fast_calls(run):

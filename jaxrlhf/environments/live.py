@@ -65,7 +65,7 @@ class _Live:
         if future is None or future is not self.future:
             return
         self.future = None
-        if isinstance(value, CodeFailure):
+        if isinstance(value, CodeFailure | Lost):
             value = EnvironmentFailure(value.cause, value.detail)
         if isinstance(value, BaseException):
             future.set_exception(value)
@@ -201,8 +201,7 @@ class LiveEpisodes:
                 case _:
                     episode.resolve(asked, answer)
 
-        def lost(how: Lost) -> None:
-            failure = CodeFailure(how.cause, how.detail)
+        def lost(failure: Lost) -> None:
             if isinstance(request, CloseRequest) and episode.future is None:  # only the instance's `close` was left
                 self._count(episode, failure)
             self._forget(episode)
@@ -232,20 +231,19 @@ class LiveEpisodes:
                     raise Garbled("an answer to no call")
                 case CodeFailure():
                     episode.resolve(asked, answer)
-                case Idle() if any(number in turn.pending for number in numbers):
+                case Idle() if asked is episode.future and any(number in turn.pending for number in numbers):
                     raise Garbled("the end of a request without its answers")
             if not turn.pending:
                 episode.resolve(asked, turn.observation())
 
-        def lost(how: Lost) -> None:
-            failed = CodeFailure(how.cause, how.detail)
+        def lost(failure: Lost) -> None:
             if episode.opened is not None:  # the state that later calls would need is lost with the process
                 self._forget(episode)
-                episode.resolve(asked, failed)
+                episode.resolve(asked, failure)
                 return
             if asked is not episode.future:  # the episode was dropped, so the other calls are not needed
                 return
-            for again in turn.blame(numbers, failed, how.seconds):
+            for again in turn.blame(numbers, failure):
                 self._make_calls(episode, turn, again)
             if not turn.pending:
                 episode.resolve(asked, turn.observation())
@@ -256,7 +254,7 @@ class LiveEpisodes:
         if self._live.get(episode.number) is episode:
             del self._live[episode.number]
 
-    def _count(self, episode: _Live, failure: CodeFailure | None) -> None:
+    def _count(self, episode: _Live, failure: CodeFailure | Lost | None) -> None:
         if failure is not None:
             self.closing_failures[failure.cause] += 1
             logger.warning("episode %d failed to close: %s: %s", episode.number, failure.cause, failure.detail)

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from jaxrlhf.environments import answers
-from jaxrlhf.environments.protocol import CodeFailure, ToolAnswer
+from jaxrlhf.environments.protocol import ToolAnswer
 from jaxrlhf.episode import CallRecord, Message, Observation, Reply, ToolCall
+from jaxrlhf.processes.jobs import Lost
 
 
 class ToolTurn:
@@ -32,7 +33,7 @@ class ToolTurn:
     def answered(self, called: ToolAnswer) -> None:
         self._answers.setdefault(called.number, called)
 
-    def blame(self, numbers: Sequence[int], failed: CodeFailure, seconds: float) -> list[list[int]]:
+    def blame(self, numbers: Sequence[int], lost: Lost) -> list[list[int]]:
         """Return groups of calls to make again after the process that had to make the calls `numbers` died.
 
         The call that was running gets the failure as its answer. If several async calls ran together, all are suspect,
@@ -43,7 +44,7 @@ class ToolTurn:
         if left == together and len(left) > 1:
             return [[number] for number in left]
         if left:
-            self.answered(ToolAnswer(left[0], answers.told(failed.detail), seconds, failed.cause))
+            self.answered(ToolAnswer(left[0], answers.told(lost.detail), lost.seconds, lost.cause))
         return [left[1:]] if left[1:] else []
 
     def observation(self) -> Observation:

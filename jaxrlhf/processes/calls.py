@@ -33,7 +33,8 @@ class Calls:
     def __init__(self, channel: Channel, *, limit_s: float | None, output_bytes: int) -> None:
         self._channel, self._own, self._limit_s = channel, os.getpid(), limit_s
         self._loop: asyncio.Runner | None = None
-        self._outputs = sys.stdout, sys.stderr = Printed(sys.stdout, output_bytes), Printed(sys.stderr, output_bytes)
+        self._outputs = Printed(sys.__stdout__, output_bytes), Printed(sys.__stderr__, output_bytes)
+        sys.stdout, sys.stderr = self._outputs
         self._state = ProcessState()
         self._number = 0
         self.spoilt = ""
