@@ -152,7 +152,7 @@ class _Host:
     async def _wait(self, episode: int, number: int, call: ToolCall) -> None:
         began = time.monotonic()
         try:
-            value = await self._calls.call_async(self._tool(episode, call), **call.arguments)
+            value = await self._calls.awaited(self._tool(episode, call)(**call.arguments))
             self._check_printed()
             self._told(number, began, answers.tool_content(value, self._output_bytes))
         except BaseException as error:

@@ -63,19 +63,26 @@ class Calls:
         self._begin()
         try:
             value = function(*args, **fields)
-            return self._runner().run(self._in_time(value)) if inspect.isawaitable(value) else value
         finally:
-            self._restore_builtins()
+            self._restore_builtins()  # before other code uses them
+        return self._runner().run(self.awaited(value)) if inspect.isawaitable(value) else value
 
-    async def call_async(self, function: Callable[..., Awaitable[Any]], *args: Any, **fields: Any) -> Any:
-        """Call an async function among several that `together` runs."""
+    async def awaited(self, value: Awaitable[Any]) -> Any:
+        """Await the call of an async function, and cancel it at the limit."""
+        limit = asyncio.timeout(self._limit_s)
         try:
-            return await self._in_time(function(*args, **fields))
-        finally:
-            self._restore_builtins()
+            async with limit:
+                try:
+                    return await value
+                finally:
+                    self._restore_builtins()
+        except TimeoutError:
+            if limit.expired():
+                raise _Late(f"cancelled after {self._limit_s:g} s") from None
+            raise
 
     def together(self, calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run coroutines concurrently."""
+        """Run coroutines concurrently, each with a call that it awaits by `awaited`."""
 
         async def gather() -> None:
             await asyncio.gather(*calls)
@@ -102,16 +109,6 @@ class Calls:
     def _begin(self) -> None:
         for output in self._outputs:
             output.begin_call()
-
-    async def _in_time(self, value: Awaitable[Any]) -> Any:
-        limit = asyncio.timeout(self._limit_s)
-        try:
-            async with limit:
-                return await value
-        except TimeoutError:
-            if limit.expired():
-                raise _Late(f"cancelled after {self._limit_s:g} s") from None
-            raise
 
     def _runner(self) -> asyncio.Runner:
         """Return the process's only event loop: async clients are bound to the loop that made them."""

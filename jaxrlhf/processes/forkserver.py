@@ -133,7 +133,7 @@ class ForkServer:
         for channel in self._asked:
             channel.close()
 
-    def end(self, *, patience_s: float = GRACE_S) -> str:
+    def end(self, *, patience_s: float) -> str:
         """End the server and all its processes; return a description of how the server ended."""
         self.close()
         try:

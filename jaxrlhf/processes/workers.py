@@ -15,7 +15,7 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
-from jaxrlhf.processes.forkserver import MOST_FORKS, ForkServer
+from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer
 from jaxrlhf.processes.interpreter import how_it_ended
 from jaxrlhf.processes.jobs import NUMBER, Code, Idle, Job, Lost, Process
 from jaxrlhf.processes.plain import loads
@@ -286,7 +286,7 @@ class WorkerGroup:
 
     def end(self) -> None:
         """End all processes; kill the processes that do not end by themselves."""
-        self._server.end()
+        self._server.end(patience_s=GRACE_S if self.about is not None else 0.0)
 
 
 _GONE = Lost("crash", "its process went down in a call of another episode")

@@ -164,7 +164,7 @@ def _call_batch(calls: Calls, function: Callable[..., Any], examples: Sequence[b
 async def _call_async(calls: Calls, function: Callable[..., Any], index: int, pickled: bytes) -> None:
     try:
         example: Example = pickle.loads(pickled)
-        answer = to_answer(calls, index, await calls.call_async(called, function, example))
+        answer = to_answer(calls, index, await calls.awaited(called(function, example)))
     except BaseException as error:
         answer = Answer(index, None, *calls.failure(error))
     calls.send(answer)
