@@ -34,7 +34,7 @@ def misbehave(response):
     if kind == "forge":  # what it says it is, into every descriptor, and then its score
         what, _, path = detail.partition(" ")
         number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
-        answer = ["Answer", {"index": 77, "value": 1.0, "cause": None, "detail": ""}]
+        answer = ["Answer", {"number": 77, "value": 1.0, "failure": None, "seconds": 0.0}]
         forged = {
             "pickle": lambda: pickle.dumps(Executed(path)),
             "answer": lambda: number + json.dumps(answer).encode(),

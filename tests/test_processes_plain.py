@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 
-from jaxrlhf.environments.protocol import About, CodeFailure, FinalReward, InstanceClosed, ToolAnswer
-from jaxrlhf.episode import CallRecord, Observation
+from jaxrlhf.environments.protocol import About
+from jaxrlhf.episode import CallRecord, Content, Observation
 from jaxrlhf.processes.channel import Garbled
-from jaxrlhf.processes.plain import dumps, loads
+from jaxrlhf.processes.jobs import Answer, CodeFailure, Idle
+from jaxrlhf.processes.plain import dumps, loads, read
 
 SAID = [{"role": "user", "content": [{"type": "text", "text": "é\x00"}], "extra": {"n": [1, 2.5, None, True]}}]
 
@@ -18,42 +19,41 @@ SAID = [{"role": "user", "content": [{"type": "text", "text": "é\x00"}], "extra
     [
         Observation(SAID, 1.5, False, True, ("a", 2, (b"x", None)), {"m": 2.0}, 5, [CallRecord("f", 0.5, "timeout")]),
         About(({"type": "function"},), True, frozenset({"a", "b"})),
-        InstanceClosed(CodeFailure("crash", "why")),
-        InstanceClosed(None),
-        ToolAnswer(1, SAID[0]["content"], 2.0, "output"),
-        FinalReward(None),
-        FinalReward(3.0),
+        Answer(0, None, CodeFailure("crash", "why")),
+        Answer(1, SAID[0]["content"], None, 2.0),
+        Idle("spoilt"),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_messages_arrive_as_they_were_sent(message):
-    assert loads(dumps(message), (type(message), FinalReward)) == message
+    assert loads(dumps(message), (type(message), CodeFailure)) == message
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "kind"),
     [
-        *({}, {"reward": "1"}, {"reward": True}, {"reward": [1.0]}, {"reward": 1.0, "more": 1}, [1.0], None),
-        *({"reward": float("nan")}, {"reward": float("inf")}, {"reward": 10**400}),
+        *((value, float | None) for value in ("1", True, [1.0], {}, float("nan"), float("inf"), 10**400)),
+        *((value, Content) for value in (1, None, {}, ["text"])),
+        *((value, Observation) for value in (None, [], {}, {"reward": 1.0})),
     ],
     ids=str,
 )
-def test_values_of_other_types_are_no_message(value):
+def test_values_of_other_types_are_refused(value, kind):
     with pytest.raises(Garbled):
-        loads(json.dumps(["FinalReward", value]).encode(), (FinalReward,))
+        read(json.loads(json.dumps(value)), kind)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        *(b"", b"oops", b"[]", b'["FinalReward"]', b"[" * 100_000, b"\xff", b'["FinalReward", {"reward": 1e999}]'),
-        *(dumps(CodeFailure("crash", "")), pickle.dumps(FinalReward(1.0)), b"9" * 10_000),
+        *(b"", b"oops", b"[]", b'["Idle"]', b'["Idle", {}]', b'["Idle", null]', b'["Idle", {"spoilt": "", "more": 1}]'),
+        *(b"[" * 100_000, b"\xff", b"9" * 10_000, dumps(CodeFailure("crash", "")), pickle.dumps(Idle())),
     ],
-    ids=lambda message: repr(message[:20]),
+    ids=lambda message: repr(message[:40]),
 )
 def test_other_bytes_are_no_message(message):
     with pytest.raises(Garbled):
-        loads(message, (FinalReward,))
+        loads(message, (Idle, Answer))
 
 
 def test_a_failure_has_one_of_the_causes():

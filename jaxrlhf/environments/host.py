@@ -7,30 +7,28 @@ import resource
 import sys
 import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxrlhf.config.environments import Agent
 from jaxrlhf.environments import answers
 from jaxrlhf.environments.protocol import (
+    CLOSE,
+    REWARD,
     About,
     CallRequest,
     Choice,
     CloseRequest,
-    CodeFailure,
-    FinalReward,
-    InstanceClosed,
     OpenRequest,
     Request,
     RunRequest,
     StepRequest,
-    ToolAnswer,
 )
-from jaxrlhf.episode import Content, EnvironmentFailure, Opening, Session, ToolCall
+from jaxrlhf.episode import Content, EnvironmentFailure, Observation, Opening, Session, ToolCall
 from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import children
@@ -71,30 +69,24 @@ class _Host:
             self._calls.serve(self._answer)
         finally:  # the run is gone, and ends this process soon
             for episode in list(self._instances):
-                self._close(episode)
+                with suppress(BaseException):
+                    self._close(episode)
 
     def _answer(self, request: Request) -> None:
-        send = self._calls.send
-        try:
-            match request:
-                case OpenRequest():
-                    send(self._open(request))
-                case StepRequest():
-                    step = self._instances[request.episode].step
-                    _seed(f"{request.seed}/{request.turn}")
-                    send(answers.observation(self._call(step, request.reply), self._output_bytes))
-                case CallRequest():
-                    self._tools(request)
-                case CloseRequest():
-                    if request.rewarded:
-                        send(self._reward(request.episode))
-                    send(self._close(request.episode))
-                case RunRequest():
-                    send(self._run(request))
-        except BaseException as error:  # SystemExit too: any error of user code concerns only its episode
-            send(self._failed(error))
-            if isinstance(request, OpenRequest | CloseRequest):
-                send(self._close(request.episode))
+        answer = self._calls.answer
+        match request:
+            case OpenRequest():
+                answer(0, lambda: self._open(request))
+            case StepRequest():
+                answer(0, lambda: self._step(request))
+            case CallRequest():
+                self._tools(request)
+            case CloseRequest(episode, rewarded):
+                if rewarded:
+                    answer(REWARD, lambda: self._reward(episode))
+                answer(CLOSE, lambda: self._close(episode))
+            case RunRequest():
+                answer(0, lambda: self._run(request))
         self._look_for_leftovers()
 
     def _open(self, request: OpenRequest) -> Opening:
@@ -109,66 +101,54 @@ class _Host:
             raise answers.wrong("reset returned", text, "a text or None, as methods are tools here")
         return Opening(tools=self._code.about.schemas, appended=answers.Size(self._output_bytes).text(text or ""))
 
-    def _reward(self, episode: int) -> FinalReward:
+    def _step(self, request: StepRequest) -> Observation:
+        _seed(f"{request.seed}/{request.turn}")
+        return answers.observation(self._call(self._instances[request.episode].step, request.reply), self._output_bytes)
+
+    def _reward(self, episode: int) -> float | None:
         scored = getattr(self._instances[episode], "get_reward", None)
-        return FinalReward(None if scored is None else answers.reward(self._call(scored)))
+        return None if scored is None else answers.reward(self._call(scored))
 
-    def _close(self, episode: int) -> InstanceClosed:
+    def _close(self, episode: int) -> None:
         close = getattr(self._instances.pop(episode, None), "close", None)
-        try:
-            if close is not None:
-                self._call(close)
-        except BaseException as error:
-            return InstanceClosed(self._failed(error))
-        return InstanceClosed(None)
+        if close is not None:
+            self._call(close)
 
-    def _run(self, request: RunRequest) -> FinalReward:
+    def _run(self, request: RunRequest) -> float | None:
         assert self._code.program is not None
         _seed(str(request.seed))
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=request.api_key)
         session = Session(request.base_url, request.api_key, request.record, request.seed)
-        return FinalReward(answers.reward(self._call(self._code.program, session, request.record)))
+        return answers.reward(self._call(self._code.program, session, request.record))
 
     def _tools(self, request: CallRequest) -> None:
         """Run plain tools one after the other, then async tools together."""
-        waiting = {}
+
+        def make_call(call: ToolCall) -> Content:
+            return answers.tool_content(self._call(self._tool(request, call), **call.arguments), self._output_bytes)
+
+        async def make_async(call: ToolCall) -> Content:
+            value = await self._calls.awaited(self._tool(request, call)(**call.arguments))
+            self._check_printed()
+            return answers.tool_content(value, self._output_bytes)
+
+        waiting = []
         for number, call in request.calls.items():
             if call.name in self._code.about.waits:
-                waiting[number] = call
-            else:
-                _seed(f"{request.seed}/{number}")
-                began = time.monotonic()
-                try:
-                    value = self._call(self._tool(request.episode, call), **call.arguments)
-                    self._told(number, began, answers.tool_content(value, self._output_bytes))
-                except BaseException as error:
-                    self._told(number, began, self._failed(error))
-                if not self._instances:
-                    self._calls.restore()
+                waiting.append((number, partial(make_async, call)))
+                continue
+            _seed(f"{request.seed}/{number}")
+            self._calls.answer(number, partial(make_call, call))
+            if not self._instances:
+                self._calls.restore()
         if waiting:
             _seed(request.seed)
-            self._calls.together(self._wait(request.episode, number, call) for number, call in waiting.items())
+            self._calls.together(waiting)
 
-    async def _wait(self, episode: int, number: int, call: ToolCall) -> None:
-        began = time.monotonic()
-        try:
-            value = await self._calls.awaited(self._tool(episode, call)(**call.arguments))
-            self._check_printed()
-            self._told(number, began, answers.tool_content(value, self._output_bytes))
-        except BaseException as error:
-            self._told(number, began, self._failed(error))
-
-    def _tool(self, episode: int, call: ToolCall) -> Callable[..., Any]:
+    def _tool(self, request: CallRequest, call: ToolCall) -> Callable[..., Any]:
         if self._code.about.methods:
-            return getattr(self._instances[episode], call.name)
+            return getattr(self._instances[request.episode], call.name)
         return self._code.functions[call.name]
-
-    def _told(self, number: int, began: float, answer: Content | CodeFailure) -> None:
-        seconds = time.monotonic() - began
-        if isinstance(answer, CodeFailure):
-            self._calls.send(ToolAnswer(number, answers.told(answer.detail), seconds, answer.cause))
-        else:
-            self._calls.send(ToolAnswer(number, answer, seconds))
 
     def _call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
         value = self._calls.call(function, *args, **fields)
@@ -178,11 +158,6 @@ class _Host:
     def _check_printed(self) -> None:
         if self._calls.printed > self._output_bytes:
             raise EnvironmentFailure("output", f"printed more than {self._output_bytes} bytes")
-
-    def _failed(self, error: BaseException) -> CodeFailure:
-        if isinstance(error, EnvironmentFailure):
-            return CodeFailure(error.cause, error.detail)
-        return CodeFailure(*self._calls.failure(error))
 
     def _look_for_leftovers(self) -> None:
         """Restore the process for another episode; mark it as spoilt if an ended episode has left something behind."""

@@ -6,31 +6,27 @@ All code here runs on the pool's thread.
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 
 from jaxrlhf.config.environments import Agent, Tools
 from jaxrlhf.environments.protocol import (
-    ANSWERS,
-    Answer,
+    CLOSE,
+    RETURNS,
+    REWARD,
     CallRequest,
     Choice,
     CloseRequest,
-    CodeFailure,
-    FinalReward,
-    InstanceClosed,
     OpenRequest,
     Request,
     RunRequest,
     StepRequest,
-    ToolAnswer,
 )
 from jaxrlhf.environments.turns import ToolTurn
 from jaxrlhf.episode import EnvironmentFailure, FailureCause, Opening, Reply
-from jaxrlhf.processes.channel import Garbled
-from jaxrlhf.processes.jobs import Idle, Job, Lost, Process
+from jaxrlhf.processes.jobs import Answer, CodeFailure, Job, Process
 from jaxrlhf.processes.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -65,7 +61,7 @@ class _Live:
         if future is None or future is not self.future:
             return
         self.future = None
-        if isinstance(value, CodeFailure | Lost):
+        if isinstance(value, CodeFailure):
             value = EnvironmentFailure(value.cause, value.detail)
         if isinstance(value, BaseException):
             future.set_exception(value)
@@ -157,104 +153,86 @@ class LiveEpisodes:
         episode.future = future
         return episode
 
+    def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
+        """Send a request whose answer resolves the episode's current future."""
+
+        def answered(answer: Answer) -> None:
+            if isinstance(request, CloseRequest) and answer.number == CLOSE:
+                if episode.process is not None:
+                    episode.process.instances.discard(episode.number)
+                self._count(episode, answer.failure)
+                return
+            lost = episode.process is None or episode.process.ending
+            unopened = answer.failure is not None and isinstance(request, OpenRequest)
+            if unopened or (answer.failure is not None and lost) or isinstance(request, RunRequest):
+                self._forget(episode)
+            episode.resolve(asked, answer.failure or answer.value)
+            if unopened and not lost:
+                self._ask(episode, CloseRequest(episode.number, rewarded=False))
+
+        asked = episode.future
+        episode.jobs.clear()
+        left = [REWARD]
+        if isinstance(request, CloseRequest):
+            left = [REWARD, CLOSE] if request.rewarded else [CLOSE]
+        return self._submit(episode, request, left, answered, pickled=pickled)
+
+    def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
+        """Make tool calls of a reply."""
+        asked = episode.future
+        calls = {number: turn.pending[number] for number in numbers}
+
+        def answered(answer: Answer) -> None:
+            if answer.failure and episode.process is not None and episode.process.ending:  # the instance is lost too
+                self._forget(episode)
+                episode.resolve(asked, answer.failure)
+                return
+            turn.answered(answer)
+            if not turn.pending:
+                episode.resolve(asked, turn.observation())
+
+        self._submit(
+            episode,
+            CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}"),
+            list(numbers),
+            answered,
+            again=None if episode.opened else partial(self._make_calls, episode, turn),
+            together=[number for number in numbers if turn.waits(number)],
+        )
+
     def _submit(
         self,
         episode: _Live,
         request: Request,
-        pickled: bytes,
-        answered: Callable[[Answer | Idle], None],
-        lost: Callable[[Lost], None],
+        left: list[int],
+        answered: Callable[[Answer], None],
+        *,
+        pickled: bytes | None = None,
+        again: Callable[[list[int]], None] | None = None,
+        together: Collection[int] = (),
     ) -> Job:
         opens = isinstance(request, OpenRequest)
         job = Job(
-            pickled,
-            ANSWERS[type(request)],
+            pickle.dumps(request) if pickled is None else pickled,
+            left,
+            RETURNS[type(request)],
             answered,
-            lost,
             partial(episode.resolve, episode.future),
-            opens=request.episode if opens else None,
-            calls=2 if opens else 1,  # factory and reset
+            again,
+            together,
+            opens=episode.number if opens else None,
+            steps=2 if opens else 1,  # factory and reset
             process=episode.process,
         )
         episode.jobs.append(job)
         episode.group.submit(job)
         return job
 
-    def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
-        """Send a request whose answer resolves the episode's current future."""
-
-        def answered(answer: Answer | Idle) -> None:
-            match answer:
-                case InstanceClosed(failure):
-                    if episode.process is not None:
-                        episode.process.instances.discard(episode.number)
-                    self._count(episode, failure)
-                case Idle():
-                    if asked is not None and asked is episode.future:
-                        raise Garbled("the end of a request without its answer")
-                case FinalReward(reward):
-                    if isinstance(request, RunRequest):
-                        self._forget(episode)
-                    episode.resolve(asked, reward)
-                case CodeFailure():
-                    failed(answer)
-                case _:
-                    episode.resolve(asked, answer)
-
-        def lost(failure: Lost) -> None:
-            if isinstance(request, CloseRequest) and episode.future is None:  # only the instance's `close` was left
-                self._count(episode, failure)
-            self._forget(episode)
-            episode.resolve(asked, failure)
-
-        def failed(failure: CodeFailure) -> None:
-            if isinstance(request, OpenRequest | RunRequest):  # no instance is left
-                self._forget(episode)
-            episode.resolve(asked, failure)
-
-        asked = episode.future
-        episode.jobs.clear()
-        pickled = pickle.dumps(request) if pickled is None else pickled
-        return self._submit(episode, request, pickled, answered, lost)
-
-    def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
-        """Make tool calls of a reply. If the process dies, blame the current call and make the other calls again."""
-        asked = episode.future
-        calls = {number: turn.pending[number] for number in numbers}
-        request = CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}")
-
-        def answered(answer: Answer | Idle) -> None:
-            match answer:
-                case ToolAnswer(number) if number in numbers and number in turn.pending:
-                    turn.answered(answer)
-                case ToolAnswer():
-                    raise Garbled("an answer to no call")
-                case CodeFailure():
-                    episode.resolve(asked, answer)
-                case Idle() if asked is episode.future and any(number in turn.pending for number in numbers):
-                    raise Garbled("the end of a request without its answers")
-            if not turn.pending:
-                episode.resolve(asked, turn.observation())
-
-        def lost(failure: Lost) -> None:
-            if episode.opened is not None:  # the state that later calls would need is lost with the process
-                self._forget(episode)
-                episode.resolve(asked, failure)
-                return
-            if asked is not episode.future:  # the episode was dropped, so the other calls are not needed
-                return
-            for again in turn.blame(numbers, failure):
-                self._make_calls(episode, turn, again)
-            if not turn.pending:
-                episode.resolve(asked, turn.observation())
-
-        self._submit(episode, request, pickle.dumps(request), answered, lost)
-
     def _forget(self, episode: _Live) -> None:
         if self._live.get(episode.number) is episode:
             del self._live[episode.number]
 
-    def _count(self, episode: _Live, failure: CodeFailure | Lost | None) -> None:
+    def _count(self, episode: _Live, failure: CodeFailure | None) -> None:
         if failure is not None:
             self.closing_failures[failure.cause] += 1
             logger.warning("episode %d failed to close: %s: %s", episode.number, failure.cause, failure.detail)

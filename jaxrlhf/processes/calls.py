@@ -5,14 +5,16 @@ import inspect
 import os
 import pickle
 import sys
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from jaxrlhf.config.named_functions import one_line
+from jaxrlhf.episode import EnvironmentFailure
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.guards import Printed, ProcessState
-from jaxrlhf.processes.jobs import NUMBER, Idle
+from jaxrlhf.processes.jobs import NUMBER, Answer, CodeFailure, Idle
 from jaxrlhf.processes.plain import dumps
 
 
@@ -40,18 +42,38 @@ class Calls:
         self.spoilt = ""
 
     def serve(self, answer: Callable[[Any], None]) -> None:
-        """Receive requests until the channel closes; `answer` answers a request with `send`."""
+        """Receive requests until the channel closes; `answer` makes the calls of a request and answers each."""
         while True:
             for request in self._channel.receive():
                 [self._number] = NUMBER.unpack_from(request)
                 answer(pickle.loads(memoryview(request)[NUMBER.size :]))
                 self.send(Idle(self.spoilt))
 
-    def send(self, answer: Any) -> None:
-        """Send an answer, a dataclass of plain values."""
+    def answer(self, number: int, function: Callable[[], Any]) -> None:
+        """Answer a call with the value of a function or with its failure."""
+        began = time.monotonic()
+        try:
+            message = self._message(number, function(), began)
+        except BaseException as error:  # SystemExit too: any error of user code concerns only its call
+            message = self._message(number, self.failure(error), began)
+        self._send(message)
+
+    def answer_value(self, number: int, value: Any) -> None:
+        """Answer a call with a value, or with a `CodeFailure`."""
+        self._send(self._message(number, value, time.monotonic()))
+
+    def _message(self, number: int, value: Any, began: float) -> bytes:
+        failure = value if isinstance(value, CodeFailure) else None
+        return dumps(Answer(number, None if failure else value, failure, time.monotonic() - began))
+
+    def send(self, message: Any) -> None:
+        """Send a message, a dataclass of plain values."""
+        self._send(dumps(message))
+
+    def _send(self, message: bytes) -> None:
         if os.getpid() != self._own:  # a fork made by user code returned to here; only its parent may answer
             os._exit(0)
-        self._channel.send(NUMBER.pack(self._number) + dumps(answer))
+        self._channel.send(NUMBER.pack(self._number) + message)
 
     @property
     def printed(self) -> int:
@@ -78,14 +100,22 @@ class Calls:
                     self._restore_builtins()
         except TimeoutError:
             if limit.expired():
-                raise _Late(f"cancelled after {self._limit_s:g} s") from None
+                raise EnvironmentFailure("timeout", f"cancelled after {self._limit_s:g} s") from None
             raise
 
-    def together(self, calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run coroutines concurrently, each with a call that it awaits by `awaited`."""
+    def together(self, calls: Iterable[tuple[int, Callable[[], Awaitable[Any]]]]) -> None:
+        """Answer calls concurrently with the values that functions await, or with their failures."""
+
+        async def answer(number: int, function: Callable[[], Awaitable[Any]]) -> None:
+            began = time.monotonic()
+            try:
+                message = self._message(number, await function(), began)
+            except BaseException as error:
+                message = self._message(number, self.failure(error), began)
+            self._send(message)
 
         async def gather() -> None:
-            await asyncio.gather(*calls)
+            await asyncio.gather(*(answer(*one) for one in calls))
 
         self._begin()
         self._runner().run(gather())
@@ -96,15 +126,15 @@ class Calls:
         if left:
             self.spoilt = f"{left} was changed in it"
 
-    def failure(self, error: BaseException) -> tuple[Literal["timeout", "exception"], str]:
-        """Return cause and description of an error of user code, in one line."""
-        if isinstance(error, _Late):
-            return "timeout", str(error)
+    def failure(self, error: BaseException) -> CodeFailure:
+        """Return the failure that an error of user code is."""
+        if isinstance(error, EnvironmentFailure):
+            return CodeFailure(error.cause, error.detail)
         if isinstance(error, MemoryError) or not isinstance(error, Exception | asyncio.CancelledError):
             self.spoilt = f"{type(error).__name__} was raised in it"
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        return "exception", one_line(error) + where
+        return CodeFailure("exception", one_line(error) + where)
 
     def _begin(self) -> None:
         for output in self._outputs:
@@ -120,7 +150,3 @@ class Calls:
         names = self._state.restore_builtins()
         if names:
             self.spoilt = f"the builtin {names} was changed in it"
-
-
-class _Late(Exception):
-    """Error: an async call was cancelled at the limit."""

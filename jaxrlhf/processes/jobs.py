@@ -1,13 +1,15 @@
-"""User code with its limits, jobs for its processes, and what is known of a process."""
+"""User code with its limits, jobs for its processes, and the messages of a process."""
 
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from jaxrlhf.processes.channel import Channel
+from jaxrlhf.episode import FailureCause
+from jaxrlhf.processes.channel import Channel, Garbled
+from jaxrlhf.processes.plain import read
 
 NUMBER = struct.Struct("!Q")  # before a request and its answers: number of the request in its process
 
@@ -42,8 +44,37 @@ class Code:
 
 
 @dataclass(frozen=True)
+class CodeFailure:
+    """Failure of user code to answer a call: a kind for counting, and one line for users."""
+
+    cause: FailureCause
+    detail: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer to a call: a value, or a failure.
+
+    Attributes:
+      number: Number of the call in its request.
+      value: Plain value; its type is the job's.
+      seconds: Duration of the call.
+    """
+
+    number: int
+    value: Any = None
+    failure: CodeFailure | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Message of a process: calls that ran together failed together, and are to be made singly."""
+
+
+@dataclass(frozen=True)
 class Idle:
-    """Last answer to every request: the process is idle.
+    """Last message about every request: the process is idle.
 
     Attributes:
       spoilt: Reason why the process must not run further jobs; empty if it may.
@@ -52,44 +83,92 @@ class Idle:
     spoilt: str = ""
 
 
-@dataclass(frozen=True)
-class Lost:
-    """Loss of the process that worked at a job.
-
-    Attributes:
-      detail: One line for users: how the process ended.
-      seconds: Time since the request or the last answer.
-    """
-
-    cause: Literal["timeout", "crash"]
-    detail: str
-    seconds: float = 0.0
-
-
 @dataclass(eq=False)
 class Job:
-    """Request, and the callbacks for its answers.
+    """Request with one or several calls, and the callbacks for its answers.
+
+    If a process is lost, the call that it worked at gets the failure as its answer. If several calls ran together, none
+    is blamed. The other calls are made again, unless they are calls of an instance, which is lost too.
 
     Attributes:
       request: Pickled request.
-      answers: Dataclasses that answer the request; any other answer ends the process.
-      answered: Callback for each answer; `Idle` is the last answer. The callback raises `Garbled` for an answer that
-        the request cannot have.
-      lost: Callback if the process died or could not be started.
+      left: Numbers of the calls without an answer, in the order of execution.
+      returns: Type of the values.
+      answered: Callback for the answer to each call.
       over: Callback when the executor ends.
+      again: Callback for calls that are to be made again, in one request.
+      together: Numbers of the calls that run together, after the others.
       opens: Number of the instance that the request makes.
-      calls: Number of calls before the first answer; each has the time limit.
+      steps: Number of calls of user code before the first answer; each has the time limit.
       process: Process that has the request's instance; None if any process may take the request.
+      answered_some: The process has answered a call.
+      done: No further callback is made.
     """
 
     request: bytes
-    answers: tuple[type, ...]
-    answered: Callable[[Any], None]
-    lost: Callable[[Lost], None]
+    left: list[int]
+    returns: Any
+    answered: Callable[[Answer], None]
     over: Callable[[BaseException], None]
+    again: Callable[[list[int]], None] | None = None
+    together: Collection[int] = ()
     opens: int | None = None
-    calls: int = 1
+    steps: int = 1
     process: "Process | None" = None
+    answered_some: bool = False
+    done: bool = False
+
+    def answer(self, answer: Answer) -> None:
+        """Deliver the answer to a call.
+
+        Raises:
+          Garbled: The answer does not fit the request.
+        """
+        if answer.number not in self.left:
+            raise Garbled("an answer to no call")
+        value = read(answer.value, self.returns) if answer.failure is None else None
+        self.left.remove(answer.number)
+        self.answered_some = True
+        if not self.done:
+            self.answered(replace(answer, value=value))
+
+    def split(self) -> None:
+        """Make the calls that are left singly.
+
+        Raises:
+          Garbled: They do not run together.
+        """
+        left, self.left, self.answered_some = self.left, [], True
+        if self.again is None or len(left) < 2 or not set(left) <= set(self.together):
+            raise Garbled("no answer to a call")
+        for number in left if not self.done else ():
+            self.again([number])
+
+    def end(self, *, spoilt: bool) -> None:
+        """End the job after its last answer; a spoilt process may leave calls to another.
+
+        Raises:
+          Garbled: Answers are missing.
+        """
+        if self.left and not (spoilt and self.answered_some and self.again):
+            raise Garbled("the end of a request without its answers")
+        left, again, self.done = self.left, self.again if not self.done else None, True
+        if left and again:
+            again(left)
+
+    def lose(self, failure: CodeFailure, seconds: float = 0.0) -> None:
+        """End the job because its process is lost."""
+        left, self.left = self.left, []
+        again, done, self.done = self.again, self.done, True
+        if done or not left:
+            return
+        if again and len(left) > 1:
+            if set(left) <= set(self.together):
+                for number in left:
+                    again([number])
+                return
+            again(left[1:])
+        self.answered(Answer(left[0], None, failure, seconds))
 
 
 @dataclass(eq=False)

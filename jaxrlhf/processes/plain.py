@@ -5,7 +5,8 @@ Reading a message runs no user code and creates nothing but the expected datacla
 
 import json
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from types import UnionType
@@ -31,17 +32,33 @@ def loads(message: bytes, kinds: Collection[type]) -> Any:
     Raises:
       Garbled: The bytes are not such a message.
     """
-    try:
+    with _checked():
         name, value = json.loads(message.decode())
         return _read(value, {kind.__name__: kind for kind in kinds}[name])
+
+
+def read(value: Any, kind: Any) -> Any:
+    """Convert a value from JSON to a type.
+
+    Raises:
+      Garbled: The value is not of that type.
+    """
+    with _checked():
+        return _read(value, kind)
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Turn any error into `Garbled`: any bytes may arrive, and many errors are possible."""
+    try:
+        yield
     except Garbled:
         raise
-    except Exception as error:  # any bytes may arrive, and many errors are possible
-        raise Garbled(f"no message ({type(error).__name__})") from error
+    except Exception as error:
+        raise Garbled(f"no message: {type(error).__name__}") from error
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """Convert a value from JSON to a type."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return _read_one_of(value, inner)

@@ -17,7 +17,7 @@ from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
 from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer
 from jaxrlhf.processes.interpreter import how_it_ended
-from jaxrlhf.processes.jobs import NUMBER, Code, Idle, Job, Lost, Process
+from jaxrlhf.processes.jobs import NUMBER, Answer, Code, CodeFailure, Idle, Job, Process, Split
 from jaxrlhf.processes.plain import loads
 
 SLACK_S = 0.5  # after the limit, for async calls to be cancelled
@@ -50,7 +50,7 @@ class WorkerGroup:
         if job.process is None:
             self._waiting.append(job)
         elif job.process.ending:
-            job.lost(_GONE)
+            job.lose(_GONE)
         else:
             job.process.queue.append(job)
             if job.process.job is None and len(job.process.queue) == 1:
@@ -58,6 +58,7 @@ class WorkerGroup:
 
     def forget(self, job: Job) -> None:
         """Withdraw a job; kill the process that works at it, unless the process has other instances too."""
+        job.done = True
         if job in self._waiting:
             self._waiting.remove(job)
         elif job.process is not None and job in job.process.queue:
@@ -103,7 +104,7 @@ class WorkerGroup:
     def _no_process(self, why: str) -> None:
         """Fail the oldest waiting job, unless a busy process will take it later."""
         if self._waiting and not (self._busy and self.code.life > 1 and self._waiting[0].opens is None):
-            self._waiting.popleft().lost(Lost("crash", f"no process could be started for it: {why}"))
+            self._waiting.popleft().lose(CodeFailure("crash", f"no process could be started for it: {why}"))
 
     def _begin(self, process: Process, job: Job) -> None:
         self._free.pop(process.pid, None)
@@ -112,10 +113,10 @@ class WorkerGroup:
             self._watch(process)
         except OSError:  # the process died while it was idle
             self.kill(process)
-            self._waiting.appendleft(job) if job.process is None else job.lost(_GONE)
+            self._waiting.appendleft(job) if job.process is None else job.lose(_GONE)
             return
         process.job = job
-        self._count_from_now(process, calls=job.calls)
+        self._count_from_now(process, calls=job.steps)
         self._busy.add(process)
         if job.opens is not None:
             process.instances.add(job.opens)
@@ -192,15 +193,23 @@ class WorkerGroup:
         job = process.job
         if job is None or message[: NUMBER.size] != NUMBER.pack(process.served):
             raise Garbled("an answer to no request")
-        answer = loads(message[NUMBER.size :], (*job.answers, Idle))
-        job.answered(answer)
-        if not isinstance(answer, Idle):
-            self._count_from_now(process)
-            return
+        match loads(message[NUMBER.size :], (Answer, Split, Idle)):
+            case Answer() as answer:
+                job.answer(answer)
+            case Split():
+                job.split()
+            case Idle(spoilt):
+                job.end(spoilt=bool(spoilt))
+                self._rest(process, spoilt=bool(spoilt))
+                return
+        self._count_from_now(process)
+
+    def _rest(self, process: Process, *, spoilt: bool) -> None:
+        """Assign a process that has ended its job: to its queued jobs, to new jobs, or let it end."""
         process.job = None
         self._busy.discard(process)
         process.served += 1
-        process.spoilt = process.spoilt or bool(answer.spoilt) or process.served >= self.code.life
+        process.spoilt = process.spoilt or spoilt or process.served >= self.code.life
         if process.queue:
             self._due.append(process)
         elif process.spoilt and not process.instances:
@@ -242,18 +251,17 @@ class WorkerGroup:
         self._busy.discard(process)
         job, process.job = process.job, None
         if job is not None:
-            job.lost(self._blame(process, ended))
+            job.lose(self._blame(process, ended), time.monotonic() - process.began_s)
         while process.queue:
-            process.queue.popleft().lost(_GONE)
+            process.queue.popleft().lose(_GONE)
 
-    def _blame(self, process: Process, ended: str) -> Lost:
-        seconds = time.monotonic() - process.began_s
+    def _blame(self, process: Process, ended: str) -> CodeFailure:
         if process.garbled:
             detail = f"code wrote into the connection of its process ({process.garbled}); the process was ended"
-            return Lost("crash", detail, seconds)
+            return CodeFailure("crash", detail)
         if process.late:
-            return Lost("timeout", f"no answer within {self.code.limit_s:g} s; its process was ended", seconds)
-        return Lost("crash", f"its process {ended}", seconds)
+            return CodeFailure("timeout", f"no answer within {self.code.limit_s:g} s; its process was ended")
+        return CodeFailure("crash", f"its process {ended}")
 
     def _start(self) -> None:
         code = self.code
@@ -289,4 +297,4 @@ class WorkerGroup:
         self._server.end(patience_s=GRACE_S if self.about is not None else 0.0)
 
 
-_GONE = Lost("crash", "its process went down in a call of another episode")
+_GONE = CodeFailure("crash", "its process went down in a call of another episode")

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from jaxrlhf.config.named_functions import one_line
 from jaxrlhf.processes.executor import Executor, ProcessPool
-from jaxrlhf.processes.jobs import Code
+from jaxrlhf.processes.jobs import Answer, Code, CodeFailure
 from jaxrlhf.rewards.protocol import Example, Failure, Function
 from jaxrlhf.rewards.waiting import RewardCall, WaitingCalls, fail
-from jaxrlhf.rewards.worker import Answer, Grouping
+from jaxrlhf.rewards.worker import Grouping
 
 LARGEST_ANSWER = 1 << 20  # in bytes
 
-Packed = bytes | Answer
-"""Pickled example, or the answer that says why the example cannot be pickled."""
+Packed = bytes | CodeFailure
+"""Pickled example, or the reason why the example cannot be pickled."""
 
 Begun = tuple[RewardCall, ...]
 """Calls of the reward functions on one example, in the order of the functions."""
@@ -98,7 +98,7 @@ class RewardPool(ProcessPool):
             return tuple(RewardCall(function, packed) for function in functions)
         calls = tuple(RewardCall(function, b"") for function in functions)
         for call in calls:
-            call.answer.set_result(packed)
+            call.answer.set_result(Answer(0, None, packed))
         return calls
 
     def drop(self, begun: Iterable[Begun]) -> None:
@@ -133,11 +133,9 @@ class RewardPool(ProcessPool):
         yield from self.finish(self.begin(map(pack, examples)))
 
     def _outcome(self, function: int, index: int, answer: Answer) -> Outcome:
-        if answer.cause is None:
-            return Outcome(function, index, answer.value, None)
-        return Outcome(
-            function, index, None, Failure(self._functions[function].name, index, answer.cause, answer.detail)
-        )
+        failed = answer.failure
+        failure = failed and Failure(self._functions[function].name, index, failed.cause, failed.detail)
+        return Outcome(function, index, answer.value, failure)
 
 
 def pack(example: Example) -> Packed:
@@ -145,4 +143,4 @@ def pack(example: Example) -> Packed:
     try:
         return pickle.dumps(example)
     except Exception as error:  # an object's pickling hooks may raise any error
-        return Answer(0, None, "unpicklable", one_line(error))
+        return CodeFailure("unpicklable", one_line(error))

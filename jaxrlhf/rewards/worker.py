@@ -18,9 +18,8 @@ from jaxrlhf.config.named_functions import check_call, load
 from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import ends_descendants
+from jaxrlhf.processes.jobs import CodeFailure, Split
 from jaxrlhf.rewards.protocol import (
-    Cause,
-    Example,
     Function,
     asks_question,
     called,
@@ -38,21 +37,6 @@ class Grouping:
     """Description of the functions: `together[i]` is True if calls of function i run together."""
 
     together: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Result of the call with the number `index` in its chunk: a value, or the cause of its failure."""
-
-    index: int
-    value: float | None = None
-    cause: Cause | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Split:
-    """Answer to a chunk: its batched call failed, and its calls are to be made singly."""
 
 
 Chunk = tuple[int, list[bytes]]
@@ -102,13 +86,20 @@ class RewardCode:
     def _answer(self, calls: Calls, chunk: Chunk) -> None:
         number, examples = chunk
         function = self.functions[number]
+
+        def make_call(pickled: bytes) -> float | CodeFailure:
+            return score(calls, calls.call(called, function, pickle.loads(pickled)))
+
+        async def make_async(pickled: bytes) -> float | CodeFailure:
+            return score(calls, await calls.awaited(called(function, pickle.loads(pickled))))
+
         if is_batched(function):
             _call_batch(calls, function, examples)
         elif is_async(function):
-            calls.together(_call_async(calls, function, *one) for one in enumerate(examples))
+            calls.together((index, functools.partial(make_async, one)) for index, one in enumerate(examples))
         else:
-            for index, pickled in enumerate(examples):
-                _call(calls, function, index, pickled)
+            for index, one in enumerate(examples):
+                calls.answer(index, functools.partial(make_call, one))
                 calls.restore()
                 if calls.spoilt:
                     break
@@ -142,57 +133,43 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callab
     return bound
 
 
-def _call(calls: Calls, function: Callable[..., Any], index: int, pickled: bytes) -> None:
-    try:
-        answer = to_answer(calls, index, calls.call(called, function, pickle.loads(pickled)))
-    except BaseException as error:  # SystemExit too: any error of a user's function concerns only its example
-        answer = Answer(index, None, *calls.failure(error))
-    calls.send(answer)
-
-
 def _call_batch(calls: Calls, function: Callable[..., Any], examples: Sequence[bytes]) -> None:
     try:
         values = calls.call(called_on_all, function, list(map(pickle.loads, examples)))
-        answers: Sequence[Answer | Split] = to_answers(calls, len(examples), values)
+        found = scores(calls, len(examples), values)
     except BaseException as error:
         failure = calls.failure(error)
-        answers = [Answer(0, None, *failure)] if len(examples) == 1 else [Split()]
-    for answer in answers:
-        calls.send(answer)
+        if len(examples) > 1:
+            calls.send(Split())
+            return
+        found = [failure]
+    for index, one in enumerate(found):
+        calls.answer_value(index, one)
 
 
-async def _call_async(calls: Calls, function: Callable[..., Any], index: int, pickled: bytes) -> None:
-    try:
-        example: Example = pickle.loads(pickled)
-        answer = to_answer(calls, index, await calls.awaited(called(function, example)))
-    except BaseException as error:
-        answer = Answer(index, None, *calls.failure(error))
-    calls.send(answer)
-
-
-def to_answer(calls: Calls, index: int, value: Any) -> Answer:
-    """Convert the value of a function to an answer: a finite number, or the cause of failure."""
+def score(calls: Calls, value: Any) -> float | CodeFailure:
+    """Convert the value of a function to a finite number, or to the cause of failure."""
     if isinstance(value, BaseException):
-        return Answer(index, None, *calls.failure(value))
+        return calls.failure(value)
     if value is None:
-        return Answer(index, None, "none", "returned None")
+        return CodeFailure("none", "returned None")
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
-        return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}, not a number")
+        return CodeFailure("not-a-number", f"returned {one_line_repr(value)}, not a number")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
-        return Answer(index, None, "not-finite", f"returned {number}")
-    return Answer(index, number)
+        return CodeFailure("not-finite", f"returned {number}")
+    return number
 
 
-def to_answers(calls: Calls, count: int, values: Any) -> list[Answer]:
-    """Convert the values of a batched function to answers; all answers fail if the number of values is wrong."""
+def scores(calls: Calls, count: int, values: Any) -> list[float | CodeFailure]:
+    """Convert the values of a batched function; all are failures if the number of values is wrong."""
     sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # no order there
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
     if found is not None and len(found) == count:
-        return [to_answer(calls, index, value) for index, value in enumerate(found)]
+        return [score(calls, value) for value in found]
     returned = one_line_repr(values) if found is None else f"{len(found)} scores"
     wrong = f"returned {returned} for {count} responses; a batched function gives a list, one score for each"
-    return [Answer(index, None, "exception", wrong) for index in range(count)]
+    return [CodeFailure("exception", wrong)] * count
 
 
 def one_line_repr(value: Any) -> str:
