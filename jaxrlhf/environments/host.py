@@ -28,7 +28,7 @@ from jaxrlhf.environments.protocol import (
     RunRequest,
     StepRequest,
 )
-from jaxrlhf.episode import Content, EnvironmentFailure, Observation, Opening, Session, ToolCall
+from jaxrlhf.episode import Content, EnvironmentFailure, Observation, Opening, Session
 from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import children
@@ -124,31 +124,34 @@ class _Host:
     def _tools(self, request: CallRequest) -> None:
         """Run plain tools one after the other, then async tools together."""
 
-        def make_call(call: ToolCall) -> Content:
-            return answers.tool_content(self._call(self._tool(request, call), **call.arguments), self._output_bytes)
+        def make_call(number: int) -> Content:
+            _seed(f"{request.seed}/{number}")
+            tool, arguments = self._tool(request, number)
+            return answers.tool_content(self._call(tool, **arguments), self._output_bytes)
 
-        async def make_async(call: ToolCall) -> Content:
-            value = await self._calls.awaited(self._tool(request, call)(**call.arguments))
+        async def make_async(number: int) -> Content:
+            tool, arguments = self._tool(request, number)
+            value = await self._calls.awaited(tool(**arguments))
             self._check_printed()
             return answers.tool_content(value, self._output_bytes)
 
-        waiting = []
-        for number, call in request.calls.items():
-            if call.name in self._code.about.waits:
-                waiting.append((number, partial(make_async, call)))
-                continue
-            _seed(f"{request.seed}/{number}")
-            self._calls.answer(number, partial(make_call, call))
-            if not self._instances:
-                self._calls.restore()
-        if waiting:
+        together = [number for number, call in request.calls.items() if call.name in self._code.about.waits]
+        in_turn = [(number, partial(make_call, number)) for number in request.calls if number not in together]
+        if self._instances:
+            for number, function in in_turn:
+                self._calls.answer(number, function)
+        else:
+            self._calls.answer_in_turn(in_turn)
+        if together and (self._instances or not self._calls.spoilt):
             _seed(request.seed)
-            self._calls.together(waiting)
+            self._calls.answer_together((number, partial(make_async, number)) for number in together)
 
-    def _tool(self, request: CallRequest, call: ToolCall) -> Callable[..., Any]:
+    def _tool(self, request: CallRequest, number: int) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+        """Return the function of a tool call, and its arguments."""
+        call = request.calls[number]
         if self._code.about.methods:
-            return getattr(self._instances[request.episode], call.name)
-        return self._code.functions[call.name]
+            return getattr(self._instances[request.episode], call.name), call.arguments
+        return self._code.functions[call.name], call.arguments
 
     def _call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
         value = self._calls.call(function, *args, **fields)

@@ -58,6 +58,14 @@ class Calls:
             message = self._message(number, self.failure(error), began)
         self._send(message)
 
+    def answer_in_turn(self, calls: Iterable[tuple[int, Callable[[], Any]]]) -> None:
+        """Answer calls one after the other, until a call spoils the process; the others are left to another process."""
+        for number, function in calls:
+            self.answer(number, function)
+            self.restore()
+            if self.spoilt:
+                return
+
     def answer_value(self, number: int, value: Any) -> None:
         """Answer a call with a value, or with a `CodeFailure`."""
         self._send(self._message(number, value, time.monotonic()))
@@ -103,7 +111,7 @@ class Calls:
                 raise EnvironmentFailure("timeout", f"cancelled after {self._limit_s:g} s") from None
             raise
 
-    def together(self, calls: Iterable[tuple[int, Callable[[], Awaitable[Any]]]]) -> None:
+    def answer_together(self, calls: Iterable[tuple[int, Callable[[], Awaitable[Any]]]]) -> None:
         """Answer calls concurrently with the values that functions await, or with their failures."""
 
         async def answer(number: int, function: Callable[[], Awaitable[Any]]) -> None:

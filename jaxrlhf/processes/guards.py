@@ -37,7 +37,7 @@ class ProcessState:
         self._streams = sys.stdout, sys.stderr
 
     def restore_builtins(self) -> str:
-        """Restore the builtins, before other code uses them, and return the names of those that were changed."""
+        """Restore the builtins, before other code uses them, and return the names of the changed ones."""
         now = vars(builtins)
         names = [name for name, kept in self._builtins.items() if now.get(name) is not kept]
         now.update(self._builtins)

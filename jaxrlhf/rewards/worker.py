@@ -96,13 +96,9 @@ class RewardCode:
         if is_batched(function):
             _call_batch(calls, function, examples)
         elif is_async(function):
-            calls.together((index, functools.partial(make_async, one)) for index, one in enumerate(examples))
+            calls.answer_together((index, functools.partial(make_async, one)) for index, one in enumerate(examples))
         else:
-            for index, one in enumerate(examples):
-                calls.answer(index, functools.partial(make_call, one))
-                calls.restore()
-                if calls.spoilt:
-                    break
+            calls.answer_in_turn((index, functools.partial(make_call, one)) for index, one in enumerate(examples))
         calls.restore()
         if calls.spoilt:
             print(f"this reward process ends, and another one replaces it: {calls.spoilt}", file=sys.stderr)
