@@ -254,7 +254,7 @@ class Hostile:
     def reset(self, record, seed):
         self.record, self.turns = record, 0
         self._maybe("reset")
-        return record.get("opening", "begin")
+        return record.get("opening", "begin" if ok(None) == "fine" else ok(None))
 
     def step(self, reply):
         self.turns += 1

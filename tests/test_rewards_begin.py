@@ -98,7 +98,7 @@ def test_whoever_waits_is_told_when_the_pool_closes(functions):
 
 def test_a_pool_that_is_forgotten_ends_its_processes_and_its_thread(functions):
     pool = RewardPool([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0)
-    thread, server = pool._executor._thread, pool._executor.groups[0]._server._interpreter.process
+    thread, server = pool._executor._thread, pool._executor.groups[0]._server._process
     del pool
     gc.collect()
     assert not thread.is_alive() and server.returncode is not None

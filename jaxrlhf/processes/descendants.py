@@ -3,8 +3,8 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -20,15 +20,6 @@ def end_with_parent() -> None:
     """Let the kernel kill this process when its parent dies; Linux only."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-@contextmanager
-def ends_descendants() -> Iterator[None]:
-    """Kill all descendants of this process after the block, including adopted daemons."""
-    try:
-        yield
-    finally:
-        kill(descendants(os.getpid(), b""))
 
 
 def kill(pids: Iterable[int]) -> None:

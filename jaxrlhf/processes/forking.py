@@ -33,13 +33,13 @@ from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
 from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.guards import settle
-from jaxrlhf.processes.interpreter import STDERR
 from jaxrlhf.processes.plain import dumps
 
 COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END and a process id
 FORK, SHOW, END = b"F", b"S", b"E"
 LARGEST_REQUEST = 1 << 30
 SETUP = "setup"
+STDERR = 2
 SHOW_SIGNAL = signal.SIGUSR2  # a process prints its stack
 ORPHAN_CHECK_S = 5.0
 GRACE_S = 1.0  # for processes to end by themselves once the run is gone

@@ -2,15 +2,19 @@
 
 import os
 import pickle
+import secrets
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.descendants import descendants, kill
 from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.forking import (
     COMMAND,
@@ -18,17 +22,19 @@ from jaxrlhf.processes.forking import (
     FORK,
     SETUP,
     SHOW,
+    STDERR,
     CodeLoaded,
     CodeRefused,
     ProcessEnded,
     ProcessForked,
 )
-from jaxrlhf.processes.interpreter import Interpreter
+from jaxrlhf.processes.jobs import Code
 from jaxrlhf.processes.plain import loads
 
 LARGEST_MESSAGE = 1 << 24  # of the server
 MOST_FORKS = 32  # open fork requests: the sockets sent with them fill the control socket's buffer
 GRACE_S = 15.0  # for the server to end its processes
+MARK = "JAXRLHF_PROCESS"  # environment variable that identifies the server's descendants
 
 Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 
@@ -36,36 +42,36 @@ Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 class ForkServer:
     """Client of the fork server of one piece of user code; only `end` blocks.
 
+    The server is a new interpreter: a fork of this process, or a copy of its `__main__`, would carry JAX along.
+
     Args:
-      loader: `module:function` that loads the code in the server; see `forking.main`.
-      setup: Argument of the loader.
       output: File that receives the output of the processes; None is the standard error stream.
-      environment: Environment variables in addition to this process's variables.
-      largest: Maximum size of a worker process's answer in bytes.
     """
 
-    def __init__(
-        self, loader: str, setup: Any, output: Path | None, *, environment: Mapping[str, str], largest: int
-    ) -> None:
-        self._largest = largest
+    def __init__(self, code: Code, output: Path | None) -> None:
+        self._code, self._mark = code, secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="jaxrlhf_"))
         self._asked: deque[Channel] = deque()
         self._unsent: deque[bytes] = deque()
-        (self._folder / SETUP).write_bytes(pickle.dumps(setup))
+        (self._folder / SETUP).write_bytes(pickle.dumps(code.setup))
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._interpreter = Interpreter(
-                f"from jaxrlhf.processes.forking import main; "
-                f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {str(self._folder)!r})",
-                fd=theirs.fileno(),
-                output=output,
-                environment={**environment, "TMPDIR": str(self._folder)},
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import main; "
+            f"main({theirs.fileno()}, {os.getpid()}, {code.loader!r}, {str(self._folder)!r})"
+        )
+        # A function that uses JAX must not take the accelerator.
+        own = {"JAX_PLATFORMS": "cpu", **code.environment, "TMPDIR": str(self._folder), MARK: self._mark}
+        with theirs, open(output, "ab") if output else nullcontext(STDERR) as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, **own},
+                start_new_session=True,  # not signaled with the group of the run, and killed together with its children
             )
         self.control = Channel(ours, largest=LARGEST_MESSAGE, blocking=False)
-
-    @property
-    def pid(self) -> int:
-        return self._interpreter.pid
 
     @property
     def asked(self) -> int:
@@ -85,7 +91,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        self._asked.append(Channel(ours, largest=self._largest, blocking=False))
+        self._asked.append(Channel(ours, largest=self._code.largest_answer, blocking=False))
 
     def take(self) -> Channel:
         """Return the channel of the process that the latest `ProcessForked` reported."""
@@ -134,9 +140,18 @@ class ForkServer:
             channel.close()
 
     def end(self, *, patience_s: float) -> str:
-        """End the server and all its processes; return a description of how the server ended."""
+        """Wait `patience_s`, end the server and all its processes, and return a description of how the server ended."""
         self.close()
-        try:
-            return self._interpreter.end(patience_s=patience_s)
-        finally:
-            remove(self._folder)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        left = descendants(self._process.pid, f"{MARK}={self._mark}".encode())
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        kill(left)  # descendants in other sessions
+        remove(self._folder)
+        return how_it_ended(self._process.wait())
+
+
+def how_it_ended(status: int) -> str:
+    """Describe the exit status of a process; a status below 0 is minus the signal that ended it."""
+    return f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"

@@ -15,8 +15,7 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Garbled
 from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
-from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer
-from jaxrlhf.processes.interpreter import how_it_ended
+from jaxrlhf.processes.forkserver import GRACE_S, MOST_FORKS, ForkServer, how_it_ended
 from jaxrlhf.processes.jobs import NUMBER, Answer, Code, CodeFailure, Idle, Job, Process, Split
 from jaxrlhf.processes.plain import loads
 
@@ -264,9 +263,7 @@ class WorkerGroup:
         return CodeFailure("crash", f"its process {ended}")
 
     def _start(self) -> None:
-        code = self.code
-        limits = {"environment": code.environment, "largest": code.largest_answer}
-        self._server = ForkServer(code.loader, code.setup, self._output, **limits)
+        self._server = ForkServer(self.code, self._output)
         self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
 
     def _server_is_gone(self) -> None:

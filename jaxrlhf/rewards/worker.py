@@ -10,14 +10,12 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config.named_functions import check_call, load
 from jaxrlhf.processes.calls import Calls
 from jaxrlhf.processes.channel import Channel
-from jaxrlhf.processes.descendants import ends_descendants
 from jaxrlhf.processes.jobs import CodeFailure, Split
 from jaxrlhf.rewards.protocol import (
     Function,
@@ -29,6 +27,7 @@ from jaxrlhf.rewards.protocol import (
 )
 
 LARGEST_SCORE = 3.4028234663852886e38  # largest float32
+THREADS = "/proc/self/task"
 PRINTED_BYTES = 1 << 20  # of one call, that are passed on
 
 
@@ -53,10 +52,9 @@ def load_functions(setup: tuple[Sequence[Function], float]) -> "RewardCode":
     return RewardCode([resolve(function.reference, function.settings) for function in functions], timeout_s)
 
 
-def _native_threads() -> int:
-    with suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
-    return 1
+def _is_one_thread() -> bool:
+    """Return False if this process has started native threads, which Python does not count; Linux only."""
+    return not os.path.isdir(THREADS) or len(os.listdir(THREADS)) == 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class RewardCode:
 
     functions: Sequence[Callable[..., Any]]
     timeout_s: float
-    forkable: bool = field(default_factory=lambda: _native_threads() == 1)
+    forkable: bool = field(default_factory=_is_one_thread)
 
     @property
     def about(self) -> Grouping:
@@ -80,8 +78,7 @@ class RewardCode:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()  # Python's generator seeds itself in a fork
         calls = Calls(channel, limit_s=self.timeout_s, output_bytes=PRINTED_BYTES)
-        with ends_descendants():
-            calls.serve(functools.partial(self._answer, calls))
+        calls.serve(functools.partial(self._answer, calls))
 
     def _answer(self, calls: Calls, chunk: Chunk) -> None:
         number, examples = chunk
