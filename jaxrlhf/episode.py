@@ -48,8 +48,15 @@ FAILURES: frozenset[StopCause] = frozenset(["environment_timeout", "environment_
 """Stop causes that are not the policy's fault; such an episode is unscorable."""
 
 FailureCause = Literal[
-    *("timeout", "crash", "exception", "wrong-type", "not-finite", "output", "unpicklable"),
-    *("none", "not-a-number"),  # of rewards alone
+    "timeout",
+    "crash",
+    "exception",
+    "wrong-type",
+    "not-finite",
+    "output",
+    "unpicklable",
+    "none",  # of rewards alone
+    "not-a-number",  # of rewards alone
 ]
 """Kinds of failures of user code, for counting; `crash` is a process that died."""
 

@@ -48,33 +48,31 @@ class EnvironmentPool(ProcessPool):
     def __init__(self, choices: Sequence[Choice], output: Path | None = None) -> None:
         _allow_files()
         super().__init__(Executor(list(map(_code, choices)), output, name="environments"))
-        self._episodes = LiveEpisodes(choices, self._executor.groups)
-        self.closing_failures = self._episodes.closing_failures
-        self._executor.start(self._episodes)
+        self._live = LiveEpisodes(choices, self._executor.groups)
+        self.closing_failures = self._live.closing_failures
+        self._executor.start(self._live)
 
     def start(self, episode: int, choice: int, record: Mapping[str, Any], seed: int) -> Future[Opening]:
         """Start an episode: make an instance and reset it. Episodes of `Tools` start with the record's prompt."""
-        return self._send(partial(self._episodes.start, choice), OpenRequest(episode, record, seed))
+        return self._send(partial(self._live.start, choice), OpenRequest(episode, record, seed))
 
     def step(self, episode: int, reply: Reply) -> Future[Observation]:
         """Pass a reply to the environment, or make the reply's tool calls."""
-        return self._ask(partial(self._episodes.step, episode, reply))
+        return self._ask(partial(self._live.step, episode, reply))
 
     def finish(self, episode: int) -> Future[float | None]:
         """End an episode and return its final reward. The instance is closed after that."""
-        return self._ask(partial(self._episodes.finish, episode))
+        return self._ask(partial(self._live.finish, episode))
 
     def drop(self, episode: int) -> None:
         """Drop an episode, if it is open; a process that works at its request is killed."""
-        self._executor.ask(partial(self._episodes.drop, episode))
+        self._executor.ask(partial(self._live.drop, episode))
 
     def run_agent(
         self, episode: int, choice: int, record: Mapping[str, Any], seed: int, base_url: str, api_key: str
     ) -> Future[float | None]:
         """Run an agent program to its end."""
-        return self._send(
-            partial(self._episodes.run_agent, choice), RunRequest(episode, record, seed, base_url, api_key)
-        )
+        return self._send(partial(self._live.run_agent, choice), RunRequest(episode, record, seed, base_url, api_key))
 
     def _ask(self, action: Callable[[Future], None]) -> Future:
         future: Future = Future()

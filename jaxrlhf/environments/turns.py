@@ -48,5 +48,8 @@ class ToolTurn:
             there = f"; the tools are {', '.join(self._tools)}" if self._tools else ""
             said.append({"role": "tool", "content": f"error: {malformed.detail}{there}"})
         answered = [(call, self._answers[number]) for number, call in enumerate(self._reply.calls)]
-        records = [CallRecord(call.name, one.seconds, one.failure and one.failure.cause) for call, one in answered]
+        records = [
+            CallRecord(call.name, one.seconds, None if one.failure is None else one.failure.cause)
+            for call, one in answered
+        ]
         return Observation(said, done=not said, calls=records)

@@ -101,6 +101,10 @@ class _Bounded(io.BufferedIOBase):
             self._stream.flush()
         return size
 
+    @property
+    def name(self) -> Any:
+        return self._stream.name
+
     def writable(self) -> bool:
         return True
 

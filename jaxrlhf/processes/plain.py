@@ -62,7 +62,12 @@ def _read(value: Any, kind: Any) -> Any:
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return _read_one_of(value, inner)
-    if is_dataclass(kind) and isinstance(value, dict) and value.keys() == _hints(kind).keys():
+    if (
+        isinstance(kind, type)
+        and is_dataclass(kind)
+        and isinstance(value, dict)
+        and value.keys() == _hints(kind).keys()
+    ):
         return kind(**{name: _read(value[name], hint) for name, hint in _hints(kind).items()})
     if origin in (tuple, list, frozenset, Sequence) and isinstance(value, list):
         found = [_read(one, inner[0]) for one in value]

@@ -86,12 +86,8 @@ class WorkerGroup:
             for process in (self.processes.values() if most > 1 and self._waiting else ())
             if process.instances and not process.spoilt and not process.ending
         )
-        wanted = min(
-            float(math.ceil((len(self._waiting) - room) / most) - self._server.asked),
-            self.code.workers - len(self._busy),
-            MOST_FORKS - self._server.asked,
-        )
-        for _ in range(int(wanted) if self.about is not None and not self._free else 0):
+        wanted = min(math.ceil((len(self._waiting) - room) / most), self.code.workers - len(self._busy), MOST_FORKS)
+        for _ in range(int(wanted) - self._server.asked if self.about is not None and not self._free else 0):
             try:
                 self._server.fork()
             except BlockingIOError:

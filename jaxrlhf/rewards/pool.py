@@ -133,9 +133,11 @@ class RewardPool(ProcessPool):
         yield from self.finish(self.begin(map(pack, examples)))
 
     def _outcome(self, function: int, index: int, answer: Answer) -> Outcome:
-        failed = answer.failure
-        failure = failed and Failure(self._functions[function].name, index, failed.cause, failed.detail)
-        return Outcome(function, index, answer.value, failure)
+        failure = answer.failure
+        if failure is None:
+            return Outcome(function, index, answer.value, None)
+        name = self._functions[function].name
+        return Outcome(function, index, None, Failure(name, index, failure.cause, failure.detail))
 
 
 def pack(example: Example) -> Packed:
