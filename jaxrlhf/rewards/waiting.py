@@ -67,7 +67,7 @@ class WaitingCalls:
             queue.clear()
             queue.extend(wanted)
         for job, sent in self._sent:
-            if all(sent[number].dropped for number in job.left):
+            if job.left and all(sent[number].dropped for number in job.left):
                 self._group.forget(job)
 
     def feed(self) -> None:
