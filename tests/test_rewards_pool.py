@@ -287,6 +287,17 @@ def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
         RewardPool([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads")
+def test_functions_whose_modules_have_started_threads_are_not_forked(tmp_path):
+    file = tmp_path / "threaded.py"
+    file.write_text(
+        "import os\nimport pyarrow\n"
+        "def f(prompt, response, answer, record): return len(os.listdir('/proc/self/task'))\n"
+    )
+    with RewardPool([Function("f", f"{file}:f")], workers=1, timeout_s=30.0) as pool:
+        assert next(pool.run([Example("p", "", None, {})])).value > 1  # a fork has one
+
+
 def test_workers_load_nothing_heavy_and_start_fast(hostile):
     start = time.monotonic()
     with RewardPool([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0) as pool:
