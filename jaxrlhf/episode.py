@@ -47,8 +47,18 @@ TRUNCATIONS: frozenset[StopCause] = frozenset(
 FAILURES: frozenset[StopCause] = frozenset(["environment_timeout", "environment_error"])
 """Stop causes that are not the policy's fault; such an episode is unscorable."""
 
-FailureCause = Literal["timeout", "crash", "exception", "wrong-type", "not-finite", "output", "unpicklable"]
-"""Kinds of failures of a tool or environment, for counting; as in rewards, `crash` is a process that died."""
+FailureCause = Literal[
+    "timeout",
+    "crash",
+    "exception",
+    "wrong-type",
+    "not-finite",
+    "output",
+    "unpicklable",
+    "none",  # of rewards alone
+    "not-a-number",  # of rewards alone
+]
+"""Kinds of failures of user code, for counting; `crash` is a process that died."""
 
 
 class EnvironmentFailure(Exception):

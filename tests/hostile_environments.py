@@ -3,11 +3,15 @@
 import asyncio
 import builtins
 import ctypes
+import gc
 import os
 import re
+import resource
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -57,8 +61,39 @@ async def misbehave_waiting(kind: str, folder: str) -> object:
     return DEEDS[kind](folder)
 
 
+def state() -> list[object]:
+    """State of the process that no call finds changed."""
+    limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
+    environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    return [os.getcwd(), environment, limits, sys.getrecursionlimit()]
+
+
+STATE = state()
+
+
 def ok(folder):
-    return "fine"
+    return "fine" if state() == STATE and os.path.isdir(tempfile.gettempdir()) else f"spoilt: {state()}"
+
+
+def change_state(folder):
+    os.chdir("/")
+    os.environ["SPOILT"] = "1"
+    tempfile.tempdir = "/nowhere"
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (77, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    sys.setrecursionlimit(200)
+    sys.stdout = None
+    return "changed"
+
+
+def forge(folder):
+    """Write an answer that another request could have."""
+    number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
+    forged = number + b'["Answer", {"number": 0, "value": 1.0, "failure": null, "seconds": 0.0}]'
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            os.write(descriptor, struct.pack("!I", len(forged)) + forged)
+    return "forged"
 
 
 def hang(folder):
@@ -204,8 +239,6 @@ def recursion(folder):
 
 
 def files(folder):
-    import tempfile
-
     kept = tempfile.mkdtemp()
     (Path(kept) / "large").write_bytes(b"x" * 1000)
     (Path(folder) / "temporary").write_text(kept)
@@ -221,7 +254,7 @@ class Hostile:
     def reset(self, record, seed):
         self.record, self.turns = record, 0
         self._maybe("reset")
-        return record.get("opening", "begin")
+        return record.get("opening", "begin" if ok(None) == "fine" else ok(None))
 
     def step(self, reply):
         self.turns += 1

@@ -1,28 +1,27 @@
 """Source of reward functions that do what no function should."""
 
 HOSTILE = """
-import asyncio, ctypes, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, gc, json, os, pickle, resource, struct, sys, tempfile, time
 from jaxrlhf.rewards import batched
+
+CORE = resource.getrlimit(resource.RLIMIT_CORE)
+
+
+class Executed:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def misbehave(response):
     kind, _, detail = response.partition(" ")
+    if response == "print much":
+        kind = response
     if kind == "value":
         return float(detail)
     if kind == "hang":
-        while True:
-            time.sleep(1)
-    if kind == "stubborn":
-        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
-            signal.signal(name, signal.SIG_IGN)
-        while True:
-            time.sleep(1)
-    if kind == "regex":  # holds the interpreter lock in C for longer than anyone lives
-        re.fullmatch("(a+)+b", "a" * 60)
-    if kind == "child":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        with open(detail, "w") as file:
-            file.write(str(child.pid))
         while True:
             time.sleep(1)
     if kind == "scribble":  # into every open file descriptor, the pipe's among them
@@ -31,6 +30,48 @@ def misbehave(response):
                 os.write(descriptor, b"a text" if detail == "text" else b"\\0\\0\\0\\4oops")
             except OSError:
                 pass
+        return 1.0
+    if kind == "forge":  # what it says it is, into every descriptor, and then its score
+        what, _, path = detail.partition(" ")
+        number = struct.pack("!Q", next(one for one in gc.get_objects() if type(one).__name__ == "Calls")._number)
+        answer = ["Answer", {"number": 77, "value": 1.0, "failure": None, "seconds": 0.0}]
+        forged = {
+            "pickle": lambda: pickle.dumps(Executed(path)),
+            "answer": lambda: number + json.dumps(answer).encode(),
+            "idle": lambda: number + json.dumps(["Idle", {"spoilt": ""}]).encode(),
+            "type": lambda: number + json.dumps(["Example", {}]).encode(),
+        }[what]()
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, struct.pack("!I", len(forged)) + forged)
+            except OSError:
+                pass
+        return 1.0
+    if kind == "spoil":
+        os.chdir("/")
+        os.environ["SPOILT"] = "1"
+        tempfile.tempdir = "/nowhere"
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0 if detail == "for good" else hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (77, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        sys.setrecursionlimit(200)
+        sys.stdout = None
+        return 1.0
+    if kind == "spoilt":  # number of things that are not as they were
+        return sum([
+            os.getcwd() != detail,
+            "SPOILT" in os.environ,
+            not os.path.isdir(tempfile.gettempdir()),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 77,
+            resource.getrlimit(resource.RLIMIT_CORE) != CORE,
+            sys.getrecursionlimit() == 200,
+            sys.stdout is None,
+        ])
+    if kind == "pid":
+        return os.getpid()
+    if kind == "print much":
+        for _ in range(10):
+            print("x" * 1_000_000)
         return 1.0
     if kind == "closeall":
         os.closerange(3, 64)
@@ -42,19 +83,6 @@ def misbehave(response):
         elif detail == "raise":
             raise RuntimeError("in the child")
         return 6.0
-    if kind == "daemon":  # in a session of its own, with no parent left
-        if not os.fork():
-            os.setsid()
-            if not os.fork():
-                file, _, environment = detail.partition(" ")
-                with open(file, "w") as note:
-                    note.write(str(os.getpid()))
-                if environment == "none":
-                    os.execve("/bin/sleep", ["sleep", "1000"], {})
-                time.sleep(1000)
-            os._exit(0)
-        os.wait()
-        return 1.0
     if kind == "builtins":
         import builtins
 

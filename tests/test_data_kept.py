@@ -152,6 +152,6 @@ def test_values_of_columns_come_back_and_a_pickle_that_runs_something_does_not(t
 
     table = ProblemTable()
     table.append(0, "p", (1,), "a", (), {"when": Runs()})
-    with pytest.raises(pickle.UnpicklingError, match=r"a message holds a _?io\.open"):
+    with pytest.raises(pickle.UnpicklingError, match=r"a record holds a _?io\.open"):
         table[0]
     assert not (tmp_path / "ran").exists()

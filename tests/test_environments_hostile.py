@@ -33,6 +33,7 @@ DEEDS = {
     "segfault": "crash",
     "close_all": "crash",
     "scribble": "crash",
+    "forge": "crash",
     "memory": "exception",
     "raises": "exception",
     "system_exit": "exception",
@@ -51,6 +52,7 @@ DEEDS = {
     "threads": None,
     "files": None,
     "change_builtins": None,
+    "change_state": None,
 }
 """Causes by which bad deeds are counted; None answers, and is not felt by others."""
 

@@ -99,7 +99,7 @@ from types import SimpleNamespace
 from jaxrlhf.processes.forking import _Server
 gate = threading.Event()
 threading.Thread(target=gate.wait).start()
-server = _Server(SimpleNamespace(send=print), os.getpid(), None, "no:loader", b"", Path("{tmp_path}"))
+server = _Server(SimpleNamespace(send=print), os.getpid(), None, "no:loader", Path("{tmp_path}"))
 end, other = socket.socketpair()
 server._pids.add(pid := server._make(end))
 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

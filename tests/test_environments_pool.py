@@ -218,8 +218,8 @@ def test_an_instance_whose_reward_is_wrong_is_closed_all_the_same(pool, begin, o
 
 @pytest.mark.slow
 def test_a_request_of_several_calls_has_the_time_of_each(monkeypatch):
-    monkeypatch.setattr("jaxrlhf.environments.family.SLACK_S", 0.0)
-    monkeypatch.setattr("jaxrlhf.environments.family.GRACE_S", 0.0)
+    monkeypatch.setattr("jaxrlhf.processes.workers.SLACK_S", 0.0)
+    monkeypatch.setattr("jaxrlhf.processes.workers.SHOW_S", 0.0)
     choices = [Tools(functions=(f"{FORMS}:sleep",), call_s=1.0), Environment(factory=f"{FORMS}:Slow", call_s=1.0)]
     with EnvironmentPool(choices) as pool:
         slow = pool.start(0, 1, {"word": "hi"}, 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Function
 
@@ -42,7 +41,7 @@ def functions(tmp_path_factory) -> Path:
 
 
 def test_runs_share_the_processes(functions):
-    with RewardPool(Crew([Function("single", f"{functions}:single")], workers=2, timeout_s=5.0)) as pool:
+    with RewardPool([Function("single", f"{functions}:single")], workers=2, timeout_s=5.0) as pool:
         slow = pool.begin([pack(Example("p", "sleep 1", None, {}))])
         until_started(slow)
         quick = list(pool.run([Example("p", f"value {n}", None, {}) for n in range(20)]))
@@ -58,7 +57,7 @@ def until_started(begun) -> None:
 
 def test_what_was_begun_is_run_and_waits_to_be_asked_for(functions, tmp_path):
     note = tmp_path / "note"
-    with RewardPool(Crew([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0)) as pool:
+    with RewardPool([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0) as pool:
         begun = pool.begin(
             [pack(Example("p", f"note {note}", None, {})), pack(Example("p", "", None, {"n": lambda: 0}))]
         )
@@ -71,7 +70,7 @@ def test_what_was_begun_is_run_and_waits_to_be_asked_for(functions, tmp_path):
 
 def test_what_is_dropped_before_its_turn_is_never_run(functions, tmp_path):
     note = tmp_path / "note"
-    with RewardPool(Crew([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0)) as pool:
+    with RewardPool([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0) as pool:
         kept = pool.begin([pack(Example("p", "sleep 0.3", None, {}))])
         dropped = pool.begin([pack(Example("p", f"note {note}", None, {}))])
         pool.drop(dropped)
@@ -81,7 +80,7 @@ def test_what_is_dropped_before_its_turn_is_never_run(functions, tmp_path):
 
 
 def test_a_batched_function_takes_what_came_together_while_it_was_busy(functions):
-    with RewardPool(Crew([Function("size", f"{functions}:size")], workers=1, timeout_s=5.0)) as pool:
+    with RewardPool([Function("size", f"{functions}:size")], workers=1, timeout_s=5.0) as pool:
         first = pool.begin([pack(Example("p", "0.5", None, {}))])
         until_started(first)
         rest = [begun for _ in range(70) for begun in pool.begin([pack(Example("p", "0", None, {}))])]
@@ -90,27 +89,16 @@ def test_a_batched_function_takes_what_came_together_while_it_was_busy(functions
 
 
 def test_whoever_waits_is_told_when_the_pool_closes(functions):
-    pool = RewardPool(Crew([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0))
+    pool = RewardPool([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0)
     begun = pool.begin([pack(Example("p", "sleep 1000", None, {})), pack(Example("p", "value 1", None, {}))])
     pool.close()
-    with pytest.raises(RuntimeError, match="this reward pool is closed"):
+    with pytest.raises(RuntimeError, match="this pool of reward functions is closed"):
         list(pool.finish(begun))
 
 
-def test_a_function_that_no_longer_loads_ends_the_wait(tmp_path):
-    file = tmp_path / "fickle.py"
-    file.write_text("import os\ndef f(prompt, response, answer, record):\n    os._exit(1)\n")
-    with RewardPool(Crew([Function("f", f"{file}:f")], workers=1, timeout_s=5.0)) as pool:
-        file.write_text("import os\nos._exit(7)\n")
-        with pytest.raises(RuntimeError, match=r"fickle.py:f: the last one exited with status 7"):
-            list(pool.run([Example("p", "", None, {})] * 2))
-        with pytest.raises(RuntimeError, match=r"fickle.py:f: the last one exited with status 7"):
-            list(pool.run([Example("p", "", None, {})]))
-
-
 def test_a_pool_that_is_forgotten_ends_its_processes_and_its_thread(functions):
-    pool = RewardPool(Crew([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0))
-    thread, worker = pool._crew._thread, pool._crew.workers[0].interpreter.process
+    pool = RewardPool([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0)
+    thread, server = pool._executor._thread, pool._executor.groups[0]._server._process
     del pool
     gc.collect()
-    assert not thread.is_alive() and worker.returncode is not None
+    assert not thread.is_alive() and server.returncode is not None

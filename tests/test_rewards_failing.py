@@ -15,7 +15,6 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
 from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.rewards import RewardsFailing
-from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.rewards.scorer import Scorer
@@ -66,7 +65,7 @@ def functions(tmp_path_factory) -> Path:
 
 def pool_of(functions: Path, *names: str, failures_in_a_row: int, timeout_s: float = 60.0) -> RewardPool:
     wanted = [Function(name, f"{functions}:{name}") for name in names]
-    return RewardPool(Crew(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row))
+    return RewardPool(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row)
 
 
 def examples(*responses: str) -> list[Example]:
@@ -77,7 +76,7 @@ def examples(*responses: str) -> list[Example]:
 @pytest.mark.parametrize(
     ("response", "says"),
     [
-        ("hang", r"timeout: no result within 0\.5 s"),
+        ("hang", r"timeout: no answer within 0\.5 s"),
         ("crash", "crash: its process exited with status 3"),
         ("raise", "exception: OSError: the verifier is down"),
     ],

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hostile_functions import HOSTILE
 
-from jaxrlhf.rewards import crew
-from jaxrlhf.rewards.crew import Crew
+from jaxrlhf.config import Refusal
+from jaxrlhf.processes import executor
 from jaxrlhf.rewards.pool import Outcome, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.rewards.worker import resolve
@@ -45,8 +45,7 @@ def run(hostile, pools):
     def run(name: str, responses: list[str], *, workers: int = 2, timeout_s: float = 1.0):
         if (workers, timeout_s) not in pools:
             functions = [Function(each, f"{hostile}:{each}") for each in FUNCTIONS]
-            crew = Crew(functions, workers=workers, timeout_s=timeout_s, output=output)
-            pools[workers, timeout_s] = RewardPool(crew)
+            pools[workers, timeout_s] = RewardPool(functions, workers=workers, timeout_s=timeout_s, output=output)
         pool = pools[workers, timeout_s]
         examples = [Example("p", response, None, {}) for response in responses]
         start = time.monotonic()
@@ -54,6 +53,11 @@ def run(hostile, pools):
         return *read(outcomes, responses), time.monotonic() - start
 
     return run
+
+
+def pids(pool: RewardPool) -> list[int]:
+    [group] = pool._executor.groups
+    return list(group.processes)
 
 
 def read(outcomes: list[Outcome], responses: list[str]) -> tuple[dict, dict]:
@@ -65,8 +69,6 @@ def read(outcomes: list[Outcome], responses: list[str]) -> tuple[dict, dict]:
 
 CAUSES = {
     "hang": "timeout",
-    "stubborn": "timeout",
-    "regex": "timeout",
     "exit": "crash",
     "segfault": "crash",
     "sysexit": "exception",
@@ -82,14 +84,14 @@ CAUSES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
 def test_only_the_misbehaving_examples_are_lost(run, name):
-    responses = [f"value {index}" for index in range(60)]
+    responses = [f"value {index}" for index in range(50)]
     for position, kind in enumerate(CAUSES):
         responses[5 * position] = kind
     values, failures, seconds = run(name, responses)
     assert {responses[index]: failure.cause for index, failure in failures.items()} == CAUSES
     assert all(failure.part == name and failure.index == index for index, failure in failures.items())
-    assert values == {index: float(index) for index in range(60) if index % 5}
-    # Three hang, 1 to 1.5 s each; in a group first the group does, then the example.
+    assert values == {index: float(index) for index in range(50) if index % 5}
+    # One hangs, for 1.5 s; in a group first the group does, then the example.
     assert seconds < 10
 
 
@@ -109,23 +111,7 @@ def test_failures_say_what_happened(run, hostile):
     assert "nan" in details[4]
     assert "str" in details[5]
     printed = (hostile.parent / "output.txt").read_text(errors="replace")
-    assert "Timeout" in printed and "misbehave" in printed  # where it hung
-
-
-@pytest.mark.slow
-def test_a_child_of_a_hung_function_dies_with_it(run, tmp_path):
-    note = tmp_path / "pid"
-    run("single", [f"child {note}"])
-    pid = int(note.read_text())
-    assert gone_within(pid, 2.0)
-
-
-@pytest.mark.parametrize("environment", ["", " none"], ids=["its environment", "no environment"])
-def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path, environment):
-    note = tmp_path / "pid"
-    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=1, timeout_s=5.0)) as pool:
-        assert next(pool.run([Example("p", f"daemon {note}{environment}", None, {})])).value == 1.0
-    assert gone_within(int(note.read_text()), 2.0)
+    assert printed.count("in misbehave") == 2  # where it hung, and where it crashed
 
 
 @pytest.mark.slow
@@ -135,7 +121,7 @@ def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(run, hos
     assert values == {0: 1.0, 1: 3.0, 3: 2.0}
     assert failures[2].cause == "exception"
     printed = (hostile.parent / "output.txt").read_text(errors="replace")
-    assert "this reward process ends, and another one goes on: a function changed the builtin len" in printed
+    assert "this reward process ends, and another one replaces it: the builtin len was changed in it" in printed
 
 
 def gone_within(pid: int, limit_s: float) -> bool:
@@ -208,6 +194,33 @@ def test_a_function_that_destroys_the_pipe_costs_its_example(run):
 
 
 @pytest.mark.parametrize("name", ["single", "many", "waits"])
+@pytest.mark.parametrize("forged", ["pickle", "answer", "idle", "type"])
+def test_a_forged_answer_costs_its_example_and_is_never_executed(run, tmp_path, name, forged):
+    note = tmp_path / "executed"
+    values, failures, _ = run(name, ["value 0", f"forge {forged} {note}", "value 2"])
+    assert not note.exists()
+    assert values == {0: 0.0, 2: 2.0}
+    assert (failures[1].cause, failures[1].detail.partition(" (")[0]) == (
+        "crash",
+        "code wrote into the connection of its process",
+    )
+
+
+@pytest.mark.parametrize("extent", ["", " for good"], ids=["restored", "replaced"])
+def test_what_a_call_changes_of_the_process_is_restored_for_the_next(run, extent):
+    spoilt = f"spoilt {Path.cwd()}"
+    values, _, _ = run("single", ["pid", spoilt, f"spoil{extent}", spoilt, "pid"], workers=1)
+    assert values[1] == values[3] == 0.0
+    assert extent or values[0] == values[4]  # it is the same process
+
+
+def test_what_a_call_prints_is_bounded(run, hostile):
+    values, _, _ = run("single", ["print much"] * 2)
+    assert values == {0: 1.0, 1: 1.0}
+    assert 1_000_000 < (hostile.parent / "output.txt").stat().st_size < 3_000_000
+
+
+@pytest.mark.parametrize("name", ["single", "many", "waits"])
 def test_only_the_parent_of_a_fork_answers(run, name):
     responses = [f"value {index}" for index in range(20)]
     responses[3], responses[8] = "fork", "fork raise"
@@ -216,22 +229,21 @@ def test_only_the_parent_of_a_fork_answers(run, name):
 
 
 def test_results_stream(hostile):
-    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0)) as pool:
+    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
         start = time.monotonic()
         first = next(iter(pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])))
         assert first.index == 1 and time.monotonic() - start < 1.0
 
 
 def test_an_abandoned_run_leaves_a_usable_pool(hostile):
-    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0)) as pool:
-        processes = {worker.interpreter.pid for worker in pool._crew.workers}
+    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
+        list(pool.run([Example("p", "value 0", None, {})] * 8))
+        processes = set(pids(pool))
         outcomes = pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])
         next(outcomes)
         outcomes.close()
         again = list(pool.run([Example("p", f"value {n}", None, {}) for n in range(50)]))
-        assert (
-            len(processes - {worker.interpreter.pid for worker in pool._crew.workers}) == 1
-        )  # that which hung is gone
+        assert len(processes - set(pids(pool))) == 1  # that which hung is gone
     assert sorted(outcome.value for outcome in again) == list(range(50))
     with pytest.raises(RuntimeError, match="closed"):
         next(pool.run([Example("p", "value 1", None, {})]))
@@ -240,7 +252,7 @@ def test_an_abandoned_run_leaves_a_usable_pool(hostile):
 def test_unpicklable_records_are_attributed(hostile):
     examples = [Example("ab", "c", "def", {"n": n}) for n in range(4)]
     examples[2] = Example("ab", "c", "def", {"n": lambda: 0})
-    with RewardPool(Crew([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0)) as pool:
+    with RewardPool([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0) as pool:
         outcomes = {outcome.index: outcome for outcome in pool.run(examples)}
         assert list(pool.run([])) == []
     assert outcomes[2].failure.cause == "unpicklable"
@@ -248,10 +260,11 @@ def test_unpicklable_records_are_attributed(hostile):
 
 
 def test_workers_that_die_idle_are_replaced(hostile):
-    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0)) as pool:
-        for worker in pool._crew.workers:
-            os.kill(worker.interpreter.pid, signal.SIGKILL)
-            worker.interpreter.process.wait()
+    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0) as pool:
+        list(pool.run([Example("p", "value 0", None, {})] * 8))
+        for pid in pids(pool):
+            os.kill(pid, signal.SIGKILL)
+            assert gone_within(pid, 2.0)
         outcomes = list(pool.run([Example("p", "value 7", None, {})] * 10))
     assert [outcome.value for outcome in outcomes] == [7.0] * 10
 
@@ -259,51 +272,40 @@ def test_workers_that_die_idle_are_replaced(hostile):
 @pytest.mark.slow
 def test_functions_that_do_not_load(refused, hostile, tmp_path):
     with refused():
-        RewardPool(Crew([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0))
+        RewardPool([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0)
     deadly = tmp_path / "deadly.py"
     deadly.write_text("import os\nos._exit(7)\n")
-    with pytest.raises(RuntimeError, match=r"deadly.py:f: the last one exited with status 7"):
-        RewardPool(Crew([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0))
+    with pytest.raises(Refusal, match=r"deadly.py:f: the process that loads it exited with status 7"):
+        RewardPool([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0)
 
 
 def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(crew, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(executor, "START_LIMIT_S", 0.2)
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ntime.sleep(1000)\n")
-    with pytest.raises(RuntimeError, match=r"slow.py:f: the last one was not done after 0.2 s"):
-        RewardPool(Crew([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0))
+    with pytest.raises(Refusal, match=r"slow.py:f: loading takes longer than 0.2 s"):
+        RewardPool([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads")
+def test_functions_whose_modules_have_started_threads_are_not_forked(tmp_path):
+    file = tmp_path / "threaded.py"
+    file.write_text(
+        "import os\nimport pyarrow\n"
+        "def f(prompt, response, answer, record): return len(os.listdir('/proc/self/task'))\n"
+    )
+    with RewardPool([Function("f", f"{file}:f")], workers=1, timeout_s=30.0) as pool:
+        assert next(pool.run([Example("p", "", None, {})])).value > 1  # a fork has one
 
 
 def test_workers_load_nothing_heavy_and_start_fast(hostile):
     start = time.monotonic()
-    with RewardPool(Crew([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0)) as pool:
+    with RewardPool([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0) as pool:
         seconds = time.monotonic() - start
         assert next(iter(pool.run([Example("", "", None, {})]))).value == 0.0
     assert seconds < 1.5
     light = "import sys, jaxrlhf.rewards.pool; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", light], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "value 1"), (signal.SIGKILL, "regex")])
-def test_workers_do_not_outlive_their_parent(hostile, end, response):
-    script = f"""
-import os, time
-from jaxrlhf.rewards.crew import Crew
-from jaxrlhf.rewards.pool import RewardPool
-from jaxrlhf.rewards.protocol import Example, Function
-pool = RewardPool(Crew([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0))
-print(pool._crew.workers[0].interpreter.pid, flush=True)
-list(pool.run([Example("p", "{response}", None, {{}})]))
-time.sleep(100)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with parent:
-        worker = int(parent.stdout.readline())
-        time.sleep(0.3)
-        parent.send_signal(end)
-        parent.wait()
-        assert gone_within(worker, 4.0)
 
 
 def test_a_thousand_fast_calls(run):
@@ -319,7 +321,7 @@ def test_a_thousand_fast_calls(run):
         ("no/such/file.py:f", "there is no file"),
         ("math:nothing", "has no 'nothing'"),
         ("math:pi", "is a float, which cannot be called"),
-        ("jaxrlhf.rewards.formats:check_pattern", "called as function.prompt, response, answer, record."),
+        ("jaxrlhf.rewards.formats:check_pattern", "it is called with .prompt, response, answer, record."),
         ("{broken}:f", "failed with SyntaxError"),
     ],
 )

@@ -97,6 +97,27 @@ def load(reference: str, what: str) -> Any:
     return found
 
 
+def check_call(what: str, function: Callable[..., Any], *args: str, **fields: Any) -> None:
+    """Raise `Refusal` if a function cannot be called with these arguments.
+
+    Args:
+      what: Name of the function in the message.
+      args: Names of the positional arguments.
+      fields: Further arguments by name.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    try:
+        signature.bind(*args, **fields)
+    except TypeError as error:
+        called = ", ".join([*args, *(f"{name}={name}" for name in fields)])
+        raise Refusal(
+            f"{what} has the signature {signature}; it is called with ({called}), and that fails with: {error}"
+        ) from error
+
+
 def _module(reference: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)

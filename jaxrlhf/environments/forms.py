@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.environments import Environment, Tools
-from jaxrlhf.config.named_functions import load, one_line
+from jaxrlhf.config.named_functions import check_call, load, one_line
 from jaxrlhf.environments.host import UserCode, reset_arguments
 from jaxrlhf.environments.protocol import About, Choice
 from jaxrlhf.episode import ToolSchema
@@ -35,7 +35,7 @@ def load_choice(choice: Choice) -> UserCode:
         factory = load(choice.factory, "environment")
         return UserCode(choice, in_fork(lambda: _describe(choice.factory, factory), choice.factory), factory=factory)
     program = load(choice.program, "agent program")
-    _check(choice.program, "agent program", program, "session", "record")
+    check_call(f"agent program {choice.program!r}", program, "session", "record")
     return UserCode(choice, About(), program=program)
 
 
@@ -97,7 +97,7 @@ def _describe(reference: str, factory: Any) -> About:
     """Describe an environment by its class, or by the class of an instance that the factory makes."""
     kind = factory
     if isinstance(factory, type):
-        _check(reference, "environment", factory)
+        check_call(f"environment {reference!r}", factory)
     else:
         try:
             kind = type(factory())
@@ -111,8 +111,8 @@ def _describe(reference: str, factory: Any) -> About:
     if hasattr(kind, "step"):
         reset = _called(kind, "reset")
         args, seed = reset_arguments(reset, "record", 0)
-        _check(f"{reference}.reset", "method", reset, *("record", "seed")[: len(args)], **seed)
-        _check(f"{reference}.step", "method", _called(kind, "step"), "reply")
+        check_call(f"method '{reference}.reset'", reset, *("record", "seed")[: len(args)], **seed)
+        check_call(f"method '{reference}.step'", _called(kind, "step"), "reply")
         return About()
     methods = tool_methods(kind)
     if not methods:
@@ -148,19 +148,3 @@ def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:
 
 def _waiting(functions: Mapping[str, Callable[..., Any]]) -> frozenset[str]:
     return frozenset(name for name, one in functions.items() if inspect.iscoroutinefunction(one))
-
-
-def _check(reference: str, what: str, function: Callable[..., Any], *args: Any, **fields: Any) -> None:
-    """Refuse a function that cannot be called with these arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(*args, **fields)
-    except TypeError as error:
-        called = ", ".join([*args, *(f"{name}={name}" for name in fields)])
-        raise Refusal(
-            f"{what} {reference!r} has the signature {signature}; it is called with ({called}), and that fails with: "
-            f"{error}"
-        ) from error

@@ -6,29 +6,28 @@ All code here runs on the pool's thread.
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 
 from jaxrlhf.config.environments import Agent, Tools
-from jaxrlhf.environments.family import Job, Process, WorkerGroup
 from jaxrlhf.environments.protocol import (
-    Answer,
+    CLOSE,
+    RETURNS,
+    REWARD,
     CallRequest,
+    Choice,
     CloseRequest,
-    CodeFailure,
-    FinalReward,
-    Idle,
-    InstanceClosed,
     OpenRequest,
     Request,
     RunRequest,
     StepRequest,
-    ToolAnswer,
 )
 from jaxrlhf.environments.turns import ToolTurn
 from jaxrlhf.episode import EnvironmentFailure, FailureCause, Opening, Reply
+from jaxrlhf.processes.jobs import Answer, CodeFailure, Job, Process
+from jaxrlhf.processes.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,8 @@ class _Live:
     """
 
     number: int
-    family: WorkerGroup
+    choice: Choice
+    group: WorkerGroup
     seed: int
     opened: Job | None = None
     future: Future | None = None
@@ -72,33 +72,37 @@ class _Live:
 class LiveEpisodes:
     """Open episodes of a pool.
 
+    Args:
+      choices: Environments of the pool.
+      groups: Processes of each environment.
+
     Attributes:
       closing_failures: Number of instances that failed to close, by cause.
     """
 
-    def __init__(self, families: Sequence[WorkerGroup]) -> None:
-        self._families = families
+    def __init__(self, choices: Sequence[Choice], groups: Sequence[WorkerGroup]) -> None:
+        self._choices = list(zip(choices, groups, strict=True))
         self._live: dict[int, _Live] = {}
         self.closing_failures: Counter[FailureCause] = Counter()
 
     def start(self, choice: int, request: OpenRequest, pickled: bytes, future: Future) -> None:
         episode = self._begin(request.episode, choice, request.seed, future)
-        if isinstance(episode.family.choice, Tools):
-            episode.resolve(future, Opening(tools=episode.family.about.schemas))
+        if isinstance(episode.choice, Tools):
+            episode.resolve(future, Opening(tools=episode.group.about.schemas))
         else:
             episode.opened = self._ask(episode, request, pickled)
 
     def run_agent(self, choice: int, request: RunRequest, pickled: bytes, future: Future) -> None:
         episode = self._begin(request.episode, choice, request.seed, future)
-        if not isinstance(episode.family.choice, Agent):
-            raise RuntimeError(f"{episode.family.name} is no agent program")
+        if not isinstance(episode.choice, Agent):
+            raise RuntimeError(f"{episode.group.code.name} is no agent program")
         self._ask(episode, request, pickled)
 
     def step(self, number: int, reply: Reply, future: Future) -> None:
         episode = self._of(number, future)
         episode.turn += 1
-        about = episode.family.about
-        if not (about.methods or isinstance(episode.family.choice, Tools)):
+        about = episode.group.about
+        if not (about.methods or isinstance(episode.choice, Tools)):
             self._ask(episode, StepRequest(number, reply, episode.seed, episode.turn))
             return
         turn = ToolTurn(reply, [schema["function"]["name"] for schema in about.schemas], about.waits)
@@ -121,22 +125,22 @@ class LiveEpisodes:
         if episode is None:
             return
         for job in episode.jobs if episode.future is not None else ():
-            episode.family.forget(job)
+            episode.group.forget(job)
         episode.resolve(episode.future, CancelledError())
         if episode.process is not None and not episode.process.ending:
             self._ask(episode, CloseRequest(number, rewarded=False))
 
-    def fail(self, error: BaseException) -> None:
-        """Fail all open futures because the pool has ended."""
-        for family in self._families:
-            for job in family.jobs():
-                job.over(error)
+    def feed(self) -> None:
+        """Do nothing: requests are sent as soon as they are made."""
+
+    def over(self, error: BaseException) -> None:
+        """Forget all episodes because the pool has ended."""
         self._live.clear()
 
     def _begin(self, number: int, choice: int, seed: int, future: Future) -> _Live:
         if number in self._live:
             raise RuntimeError(f"episode {number} is under way already")
-        episode = self._live[number] = _Live(number, self._families[choice], seed, future=future)
+        episode = self._live[number] = _Live(number, *self._choices[choice], seed, future=future)
         return episode
 
     def _of(self, number: int, future: Future) -> _Live:
@@ -149,86 +153,80 @@ class LiveEpisodes:
         episode.future = future
         return episode
 
-    def _submit(
-        self,
-        episode: _Live,
-        request: Request,
-        pickled: bytes,
-        answered: Callable[[Answer], None],
-        lost: Callable[[CodeFailure, float], None],
-    ) -> Job:
-        job = Job(request, pickled, answered, lost, partial(episode.resolve, episode.future), episode.process)
-        episode.jobs.append(job)
-        episode.family.submit(job)
-        return job
-
     def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
         """Send a request whose answer resolves the episode's current future."""
 
         def answered(answer: Answer) -> None:
-            match answer:
-                case InstanceClosed(failure):
-                    if episode.process is not None:
-                        episode.process.episodes.discard(episode.number)
-                    self._count(episode, failure)
-                case Idle():
-                    if asked is not None and asked is episode.future:
-                        failed(CodeFailure("crash", "its process did not answer"))
-                case FinalReward(reward):
-                    if isinstance(request, RunRequest):
-                        self._forget(episode)
-                    episode.resolve(asked, reward)
-                case CodeFailure():
-                    failed(answer)
-                case _:
-                    episode.resolve(asked, answer)
-
-        def lost(failure: CodeFailure, _: float) -> None:
-            if isinstance(request, CloseRequest) and episode.future is None:  # only the instance's `close` was left
-                self._count(episode, failure)
-            self._forget(episode)
-            episode.resolve(asked, failure)
-
-        def failed(failure: CodeFailure) -> None:
-            if isinstance(request, OpenRequest | RunRequest):  # no instance is left
+            if isinstance(request, CloseRequest) and answer.number == CLOSE:
+                if episode.process is not None:
+                    episode.process.instances.discard(episode.number)
+                self._count(episode, answer.failure)
+                return
+            lost = episode.process is None or episode.process.ending
+            unopened = answer.failure is not None and isinstance(request, OpenRequest)
+            if unopened or (answer.failure is not None and lost) or isinstance(request, RunRequest):
                 self._forget(episode)
-            episode.resolve(asked, failure)
+            episode.resolve(asked, answer.failure or answer.value)
+            if unopened and not lost:
+                self._ask(episode, CloseRequest(episode.number, rewarded=False))
 
         asked = episode.future
         episode.jobs.clear()
-        pickled = pickle.dumps(request) if pickled is None else pickled
-        return self._submit(episode, request, pickled, answered, lost)
+        left = [REWARD]
+        if isinstance(request, CloseRequest):
+            left = [REWARD, CLOSE] if request.rewarded else [CLOSE]
+        return self._submit(episode, request, left, answered, pickled=pickled)
 
     def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
-        """Make tool calls of a reply. If the process dies, blame the current call and make the other calls again."""
+        """Make tool calls of a reply."""
         asked = episode.future
         calls = {number: turn.pending[number] for number in numbers}
-        request = CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}")
 
         def answered(answer: Answer) -> None:
-            match answer:
-                case ToolAnswer():
-                    turn.answered(answer)
-                case CodeFailure():
-                    episode.resolve(asked, answer)
-                case Idle() if any(number in turn.pending for number in numbers):
-                    episode.resolve(asked, CodeFailure("crash", "its process did not answer"))
-            if not turn.pending:
-                episode.resolve(asked, turn.observation())
-
-        def lost(failed: CodeFailure, seconds: float) -> None:
-            if episode.opened is not None:  # the state that later calls would need is lost with the process
+            if answer.failure and episode.process is not None and episode.process.ending:  # the instance is lost too
                 self._forget(episode)
-                episode.resolve(asked, failed)
+                episode.resolve(asked, answer.failure)
                 return
-            if asked is not episode.future:  # the episode was dropped, so the other calls are not needed
-                return
-            for again in turn.blame(numbers, failed, seconds):
-                self._make_calls(episode, turn, again)
+            turn.answered(answer)
             if not turn.pending:
                 episode.resolve(asked, turn.observation())
 
-        self._submit(episode, request, pickle.dumps(request), answered, lost)
+        self._submit(
+            episode,
+            CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}"),
+            list(numbers),
+            answered,
+            again=None if episode.opened else partial(self._make_calls, episode, turn),
+            together=[number for number in numbers if turn.waits(number)],
+        )
+
+    def _submit(
+        self,
+        episode: _Live,
+        request: Request,
+        left: list[int],
+        answered: Callable[[Answer], None],
+        *,
+        pickled: bytes | None = None,
+        again: Callable[[list[int]], None] | None = None,
+        together: Collection[int] = (),
+    ) -> Job:
+        opens = isinstance(request, OpenRequest)
+        job = Job(
+            pickle.dumps(request) if pickled is None else pickled,
+            left,
+            RETURNS[type(request)],
+            answered,
+            partial(episode.resolve, episode.future),
+            again,
+            together,
+            opens=episode.number if opens else None,
+            steps=2 if opens else 1,  # factory and reset
+            process=episode.process,
+        )
+        episode.jobs.append(job)
+        episode.group.submit(job)
+        return job
 
     def _forget(self, episode: _Live) -> None:
         if self._live.get(episode.number) is episode:

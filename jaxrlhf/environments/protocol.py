@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrlhf.config.environments import Agent, Environment, Tools
-from jaxrlhf.episode import Content, FailureCause, Observation, Opening, Reply, ToolCall, ToolSchema
+from jaxrlhf.episode import Content, Observation, Opening, Reply, ToolCall, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class About:
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """Request to make an instance for an episode. The answer is `Opening`."""
+    """Request to make an instance for an episode."""
 
     episode: int
     record: Mapping[str, Any]
@@ -34,7 +34,7 @@ class OpenRequest:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Request for a step of an instance. The answer is `Observation`."""
+    """Request for a step of an instance."""
 
     episode: int
     reply: Reply
@@ -44,7 +44,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class CallRequest:
-    """Request for tool calls, by number. The answer to each call is a `ToolAnswer`.
+    """Request for tool calls, by number.
 
     Attributes:
       episode: Episode whose instance has the tools, if tools are methods.
@@ -58,7 +58,7 @@ class CallRequest:
 
 @dataclass(frozen=True)
 class CloseRequest:
-    """Request to close an instance. The answers are `FinalReward`, if `rewarded`, and then `InstanceClosed`."""
+    """Request to close an instance, after its final reward if `rewarded`."""
 
     episode: int
     rewarded: bool
@@ -66,7 +66,7 @@ class CloseRequest:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Request to run an agent program. The answer is `FinalReward`."""
+    """Request to run an agent program, which returns the final reward or None."""
 
     episode: int
     record: Mapping[str, Any]
@@ -75,53 +75,17 @@ class RunRequest:
     api_key: str
 
 
-@dataclass(frozen=True)
-class ToolAnswer:
-    """Answer of a tool.
-
-    Attributes:
-      content: Content for the policy; an error message if the tool failed.
-    """
-
-    number: int
-    content: Content
-    seconds: float
-    failure: FailureCause | None = None
-
-
-@dataclass(frozen=True)
-class FinalReward:
-    """Final reward of an episode; None if the code gives no reward."""
-
-    reward: float | None
-
-
-@dataclass(frozen=True)
-class CodeFailure:
-    """Failure of the user code to fulfill a request."""
-
-    cause: FailureCause
-    detail: str
-
-
-@dataclass(frozen=True)
-class InstanceClosed:
-    """Answer that an instance is closed; `failure` is the failure of its `close` method, if any."""
-
-    failure: CodeFailure | None
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Last answer to every request: the process is idle.
-
-    Attributes:
-      spoilt: Reason why the process must not run further episodes; empty if it may.
-    """
-
-    spoilt: str = ""
-
-
 Choice = Tools | Environment | Agent
 Request = OpenRequest | StepRequest | CallRequest | CloseRequest | RunRequest
-Answer = Opening | Observation | ToolAnswer | FinalReward | CodeFailure | InstanceClosed | Idle
+
+RETURNS: Mapping[type, Any] = {
+    OpenRequest: Opening,
+    StepRequest: Observation,
+    CallRequest: Content,
+    CloseRequest: float | None,
+    RunRequest: float | None,
+}
+"""Type of the values that each request returns."""
+
+REWARD, CLOSE = 0, 1
+"""Numbers of the calls of a `CloseRequest`; the one call of other requests is 0."""

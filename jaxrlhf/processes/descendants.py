@@ -3,11 +3,11 @@
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
@@ -16,13 +16,10 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-@contextmanager
-def ends_descendants() -> Iterator[None]:
-    """Kill all descendants of this process after the block, including adopted daemons."""
-    try:
-        yield
-    finally:
-        kill(descendants(os.getpid(), b""))
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies; Linux only."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -6,7 +6,8 @@ of it. The server is the ancestor of all processes that the user code starts. On
 worker become children of the server, and the server kills them. When the run is gone, the server ends and all
 processes end with it.
 
-Code that starts threads at import cannot be forked; its workers are new interpreters instead.
+Code that starts threads at import cannot be forked; its workers are new interpreters instead. Messages to the run are
+plain data (`plain.py`), because user code can write into the connections.
 """
 
 import faulthandler
@@ -15,7 +16,6 @@ import importlib
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -30,12 +30,17 @@ from typing import Any, NoReturn, Protocol
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.channel import Channel
-from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, kill
+from jaxrlhf.processes.descendants import adopt_orphans, children, descendants, end_with_parent, kill
+from jaxrlhf.processes.folders import remove
 from jaxrlhf.processes.guards import settle
+from jaxrlhf.processes.plain import dumps
 
-COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or END and a process id
-FORK, END = b"F", b"E"
+COMMAND = struct.Struct("!cq")  # FORK, sent along with a socket, or SHOW or END and a process id
+FORK, SHOW, END = b"F", b"S", b"E"
 LARGEST_REQUEST = 1 << 30
+SETUP = "setup"
+STDERR = 2
+SHOW_SIGNAL = signal.SIGUSR2  # a process prints its stack
 ORPHAN_CHECK_S = 5.0
 GRACE_S = 1.0  # for processes to end by themselves once the run is gone
 MOST_ROUNDS = 100  # rounds of killing processes that keep forking
@@ -45,10 +50,14 @@ class Served(Protocol):
     """Loaded user code that serves requests.
 
     Attributes:
-      about: Plain data, description of the code that is sent to the run.
+      about: Dataclass of plain values, description of the code that is sent to the run.
+      forkable: False if worker processes must be new interpreters, such as for code that has started native threads.
     """
 
-    about: Any
+    @property
+    def about(self) -> Any: ...
+    @property
+    def forkable(self) -> bool: ...
 
     def serve(self, channel: Channel) -> None:
         """Answer requests until the channel closes; runs in a worker process."""
@@ -56,9 +65,9 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class CodeLoaded:
-    """Message: the user code is loaded; `about` is its description."""
+    """Message: the user code is loaded; `about` is its description, encoded by `plain.dumps`."""
 
-    about: Any
+    about: str
 
 
 @dataclass(frozen=True)
@@ -89,13 +98,12 @@ class ProcessEnded:
     status: int
 
 
-def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
+def main(fd: int, parent: int, loader: str, folder: str) -> None:
     """Serve the socket at `fd` until it closes or the process `parent` is gone.
 
     Args:
       loader: `module:function`; the function receives the setup and returns a `Served`.
-      setup: Pickled argument of the loader.
-      folder: Folder for the temporary files of the processes.
+      folder: Folder for the temporary files of the processes, with the pickled setup in the file `SETUP`.
     """
     settle()
     adopt_orphans()
@@ -103,37 +111,37 @@ def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
     control = Channel(socket.socket(fileno=fd), largest=LARGEST_REQUEST, blocking=True)
     with suppress(ConnectionError):  # the run is gone
         try:
-            served = _load(loader, setup)
+            served = _load(loader, Path(folder))
         except Refusal as error:
-            control.send(pickle.dumps(CodeRefused(str(error))))
+            control.send(dumps(CodeRefused(str(error))))
             return
         gc.collect()
         gc.freeze()  # garbage collection in a fork would write to, and so copy, the pages shared with this process
-        control.send(pickle.dumps(CodeLoaded(served.about)))
-        server = _Server(control, parent, served, loader, setup, Path(folder))
+        control.send(dumps(CodeLoaded(dumps(served.about).decode())))
+        server = _Server(control, parent, served, loader, Path(folder))
         try:
             server.run()
         finally:
             server.end()
 
 
-def serve_alone(fd: int, loader: str, setup: bytes, folder: str) -> None:
+def serve_alone(fd: int, loader: str, folder: str) -> None:
     """Load the code and serve requests in this new interpreter, for code that cannot be forked."""
     settle()
-    _serve(socket.socket(fileno=fd), _load(loader, setup), Path(folder))
+    _serve(socket.socket(fileno=fd), _load(loader, Path(folder)), Path(folder))
 
 
-def _load(loader: str, setup: bytes) -> Served:
+def _load(loader: str, folder: Path) -> Served:
     module, _, function = loader.partition(":")
-    return getattr(importlib.import_module(module), function)(pickle.loads(setup))
+    return getattr(importlib.import_module(module), function)(pickle.loads((folder / SETUP).read_bytes()))
 
 
 class _Server:
     """Server loop that forks processes, kills them, and reports their ends."""
 
-    def __init__(self, control: Channel, parent: int, served: Served, loader: str, setup: bytes, folder: Path) -> None:
+    def __init__(self, control: Channel, parent: int, served: Served, loader: str, folder: Path) -> None:
         self._control, self._parent, self._folder = control, parent, folder
-        self._served, self._loader, self._setup = served, loader, setup
+        self._served, self._loader = served, loader
         self._pids: set[int] = set()
         self._interpreters: dict[int, subprocess.Popen[bytes]] = {}  # references kept so `subprocess` does not reap
         self._bell, self._ring = socket.socketpair()
@@ -169,12 +177,15 @@ class _Server:
             try:
                 made = self._make(end)
             except OSError as error:
-                self._control.send(pickle.dumps(ProcessForked(-1, str(error))))
+                self._control.send(dumps(ProcessForked(-1, str(error))))
             else:
                 self._pids.add(made)
-                self._control.send(pickle.dumps(ProcessForked(made)))
+                self._control.send(dumps(ProcessForked(made)))
             finally:
                 end.close()
+        elif pid in self._pids and kind == SHOW:
+            with suppress(ProcessLookupError):
+                os.kill(pid, SHOW_SIGNAL)
         elif pid in self._pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -183,10 +194,10 @@ class _Server:
         return True
 
     def _make(self, end: socket.socket) -> int:
-        if threading.active_count() > 1:
+        if threading.active_count() > 1 or not self._served.forkable:
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import serve_alone; "
-                f"serve_alone({end.fileno()}, {self._loader!r}, {self._setup!r}, {str(self._folder)!r})"
+                f"serve_alone({end.fileno()}, {self._loader!r}, {str(self._folder)!r})"
             )
             command = [sys.executable, "-u", "-c", code]
             made = subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
@@ -229,8 +240,8 @@ class _Server:
         if ended:
             self._end_orphans()
             for one in ended:
-                shutil.rmtree(temporary_folder(self._folder, one.pid), ignore_errors=True)
-                self._control.send(pickle.dumps(one))
+                remove(temporary_folder(self._folder, one.pid))
+                self._control.send(dumps(one))
 
     def _end_orphans(self) -> None:
         """Kill the orphans that this process has adopted: a live worker adopts its own, so their worker is dead."""
@@ -262,7 +273,7 @@ class _Server:
                     pass
             if not left:
                 break
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
 
 
 def temporary_folder(folder: Path, pid: int) -> Path:
@@ -273,6 +284,8 @@ def _serve(end: socket.socket, served: Served, folder: Path) -> None:
     with suppress(PermissionError):  # this process leads a session already
         os.setsid()
     adopt_orphans()
+    end_with_parent()
+    faulthandler.register(SHOW_SIGNAL, file=STDERR)
     own = temporary_folder(folder, os.getpid())
     own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)

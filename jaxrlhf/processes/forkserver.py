@@ -2,22 +2,39 @@
 
 import os
 import pickle
-import shutil
+import secrets
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
-from jaxrlhf.processes.channel import Channel, Garbled
-from jaxrlhf.processes.forking import COMMAND, END, FORK, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
-from jaxrlhf.processes.interpreter import Interpreter
+from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.descendants import descendants, kill
+from jaxrlhf.processes.folders import remove
+from jaxrlhf.processes.forking import (
+    COMMAND,
+    END,
+    FORK,
+    SETUP,
+    SHOW,
+    STDERR,
+    CodeLoaded,
+    CodeRefused,
+    ProcessEnded,
+    ProcessForked,
+)
+from jaxrlhf.processes.jobs import Code
 from jaxrlhf.processes.plain import loads
 
-LARGEST_ANSWER = 1 << 24
+LARGEST_MESSAGE = 1 << 24  # of the server
 MOST_FORKS = 32  # open fork requests: the sockets sent with them fill the control socket's buffer
 GRACE_S = 15.0  # for the server to end its processes
+MARK = "JAXRLHF_PROCESS"  # environment variable that identifies the server's descendants
 
 Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 
@@ -25,33 +42,36 @@ Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 class ForkServer:
     """Client of the fork server of one piece of user code; only `end` blocks.
 
+    The server is a new interpreter: a fork of this process, or a copy of its `__main__`, would carry JAX along.
+
     Args:
-      loader: `module:function` that loads the code in the server; see `forking.main`.
-      setup: Argument of the loader.
       output: File that receives the output of the processes; None is the standard error stream.
-      largest: Maximum size of a worker process's answer in bytes.
     """
 
-    def __init__(self, loader: str, setup: Any, output: Path | None, *, largest: int = LARGEST_ANSWER) -> None:
-        self._largest = largest
+    def __init__(self, code: Code, output: Path | None) -> None:
+        self._code, self._mark = code, secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="jaxrlhf_"))
         self._asked: deque[Channel] = deque()
-        self._to_end: deque[int] = deque()
+        self._unsent: deque[bytes] = deque()
+        (self._folder / SETUP).write_bytes(pickle.dumps(code.setup))
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._interpreter = Interpreter(
-                f"from jaxrlhf.processes.forking import main; "
-                f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {pickle.dumps(setup)!r}, {str(self._folder)!r})",
-                fd=theirs.fileno(),
-                output=output,
-                # Threads do not help a thousand processes that handle a few calls each.
-                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import main; "
+            f"main({theirs.fileno()}, {os.getpid()}, {code.loader!r}, {str(self._folder)!r})"
+        )
+        # A function that uses JAX must not take the accelerator.
+        own = {"JAX_PLATFORMS": "cpu", **code.environment, "TMPDIR": str(self._folder), MARK: self._mark}
+        with theirs, open(output, "ab") if output else nullcontext(STDERR) as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, **own},
+                start_new_session=True,  # not signaled with the group of the run, and killed together with its children
             )
-        self.control = Channel(ours, largest=LARGEST_ANSWER, blocking=False)
-
-    @property
-    def pid(self) -> int:
-        return self._interpreter.pid
+        self.control = Channel(ours, largest=LARGEST_MESSAGE, blocking=False)
 
     @property
     def asked(self) -> int:
@@ -71,11 +91,19 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise
-        self._asked.append(Channel(ours, largest=self._largest, blocking=False))
+        self._asked.append(Channel(ours, largest=self._code.largest_answer, blocking=False))
 
     def take(self) -> Channel:
         """Return the channel of the process that the latest `ProcessForked` reported."""
         return self._asked.popleft()
+
+    def show_stack(self, pid: int) -> None:
+        """Request that a process prints its stack.
+
+        Raises:
+          OSError: The server is gone.
+        """
+        self._command(SHOW, pid)
 
     def end_process(self, pid: int) -> None:
         """Request that a process is killed; `ProcessEnded` answers.
@@ -83,14 +111,17 @@ class ForkServer:
         Raises:
           OSError: The server is gone.
         """
-        self._to_end.append(pid)
-        self._ask_ends()
+        self._command(END, pid)
 
-    def _ask_ends(self) -> None:
+    def _command(self, kind: bytes, pid: int) -> None:
+        self._unsent.append(COMMAND.pack(kind, pid))
+        self._send_commands()
+
+    def _send_commands(self) -> None:
         with suppress(BlockingIOError):  # the server is busy; receiving its next answers calls this method again
-            while self._to_end:
-                self.control.socket.send(COMMAND.pack(END, self._to_end[0]))
-                self._to_end.popleft()
+            while self._unsent:
+                self.control.socket.send(self._unsent[0])
+                self._unsent.popleft()
 
     def receive(self) -> list[Message]:
         """Return the server's messages that have arrived.
@@ -98,10 +129,8 @@ class ForkServer:
         Raises:
           EOFError, Garbled, OSError: The server is gone.
         """
-        messages = [loads(message) for message in self.control.receive()]
-        self._ask_ends()
-        if not all(isinstance(message, Message) for message in messages):
-            raise Garbled("no message of a fork server")
+        messages = [loads(message, get_args(Message)) for message in self.control.receive()]
+        self._send_commands()
         return messages
 
     def close(self) -> None:
@@ -110,10 +139,19 @@ class ForkServer:
         for channel in self._asked:
             channel.close()
 
-    def end(self, *, patience_s: float = GRACE_S) -> str:
-        """End the server and all its processes; return a description of how the server ended."""
+    def end(self, *, patience_s: float) -> str:
+        """Wait `patience_s`, end the server and all its processes, and return a description of how the server ended."""
         self.close()
-        try:
-            return self._interpreter.end(patience_s=patience_s)
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        left = descendants(self._process.pid, f"{MARK}={self._mark}".encode())
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        kill(left)  # descendants in other sessions
+        remove(self._folder)
+        return how_it_ended(self._process.wait())
+
+
+def how_it_ended(status: int) -> str:
+    """Describe the exit status of a process; a status below 0 is minus the signal that ended it."""
+    return f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"

@@ -1,15 +1,15 @@
 """Guards around calls of user code, in the process that makes the calls."""
 
 import builtins
-import faulthandler
-import math
+import io
+import os
+import resource
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
-
-SLACK_S = 0.5
+from typing import Any
 
 
 def settle() -> None:
@@ -19,47 +19,97 @@ def settle() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-class Watchdog:
-    """Watchdog that ends the process when a call exceeds the time limit, and prints the call's stack.
+class ProcessState:
+    """Snapshot of the state of this process that calls can change, restored for the next call.
 
-    `faulthandler` watches from a C thread, so a hanging call is ended even if it holds the interpreter lock, blocks
-    signals or outlives the parent. Arming starts that thread, which costs more than most calls, so consecutive short
-    calls share one arming: a call is ended between `limit_s` and `limit_s + SLACK_S` after it began.
+    The state is the builtins, the working directory, the environment variables, the temporary folder, the resource
+    limits, the recursion limit, and the output streams.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._armed_at = -math.inf
+    def __init__(self) -> None:
+        self._builtins = dict(vars(builtins))
+        self._folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+        self._environment = dict(os.environ)
+        self._temporary, self._own = tempfile.tempdir, tempfile.gettempdir()
+        limits = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+        self._limits = {limit: resource.getrlimit(limit) for limit in limits}
+        self._recursion = sys.getrecursionlimit()
+        self._streams = sys.stdout, sys.stderr
+
+    def restore_builtins(self) -> str:
+        """Restore the builtins, before other code uses them, and return the names of the changed ones."""
+        now = vars(builtins)
+        names = [name for name, kept in self._builtins.items() if now.get(name) is not kept]
+        now.update(self._builtins)
+        return ", ".join(names)
+
+    def restore(self) -> str:
+        """Restore the other state; return a description of what cannot be restored, or an empty text."""
+        sys.stdout, sys.stderr = self._streams
+        sys.setrecursionlimit(self._recursion)
+        tempfile.tempdir = self._temporary
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        try:
+            os.fchdir(self._folder)
+            os.makedirs(self._own, exist_ok=True)
+        except OSError as error:
+            return f"its folders ({error})"
+        try:
+            for limit, kept in self._limits.items():
+                if resource.getrlimit(limit) != kept:
+                    resource.setrlimit(limit, kept)
+        except (ValueError, OSError):  # a hard limit was lowered
+            return "a resource limit"
+        return "its output" if sys.stdout.closed or sys.stderr.closed else ""
+
+
+class Printed(io.TextIOWrapper):
+    """Output stream that passes on a bounded number of bytes of each call.
+
+    Args:
+      stream: Stream that receives the output.
+      limit: Number of bytes of a call that are passed on.
+    """
+
+    def __init__(self, stream: Any, limit: int) -> None:
+        self._bounded = _Bounded(stream.buffer, limit)
+        super().__init__(self._bounded, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+    @property
+    def count(self) -> int:
+        """Number of bytes that the current call has written."""
+        return self._bounded.count
 
     def begin_call(self) -> None:
-        now = time.monotonic()
-        if now - self._armed_at > SLACK_S:
-            faulthandler.dump_traceback_later(self._limit_s + SLACK_S, exit=True)
-            self._armed_at = now
-
-    def disarm(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self._armed_at = -math.inf
+        self._bounded.count = 0
 
 
-class Builtins:
-    """Snapshot of the builtins, restored after each call."""
+class _Bounded(io.BufferedIOBase):
+    def __init__(self, stream: Any, limit: int) -> None:
+        self._stream, self._limit, self.count = stream, limit, 0
 
-    def __init__(self) -> None:
-        self._kept = dict(vars(builtins))
+    def write(self, data: Any) -> int:
+        size = len(data)
+        room = max(0, self._limit - self.count)
+        self.count += size
+        if room:
+            self._stream.write(data[:room])
+            if size > room:
+                self._stream.write(b"\n... and more, which is left out\n")
+            self._stream.flush()
+        return size
 
-    @contextmanager
-    def kept(self, changed: Callable[[str], None]) -> Iterator[None]:
-        """Restore builtins that the block changes, before other code uses them.
+    @property
+    def name(self) -> Any:
+        return self._stream.name
 
-        Args:
-          changed: Callback, receives the names of the changed builtins.
-        """
-        try:
-            yield
-        finally:
-            now = vars(builtins)
-            names = [name for name in self._kept if now.get(name) is not self._kept[name]]
-            now.update(self._kept)
-            if names:
-                changed(", ".join(names))
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

@@ -1,64 +1,112 @@
-"""Safe unpickling of data from elsewhere: no code of a user or of an attacker runs while reading."""
+"""Messages from processes that run user code: dataclasses of plain values as JSON, checked when they are read.
 
-import io
-import pickle
-from collections.abc import Collection
-from dataclasses import is_dataclass
-from typing import Any
-from zoneinfo import ZoneInfo
+Reading a message runs no user code and creates nothing but the expected dataclasses, whatever bytes a process sends.
+"""
 
-ALLOWED_MODULES = ("jaxrlhf.episode", "jaxrlhf.processes.forking", "jaxrlhf.environments.protocol")
-"""Modules whose dataclasses a message may contain, in addition to built-in types."""
+import json
+import math
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-COLUMN_VALUES = frozenset(
-    {
-        *(("datetime", name) for name in ("date", "datetime", "time", "timedelta", "timezone")),
-        ("decimal", "Decimal"),
-        ("uuid", "UUID"),
-        *(("pytz", name) for name in ("_UTC", "_p")),
-    }
-)
-"""Module and name of the further types that values of data columns may have; `dumps` names time zones itself."""
+from jaxrlhf.processes.channel import Garbled
 
 
-class _Plain(pickle.Unpickler):
-    def __init__(self, message: bytes, also: Collection[tuple[str, str]]) -> None:
-        super().__init__(io.BytesIO(message))
-        self._also = also
-
-    def persistent_load(self, key: Any) -> Any:
-        return ZoneInfo(key)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._also:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if module in ALLOWED_MODULES else None
-        if not (isinstance(found, type) and is_dataclass(found) and found.__module__ == module):
-            raise pickle.UnpicklingError(f"a message holds a {module}.{name}")
-        return found
+def dumps(message: Any) -> bytes:
+    """Encode a dataclass whose fields hold plain values: JSON types, bytes, tuples, sets and such dataclasses."""
+    return json.dumps([type(message).__name__, message], default=_plain, ensure_ascii=False).encode(errors="replace")
 
 
-class _WithZones(pickle.Pickler):
-    def persistent_id(self, value: Any) -> str | None:
-        """Return the name of a time zone, which would be pickled as a call of any function."""
-        return value.key if isinstance(value, ZoneInfo) else None
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {"bytes": value.hex()} if isinstance(value, bytes) else list(value)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value for `loads`."""
-    written = io.BytesIO()
-    _WithZones(written).dump(value)
-    return written.getvalue()
-
-
-def loads(message: bytes, *, also: Collection[tuple[str, str]] = ()) -> Any:
-    """Unpickle a message.
-
-    Args:
-      also: Module and name of further types that the message may hold.
+def loads(message: bytes, kinds: Collection[type]) -> Any:
+    """Decode a dataclass of one of the `kinds`, and check its fields against their annotations.
 
     Raises:
-      pickle.UnpicklingError: The message holds types other than built-in types, message dataclasses and `also`. Corrupt
-        bytes may raise other errors.
+      Garbled: The bytes are not such a message.
     """
-    return _Plain(message, also).load()
+    with _checked():
+        name, value = json.loads(message.decode())
+        return _read(value, {kind.__name__: kind for kind in kinds}[name])
+
+
+def read(value: Any, kind: Any) -> Any:
+    """Convert a value from JSON to a type.
+
+    Raises:
+      Garbled: The value is not of that type.
+    """
+    with _checked():
+        return _read(value, kind)
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Turn any error into `Garbled`: any bytes may arrive, and many errors are possible."""
+    try:
+        yield
+    except Garbled:
+        raise
+    except Exception as error:
+        raise Garbled(f"no message: {type(error).__name__}") from error
+
+
+def _read(value: Any, kind: Any) -> Any:
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return _read_one_of(value, inner)
+    if (
+        isinstance(kind, type)
+        and is_dataclass(kind)
+        and isinstance(value, dict)
+        and value.keys() == _hints(kind).keys()
+    ):
+        return kind(**{name: _read(value[name], hint) for name, hint in _hints(kind).items()})
+    if origin in (tuple, list, frozenset, Sequence) and isinstance(value, list):
+        found = [_read(one, inner[0]) for one in value]
+        return found if origin is Sequence else origin(found)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {name: _read(one, inner[1]) for name, one in value.items()}
+    if kind is Hashable:
+        return _read_key(value)
+    if kind is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+        value = float(value) if fits else value
+    else:
+        fits = kind is Any or (value in inner if origin is Literal else type(value) is kind)
+    if fits:
+        return value
+    raise Garbled(f"a {type(value).__name__} where {kind} is expected")
+
+
+def _read_one_of(value: Any, kinds: Sequence[Any]) -> Any:
+    for kind in kinds:
+        try:
+            return _read(value, kind)
+        except Garbled:
+            continue
+    raise Garbled(f"a {type(value).__name__} where another type is expected")
+
+
+def _read_key(value: Any) -> Hashable:
+    """Return a value that can be compared: tuples were written as lists, bytes as a dict with hexadecimal digits."""
+    match value:
+        case list():
+            return tuple(map(_read_key, value))
+        case {"bytes": str(digits)}:
+            return bytes.fromhex(digits)
+        case dict():
+            raise Garbled("a dict where a key is expected")
+    return value
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

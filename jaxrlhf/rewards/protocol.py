@@ -21,10 +21,12 @@ exceeds the time limit, or crashes its process.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+from jaxrlhf.episode import FailureCause
 
 Number = float | int | None
-Cause = Literal["timeout", "crash", "exception", "none", "not-finite", "not-a-number", "unpicklable"]
+Cause = FailureCause
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 

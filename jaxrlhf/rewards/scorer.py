@@ -15,7 +15,6 @@ from jaxtyping import Float
 from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
-from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.parts import ENVIRONMENT, reward_function, source_parts
 from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
@@ -85,14 +84,13 @@ class Scorer:
         self._references = {function.name: f" ({function.reference})" for function in functions}
         self._pool: RewardPool | None = None
         if functions:
-            crew = Crew(
+            self._pool = RewardPool(
                 functions,
                 workers=rewards.workers,
                 timeout_s=rewards.timeout_s,
                 failures_in_a_row=rewards.failures_in_a_row,
                 output=output,
             )
-            self._pool = RewardPool(crew)
         # Only this thread accesses `_batches`, so that callers of `begin` do not block.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
         self._batches: deque[dict[tuple[Packed, str], list[Begun]]] = deque([defaultdict(list)])

@@ -1,34 +1,23 @@
-"""Worker process that runs reward functions; `crew.py` starts it and exchanges messages with it.
+"""Reward functions in a worker process: loads them, and answers chunks of calls with a message for each outcome.
 
-The worker receives the functions once, then chunks of work. A chunk is a list of groups. A group holds the examples of
-one call of a batched function or of one gathering of async calls; plain functions have groups of one example. Every
-outcome of an example is sent in one message.
-
-A call that exceeds the limit ends the process; see `processes/guards.py`.
+A chunk holds calls of one function. A batched function takes them at once, calls of an async function run concurrently,
+and a plain function is called on one after the other.
 """
 
-import asyncio
-import contextlib
-import faulthandler
 import functools
-import inspect
 import math
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrlhf.config import Refusal
-from jaxrlhf.config.named_functions import load, one_line
-from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
-from jaxrlhf.processes.guards import Builtins, Watchdog, settle
+from jaxrlhf.config.named_functions import check_call, load
+from jaxrlhf.processes.calls import Calls
+from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.jobs import CodeFailure, Split
 from jaxrlhf.rewards.protocol import (
-    Cause,
-    Example,
     Function,
     asks_question,
     called,
@@ -38,88 +27,78 @@ from jaxrlhf.rewards.protocol import (
 )
 
 LARGEST_SCORE = 3.4028234663852886e38  # largest float32
-ORPHAN_CHECK_S = 5.0
+THREADS = "/proc/self/task"
+PRINTED_BYTES = 1 << 20  # of one call, that are passed on
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Message: the functions are loaded; `groups[i]` is True if function i takes groups of several examples."""
+class Grouping:
+    """Description of the functions: `together[i]` is True if calls of function i run together."""
 
-    groups: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Message: the functions could not be loaded."""
-
-    reason: str
+    together: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Message: the result of a function on one example, a value or the cause of its failure."""
-
-    index: int
-    value: float | None = None
-    cause: Cause | None = None
-    detail: str = ""
+Chunk = tuple[int, list[bytes]]
+"""Number of a function, and pickled examples; their positions are the numbers of the calls."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """Message: a batched call failed; its examples are to be retried one by one."""
+def load_functions(setup: tuple[Sequence[Function], float]) -> "RewardCode":
+    """Load reward functions, which have a time limit for one call in seconds.
+
+    Raises:
+      Refusal: A function cannot be loaded; the message says which and why.
+    """
+    functions, timeout_s = setup
+    return RewardCode([resolve(function.reference, function.settings) for function in functions], timeout_s)
+
+
+def _is_one_thread() -> bool:
+    """Return False if this process has started native threads, which Python does not count; Linux only."""
+    return not os.path.isdir(THREADS) or len(os.listdir(THREADS)) == 1
 
 
 @dataclass(frozen=True)
-class Retiring:
-    """Message: a function has spoilt the process for later calls; another process is to take unanswered examples."""
+class RewardCode:
+    """Loaded reward functions.
 
+    Attributes:
+      forkable: False if the functions' modules have started threads: a function may wait for them in vain in a fork.
+    """
 
-class Spoilt(Exception):
-    """Error: a function changed the process in a way that would affect later calls."""
+    functions: Sequence[Callable[..., Any]]
+    timeout_s: float
+    forkable: bool = field(default_factory=_is_one_thread)
 
+    @property
+    def about(self) -> Grouping:
+        return Grouping(tuple(is_batched(function) or is_async(function) for function in self.functions))
 
-Message = Ready | Refused | Answer | Split | Retiring
-Group = tuple[int, list[tuple[int, bytes]]]  # function, and its examples as (index, pickled Example)
+    def serve(self, channel: Channel) -> None:
+        """Answer chunks until the channel closes."""
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # Python's generator seeds itself in a fork
+        calls = Calls(channel, limit_s=self.timeout_s, output_bytes=PRINTED_BYTES)
+        calls.serve(functools.partial(self._answer, calls))
 
+    def _answer(self, calls: Calls, chunk: Chunk) -> None:
+        number, examples = chunk
+        function = self.functions[number]
 
-def main(fd: int, parent: int) -> None:
-    """Serve the pipe at `fd` until it closes or the process `parent` is gone."""
-    settle()
-    adopt_orphans()
-    faulthandler.enable()
-    connection = Connection(fd)
-    # The pipe closes when the parent ends this process or dies.
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        functions, timeout_s = connection.recv()
-        try:
-            loaded = [resolve(function.reference, function.settings) for function in functions]
-        except Refusal as error:
-            connection.send(Refused(str(error)))
-            return
-        connection.send(Ready(tuple(is_batched(call) or is_async(call) for call in loaded)))
-        own = os.getpid()
+        def make_call(pickled: bytes) -> float | CodeFailure:
+            return score(calls, calls.call(called, function, pickle.loads(pickled)))
 
-        def send(message: Message) -> None:
-            if os.getpid() != own:  # a fork made by a function returned to here; only its parent may answer
-                os._exit(0)
-            connection.send(message)
+        async def make_async(pickled: bytes) -> float | CodeFailure:
+            return score(calls, await calls.awaited(called(function, pickle.loads(pickled))))
 
-        with (
-            ends_descendants(),
-            asyncio.Runner() as runner,
-        ):  # one event loop for the whole process: async clients are bound to the loop that made them
-            caller = _Caller(send, runner, timeout_s)
-            while _wait_for_work(connection, parent):
-                try:
-                    for function, examples in connection.recv():
-                        caller.run(loaded[function], examples)
-                except Spoilt as spoilt:
-                    print(f"this reward process ends, and another one goes on: {spoilt}", file=sys.stderr)
-                    send(Retiring())
-                    return
-                finally:
-                    caller.rest()
+        if is_batched(function):
+            _call_batch(calls, function, examples)
+        elif is_async(function):
+            calls.answer_together((index, functools.partial(make_async, one)) for index, one in enumerate(examples))
+        else:
+            calls.answer_in_turn((index, functools.partial(make_call, one)) for index, one in enumerate(examples))
+        calls.restore()
+        if calls.spoilt:
+            print(f"this reward process ends, and another one replaces it: {calls.spoilt}", file=sys.stderr)
 
 
 def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -138,159 +117,54 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callab
         for name, value in (settings or {}).items()
     }
     bound = functools.partial(function, **given) if given else function
-    _check_signature(reference, bound)
+    check_call(
+        f"reward function {reference!r}",
+        bound,
+        *("prompt", "response", "answer", "record"),
+        **({"question": "question"} if asks_question(bound) else {}),
+    )
     return bound
 
 
-def _check_signature(reference: str, function: Callable[..., Any]) -> None:
+def _call_batch(calls: Calls, function: Callable[..., Any], examples: Sequence[bytes]) -> None:
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have no signature
-        return
-    try:
-        signature.bind("prompt", "response", "answer", {}, **({"question": ""} if asks_question(function) else {}))
-    except TypeError as error:
-        raise Refusal(
-            f"reward function {reference!r} has the signature {signature}; "
-            f"it is called as function(prompt, response, answer, record), and that fails with: {error}"
-        ) from error
-
-
-def _wait_for_work(connection: Connection, parent: int) -> bool:
-    """Wait for a message; return True once there is one, and False if the parent is gone.
-
-    A closed pipe counts as a message, but a fork of the parent may hold the pipe open.
-    """
-    while not connection.poll(ORPHAN_CHECK_S):
-        if os.getppid() != parent:
-            return False
-    return True
-
-
-class _Caller:
-    """Caller of reward functions on groups of examples; sends the results."""
-
-    def __init__(self, send: Callable[[Message], None], runner: asyncio.Runner, timeout_s: float) -> None:
-        self._send = send
-        self._runner = runner
-        self._timeout_s = timeout_s
-        self._watchdog = Watchdog(timeout_s)
-        self._builtins = Builtins()
-        self._spoilt: str | None = None
-
-    def run(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
-        """Call a function on a group of examples.
-
-        Raises:
-          Spoilt: A call spoilt the process; raised after the call's answer is sent.
-        """
-        if is_batched(function):
-            self._call_batch(function, examples)
-        elif is_async(function):
-            self.rest()  # rearm: calls are cancelled at the limit, and have the slack time to end
-            self._watchdog.begin_call()
-            self._runner.run(self._gather(function, examples))
-        else:
-            for index, pickled in examples:
-                self._watchdog.begin_call()
-                self._send(self._call(function, index, pickled))
-                self._check()
+        values = calls.call(called_on_all, function, list(map(pickle.loads, examples)))
+        found = scores(calls, len(examples), values)
+    except BaseException as error:
+        failure = calls.failure(error)
+        if len(examples) > 1:
+            calls.send(Split())
             return
-        self._check()
-
-    def _call(self, function: Callable[..., Any], index: int, pickled: bytes) -> Answer:
-        try:
-            example: Example = pickle.loads(pickled)
-            with self._builtins_kept():
-                value = called(function, example)
-            return to_answer(index, value)
-        except BaseException as error:  # SystemExit too: any error of a user's function concerns only its example
-            return self._raised(index, error)
-
-    def _raised(self, index: int, error: BaseException) -> Answer:
-        if not isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
-            self._spoilt = f"a function raised {type(error).__name__}, which ends programs"
-        return _raised(index, error)
-
-    def _builtins_kept(self) -> contextlib.AbstractContextManager[None]:
-        return self._builtins.kept(self._changed)
-
-    def _changed(self, names: str) -> None:
-        self._spoilt = f"a function changed the builtin {names}"
-
-    def _check(self) -> None:
-        """Raise `Spoilt` if a call has changed a builtin or raised an error that ends programs."""
-        if self._spoilt is not None:
-            raise Spoilt(self._spoilt)
-
-    def rest(self) -> None:
-        """Disarm the watchdog; call this before waiting for work."""
-        self._watchdog.disarm()
-
-    def _call_batch(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
-        indices = [index for index, _ in examples]
-        self._watchdog.begin_call()
-        try:
-            unpickled = [pickle.loads(pickled) for _, pickled in examples]
-            with self._builtins_kept():
-                values = called_on_all(function, unpickled)
-                if inspect.iscoroutine(values):
-                    values = self._runner.run(values)
-            answers: Sequence[Message] = to_answers(indices, values)
-        except BaseException as error:
-            answers = [self._raised(indices[0], error)] if len(indices) == 1 else [Split()]
-        for answer in answers:
-            self._send(answer)
-
-    async def _gather(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
-        async def call(index: int, pickled: bytes) -> None:
-            limit = asyncio.timeout(self._timeout_s)
-            try:
-                example: Example = pickle.loads(pickled)
-                async with limit:
-                    with self._builtins_kept():
-                        value = await called(function, example)
-                answer = to_answer(index, value)
-            except BaseException as error:
-                answer = self._raised(index, error)
-                if limit.expired():
-                    answer = Answer(index, None, "timeout", f"cancelled after {self._timeout_s:g} s")
-            self._send(answer)
-
-        await asyncio.gather(*(call(index, pickled) for index, pickled in examples))
+        found = [failure]
+    for index, one in enumerate(found):
+        calls.answer_value(index, one)
 
 
-def to_answer(index: int, value: Any) -> Answer:
-    """Convert the value of a function to an answer: a finite number, or the cause of failure."""
+def score(calls: Calls, value: Any) -> float | CodeFailure:
+    """Convert the value of a function to a finite number, or to the cause of failure."""
     if isinstance(value, BaseException):
-        return _raised(index, value)
+        return calls.failure(value)
     if value is None:
-        return Answer(index, None, "none", "returned None")
+        return CodeFailure("none", "returned None")
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
-        return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}, not a number")
+        return CodeFailure("not-a-number", f"returned {one_line_repr(value)}, not a number")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
-        return Answer(index, None, "not-finite", f"returned {number}")
-    return Answer(index, number)
+        return CodeFailure("not-finite", f"returned {number}")
+    return number
 
 
-def to_answers(indices: list[int], values: Any) -> list[Answer]:
-    """Convert the values of a batched function to answers; all answers fail if the number of values is wrong."""
+def scores(calls: Calls, count: int, values: Any) -> list[float | CodeFailure]:
+    """Convert the values of a batched function; all are failures if the number of values is wrong."""
     sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping | Set)  # no order there
     found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
-    if found is not None and len(found) == len(indices):
-        return [to_answer(index, value) for index, value in zip(indices, found, strict=True)]
+    if found is not None and len(found) == count:
+        return [score(calls, value) for value in found]
     returned = one_line_repr(values) if found is None else f"{len(found)} scores"
-    wrong = f"returned {returned} for {len(indices)} responses; a batched function gives a list, one score for each"
-    return [Answer(index, None, "exception", wrong) for index in indices]
+    wrong = f"returned {returned} for {count} responses; a batched function gives a list, one score for each"
+    return [CodeFailure("exception", wrong)] * count
 
 
 def one_line_repr(value: Any) -> str:
     text = " ".join(repr(value).split())
     return f"a {type(value).__name__}: {text if len(text) <= 120 else text[:117] + '...'}"
-
-
-def _raised(index: int, error: BaseException) -> Answer:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return Answer(index, None, "exception", one_line(error) + where)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxrlhf.batch import Image, Pair, Problem
 from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.records import Stored, restored
+from jaxrlhf.data.table import column_values
 from jaxrlhf.data.table.columns import Bytes, TokenLists
-from jaxrlhf.processes import plain
 
 _COLUMNS = (
     "prompt_tokens",
@@ -95,7 +95,9 @@ class ProblemTable(Sequence[Problem]):
         columns["masks"].append(bytes(solution_mask))
         columns["messages"].append(json.dumps(messages).encode() if messages else b"")
         columns["further"].append(json.dumps(further).encode() if further else b"")
-        columns["records"].append(_JSON + record if isinstance(record, bytes) else _PICKLED + plain.dumps(record))
+        columns["records"].append(
+            _JSON + record if isinstance(record, bytes) else _PICKLED + column_values.dumps(record)
+        )
         if images:
             self._images[len(self) - 1] = images
 
@@ -180,7 +182,7 @@ class ProblemTable(Sequence[Problem]):
 
     def _record(self, n: int) -> Stored:
         kept = self._columns["records"][n]
-        return kept[1:] if kept[:1] == _JSON else plain.loads(kept[1:], also=plain.COLUMN_VALUES)
+        return kept[1:] if kept[:1] == _JSON else column_values.loads(kept[1:])
 
     def _pair(self, n: int) -> tuple[float, tuple[bool, bool] | None]:
         margin, safe = json.loads(self._columns["pairs"][n])
