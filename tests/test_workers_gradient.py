@@ -1,16 +1,16 @@
 """The gradient is one sum: microbatches, packing, row order and mesh cannot change it."""
 
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from called_roles import Called, Dice
 
 from jaxrlhf import models
 from jaxrlhf.algos import nll_objective, policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Diverged, Experience, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import Diverged, Experience, RolloutBatch, Sequences
 from jaxrlhf.config import (
     GRPO,
     PPO,
@@ -289,49 +289,6 @@ def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(
     assert 0 < np.mean(clipped) < 1
     plain, _ = actor.gradient(replace(batch, weight_BT=weight_BT, fields={}), nll_objective, None)
     agree(jax.tree.leaves(gspo), jax.tree.leaves(plain))
-
-
-class Called:
-    """A worker whose verbs are written down and give futures; updates give gradients and change nothing.
-
-    `gap` is added to the sampler's log-probabilities, so that the gap is more than rounding.
-    """
-
-    def __init__(self, worker, calls: list[str], *, gap: float = 0.0) -> None:
-        self._worker, self._calls, self._gap, self.gradient = worker, calls, gap, None
-
-    def update_actor(self, minibatches, *, objective, settings):
-        [batch] = minibatches
-        # The objective reads no KL but its own, so that fewer programs are to be compiled.
-        kl = settings.kl if isinstance(settings.kl, KLInLoss) else None
-        self.gradient, [sums] = self._worker.gradient(batch, objective, replace(settings, kl=kl, old_logp="auto"))
-        self.sums = {name: float(value) for name, value in sums.items()}
-        return self._done("update_actor", {})
-
-    def __getattr__(self, verb):
-        def call(*args, **kwargs):
-            args = [value.result() if isinstance(value, Future) else value for value in args]
-            value = getattr(self._worker, verb)(*args, **kwargs)
-            if isinstance(value, RolloutBatch):
-                logp_BT = value.sampler_logp_BT + self._gap * value.sequences.mask_BT
-                value = replace(value, sampler_logp_BT=logp_BT.astype(np.float32))
-            return self._done(verb, value)
-
-        return call
-
-    def _done(self, verb, value) -> Future:
-        self._calls.append(verb)
-        done: Future = Future()
-        done.set_result(value)
-        return done
-
-
-class Dice:
-    """Scores that have nothing to do with the responses."""
-
-    def compute_reward(self, problems, rollout) -> Scores:
-        score_B = np.random.default_rng(7).normal(size=len(rollout.truncated_B)).astype(np.float32)
-        return Scores(score_B, np.ones(len(score_B), bool), {})
 
 
 def grpo_step(one_device, algorithm: GRPO, *, gap: float = 0.0):

@@ -15,7 +15,7 @@ _THREADS, _BLOCK = 4, 2**22
 
 
 class Damaged(Refusal):
-    """Checkpoint whose files are not those that were saved."""
+    """Checkpoint with files that differ from the saved files."""
 
 
 def write_checksums(folder: Path) -> None:

@@ -45,8 +45,7 @@ class Config(Settings):
       devices: Number of devices in one pool that all roles share; None uses all devices.
       pools: Placement of roles on devices; empty is one pool.
       placement: `auto` searches for pools, layouts and offload at startup; `given` uses those of the configuration.
-      hardware: Speed and memory of the devices for the search: a name such as `a100x16x8`, or a file written by `python
-        scripts/calibrate.py`; None detects the hardware.
+      hardware: Speed and memory of the devices for the search, by name (`a100x16x8`) or file; None detects them.
       cluster: Hosts joined by Ray; None runs in this process, on its devices.
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.

@@ -21,6 +21,7 @@ from jaxrlhf.models import AnyModel, CausalLM, model_config
 from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.models.vision.reader import image_reader, processor_of
 from jaxrlhf.single_controller.pools import Pools
+from jaxrlhf.single_controller.stall import StallWatch
 from jaxrlhf.tracking import Logger
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
 from jaxrlhf.trainer.auto_placement import Placed
@@ -31,7 +32,6 @@ from jaxrlhf.trainer.loop import Loop, OnStep
 from jaxrlhf.trainer.resume import changed_settings, describe_start
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
-from jaxrlhf.trainer.stall import StallWatch
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrlhf.config import Refusal, Stall
 from jaxrlhf.single_controller.group import DeviceQueue, Group, Timeline
-from jaxrlhf.trainer.stall import StallWatch
+from jaxrlhf.single_controller.stall import StallWatch
 
 PATIENCE_S = 30.0
 
@@ -113,7 +113,7 @@ def test_a_run_that_is_to_end_takes_its_processes_with_it(tmp_path):
     import subprocess, sys, time
     from jaxrlhf.config import Stall
     from jaxrlhf.single_controller.group import Timeline
-    from jaxrlhf.trainer.stall import StallWatch
+    from jaxrlhf.single_controller.stall import StallWatch
 
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)
