@@ -6,8 +6,8 @@ The run of `dapo_math_7b.py` at the paper's size and lengths: responses have up 
 the last 4k tokens. The setting `hardware` describes the cluster, here `h100x16`; on a v5p-128 slice, set
 `--hardware v5p-128 --cluster.devices-per-host 4`.
 
-Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,141 s a step, 118.9 h; Qwen2.5-32B on v5p-128 85 of 95 GiB
-of a device, 3,345 s a step, 185.9 h.
+Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,005 s a step, 111.4 h; Qwen2.5-32B on v5p-128 83 of 95 GiB
+of a device, 2,882 s a step, 160.1 h.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 4.1; verl's recipe of it (https://github.com/volcengine/verl,
 recipe/dapo/run_dapo_qwen2.5_32b.sh).

@@ -6,7 +6,7 @@ Dynamic sampling: a step has up to 512 problems whose 16 responses score differe
 Responses have up to 8k tokens, and a penalty grows over the last 4k tokens. The evaluation answers each problem of AIME
 2024 32 times. `dapo_math_32b.py` has the paper's model size.
 
-Planned: Qwen2.5-7B on h100x1x8 51 of 75 GiB of a device, 1,510 s a step, 83.9 h.
+Planned: Qwen2.5-7B on h100x1x8 51 of 75 GiB of a device, 1,281 s a step, 71.2 h.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 4.1; verl's recipes of it (https://github.com/volcengine/verl,
 recipe/dapo/run_dapo_qwen2.5_32b.sh); 8k tokens are a choice for this size.

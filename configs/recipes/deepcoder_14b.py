@@ -8,7 +8,7 @@ problems of LiveCodeBench are held out. The run is for four machines of eight H1
 processes that run programs. The next stage has responses of 32k tokens: `--rollout.max-response-tokens 32768` from the
 export of this stage.
 
-Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 52 of 75 GiB of a device, 653 s a step, 32.6 h.
+Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 52 of 75 GiB of a device, 652 s a step, 32.6 h.
 
 Source: Luo et al. 2025 (DeepCoder, https://huggingface.co/agentica-org/DeepCoder-14B-Preview) for model, data, clip,
 lengths and the number of GPUs; batch and learning rate are those of `deepscaler_1_5b.py`; the filter of truncated

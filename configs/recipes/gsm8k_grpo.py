@@ -5,9 +5,9 @@
 The default size is 1.5B. A step has 1024 of the 7473 training problems with 5 responses each, and four updates; the run
 has 15 epochs. One H100 is enough for 0.5B and 1.5B, a machine of eight H100 for 7B.
 
-Planned: Qwen2.5-0.5B-Instruct on h100x1x1 46 of 75 GiB of a device, 47 s a step, 1.4 h; Qwen2.5-1.5B-Instruct on
-h100x1x1 51 of 75 GiB of a device, 147 s a step, 4.3 h; Qwen2.5-7B-Instruct on h100x1x8 48 of 75 GiB of a device, 90 s a
-step, 2.6 h.
+Planned: Qwen2.5-0.5B-Instruct on h100x1x1 46 of 75 GiB of a device, 34 s a step, 1.0 h; Qwen2.5-1.5B-Instruct on
+h100x1x1 51 of 75 GiB of a device, 103 s a step, 3.0 h; Qwen2.5-7B-Instruct on h100x1x8 48 of 75 GiB of a device, 59 s a
+step, 1.7 h.
 
 Source: verl's example of this task (https://github.com/volcengine/verl, examples/grpo_trainer/run_qwen2-7b.sh); Shao et
 al. 2024 (arXiv:2402.03300); the problems are Cobbe et al. 2021 (arXiv:2110.14168).

@@ -6,7 +6,7 @@ GSPO has one ratio for each response. If sampler and trainer choose different ex
 less than the ratio of that token. There is no KL. `--algorithm GRPO --rollout.replay-routing` is an alternative: it
 trains each token through the experts with which the token was sampled.
 
-Planned: Qwen3-30B-A3B on h100x16x8 51 of 75 GiB of a device, 122 s a step, 10.2 h.
+Planned: Qwen3-30B-A3B on h100x16x8 51 of 75 GiB of a device, 112 s a step, 9.3 h.
 
 Source: Zheng et al. 2025 (GSPO, arXiv:2507.18071); settings of verl's example (https://github.com/volcengine/verl,
 examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh), without its punishment of long responses.

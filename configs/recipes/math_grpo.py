@@ -6,8 +6,8 @@ The default size is 1.5B. A step has 1024 of the 7500 training problems with 5 r
 has 15 epochs. The evaluation has the 500 problems of MATH-500. The reference answer is in the box of the worked
 solution. A v5e-8 slice is enough for 0.5B and 1.5B, a machine of eight H100 for 7B.
 
-Planned: Qwen2.5-0.5B-Instruct on v5e-8 13 of 15 GiB of a device, 85 s a step, 2.5 h; Qwen2.5-1.5B-Instruct on v5e-8 13
-of 15 GiB of a device, 253 s a step, 7.4 h; Qwen2.5-7B-Instruct on h100x1x8 51 of 75 GiB of a device, 224 s a step, 6.5
+Planned: Qwen2.5-0.5B-Instruct on v5e-8 13 of 15 GiB of a device, 60 s a step, 1.7 h; Qwen2.5-1.5B-Instruct on v5e-8 13
+of 15 GiB of a device, 152 s a step, 4.4 h; Qwen2.5-7B-Instruct on h100x1x8 51 of 75 GiB of a device, 124 s a step, 3.6
 h.
 
 Source: verl's example of this task (https://github.com/volcengine/verl, examples/grpo_trainer/run_qwen2-7b_math.sh);

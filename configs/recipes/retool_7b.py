@@ -5,7 +5,7 @@
 The policy may call the tool `python` up to 15 times; programs run in a sandbox. The policy is trained only on its own
 tokens. ReTool starts with supervised training on solutions with calls; set `--model.path` to such a policy.
 
-Planned: Qwen2.5-7B-Instruct on h100x1x8 50 of 75 GiB of a device, 280 s a step, 15.5 h.
+Planned: Qwen2.5-7B-Instruct on h100x1x8 50 of 75 GiB of a device, 264 s a step, 14.6 h.
 
 Source: Feng et al. 2025 (ReTool, arXiv:2504.11536); settings of verl's recipe of it
 (https://github.com/volcengine/verl, recipe/retool/run_qwen2_7b_dapo.sh); the problems are those of Yu et al. 2025
