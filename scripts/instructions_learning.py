@@ -68,8 +68,7 @@ def figures_of(run: Path, model: str) -> dict[str, Any]:
     first, last = (pick(record["step"] for record in records) for pick in (min, max))
     ends = {"before": answers(records, first, problems), "after": answers(records, last, problems)}
     return {
-        "curves": {name: {str(step): round(value, 4) for step, value in curves[name].items()} for name in CURVES}
-        | {"start": {"0": curves["eval/accuracy_at_start"][1]}},
+        "curves": {name: {str(step): round(value, 4) for step, value in curves[name].items()} for name in CURVES},
         "accuracy": {name: round(mean(one["follows"] for one in given), 4) for name, given in ends.items()},
         "by_kind": {name: by_kind(given) for name, given in ends.items()},
         "about": {name: about(given) for name, given in ends.items()},
@@ -166,7 +165,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> Figure:
     for place, (name, label) in enumerate(CURVES.items(), start=1):
         axes = figure.add_subplot(1, len(CURVES), place)
         for run, given in runs.items():
-            series = (given["curves"]["start"] if name == "eval/accuracy" else {}) | given["curves"][name]
+            series = given["curves"][name]
             style = "--" if run.startswith("lora") else "-"
             axes.plot([int(step) for step in series], list(series.values()), style, linewidth=1.3, label=run)
         axes.set_ylim(0, 1.03 if name == "eval/accuracy" else None)
