@@ -232,7 +232,7 @@ def test_slots_that_bind_are_named_with_what_more_would_gain(capsys):
     arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--json", "--plans", 1)
     run_module("plan", *arguments, "--rollout.slots", 32)
     (few,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "rollout.slots" in note]
-    more, fast, slow = re.search(r"=32 binds: with (\d+) .* take (\S+) s in place of (\S+) s", few).groups()
+    more, fast, slow = re.search(r"=32 binds: with (\d+) .* take (\S+) s instead of (\S+) s", few).groups()
     assert int(more) > 32 and float(fast) < 0.95 * float(slow)
 
 

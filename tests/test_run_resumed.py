@@ -5,12 +5,13 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from flax import nnx
 from tiny_runs import get_config
 
 import jaxrlhf
-from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint import Checkpoints, Damaged, TreeItem
 from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
 from jaxrlhf.trainer import run as whole
 from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
@@ -158,9 +159,13 @@ def test_a_phase_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
     assert opened == [("tiny (cold start)", None), ("tiny", tmp_path / "cold_start")]
     opened.clear()
     with closing(Checkpoints(policy.parents[1])) as checkpoints:
-        checkpoints.save(2, {}, {})
+        checkpoints.save(2, {"actor": TreeItem(lambda: {"weight": np.ones(3)}, lambda tree: None)}, {})
     jaxrlhf.run(config)
     assert opened == [("tiny", policy)]
+    [file] = policy.glob("manifest.ocdbt")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Damaged, match="the checkpoint of step 2 is damaged"):
+        jaxrlhf.run(config)
 
 
 def test_what_is_the_same_is_not_refused(tmp_path):

@@ -335,7 +335,7 @@ def test_panels_without_data_are_left_out(tmp_path):
     write_curves(path, 3, ("supervised/loss", "time/update_s"))
     assert [each.get_title() for each in draw_learning_curve(path).axes] == ["Time of a step", "Loss"]
     write_curves(path, 3, ("something",))
-    with pytest.raises(ValueError, match="nothing to draw; it has something"):
+    with pytest.raises(ValueError, match="nothing to plot; it has something"):
         draw_learning_curve(path)
     with open(path, "w"):
         pass
