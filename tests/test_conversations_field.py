@@ -326,6 +326,20 @@ def test_what_stands_behind_a_call_of_mistral_is_content(text, content, calls):
     assert (*words(reply), reply.malformed) == ("", content, calls, ())
 
 
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('[TOOL_CALLS]grep[CALL_ID]a1b2c3d4e[ARGS]{"pattern": "x"}', ["a1b2c3d4e"]),
+        ('[TOOL_CALLS][{"name":"a","arguments":{},"id":"VvvODy9mT"},{"name":"a","arguments":{}}]', ["VvvODy9mT", ""]),
+        ('[TOOL_CALLS]grep[CALL_ID]short[ARGS]{"pattern": "x"}', [""]),
+        ('[TOOL_CALLS][{"name":"a","arguments":{},"id":123456789}]', [""]),
+    ],
+)
+def test_ids_that_mistral_samples_are_kept_where_its_template_takes_them(text, ids):
+    reply = of_form("mistral with names", text, GREP)
+    assert [call.call_id for call in reply.calls] == ids and reply.malformed == ()
+
+
 # Calls that cannot be made
 
 GONE = '<tool_call>{"name":"g","arguments":{}}</tool_call>'

@@ -4,12 +4,29 @@ Later models write each call as `[TOOL_CALLS]name[ARGS]{...}`, some with `[CALL_
 """
 
 import json
+import re
 from collections.abc import Collection
+from typing import Any
 
 from jaxrlhf.conversations.tool_calls.written import CallBlock, Tag, Written, WrittenCall, calls_of, past_space
 
 _DECODER = json.JSONDecoder(strict=False)
 SIGNS = OPENINGS = ("[TOOL_CALLS]",)
+
+
+def _kept(call_id: Any) -> str:
+    """Return the id of a call if Mistral's templates take the id; they refuse any other length."""
+    return call_id if isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) else ""
+
+
+def _listed(value: Any) -> list[WrittenCall | str]:
+    """Return the calls of a JSON list of objects, each with its id if it has one."""
+    items = value if isinstance(value, list) else [value]
+    found = [each for item in items for each in calls_of(item, ("arguments", "parameters"))]
+    return [
+        each if isinstance(each, str) else each._replace(call_id=_kept(item.get("id")))
+        for item, each in zip(items, found, strict=True)
+    ]
 
 
 def find(text: str, tag: Tag, names: Collection[str]) -> Written:
@@ -27,8 +44,8 @@ def find(text: str, tag: Tag, names: Collection[str]) -> Written:
             at = limit
             calls: list[WrittenCall | str] = [f"a call is not JSON: {error}"]
         else:
-            name = text[begin : max(named, begin)].partition(tag("[CALL_ID]"))[0].strip()
-            calls = [WrittenCall(name, value)] if named >= 0 else calls_of(value, ("arguments", "parameters"))
+            name, _, call_id = text[begin : max(named, begin)].partition(tag("[CALL_ID]"))
+            calls = [WrittenCall(name.strip(), value, call_id=_kept(call_id.strip()))] if named >= 0 else _listed(value)
         written.parts.append(CallBlock(text[opened:at], calls))
     written.parts.append(text[at:].lstrip() if at else text)
     return written
