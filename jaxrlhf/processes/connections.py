@@ -63,6 +63,7 @@ class ConnectionLimits:
         self._open[connection] = self._timer(connection)
         if len(self._open) > self._most:
             idle = next((each for each in self._open if _is_idle(each)), connection)
+            self._closed(idle)  # now, because asyncio tells of the end only later, after further connections
             idle.transport.abort()
 
     def _heard(self, connection: Any) -> None:
