@@ -209,7 +209,7 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
     shown = ["| prompt | before | after |", "|---|---|---|"]
     shown += [f"| {cell(one['prompt'])} | {cell(one['before'])} | {cell(one['after'])} |" for one in chosen]
     machine = measured["about"]
-    where = f"{machine['processor']}, 2 cores, float32, {machine['date']}, commit `{machine['commit']}`."
+    where = f"{machine['processor']}, float32, {machine['date']}, commit `{machine['commit']}`."
     return {"runs": "\n".join([*lines, "", where]), "kinds": "\n".join(by_kind), "responses": "\n".join(shown)}
 
 
