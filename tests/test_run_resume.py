@@ -102,20 +102,22 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed, tmp_path):
-    # The cold start has two updates and each step two: this is the first of step 5.
-    assert start(tmp_path, "SIGKILL", "update", 2 + 4 * 2 + 1).returncode == KILLED
-    assert saved(tmp_path) == {2, 4}
-    [file] = (tmp_path / "checkpoints" / "step_4" / "critic_optimizer").glob("manifest.ocdbt")
+    # The cold start has two updates and each step two: this is the first of step 5, which is saved at its end.
+    assert start(tmp_path, "SIGTERM", "update", 2 + 4 * 2 + 1).returncode == 128 + signal.SIGTERM
+    *others, newest = sorted(saved(tmp_path))
+    assert newest == 5 and others
+    [file] = (tmp_path / "checkpoints" / "step_5" / "critic_optimizer").glob("manifest.ocdbt")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
     refused = start(tmp_path)
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert f"step 4 is damaged: {file}" in line and "there are checkpoints of steps 2." in line
+    assert f"step 5 is damaged: {file}" in line
+    assert f"there are checkpoints of steps {', '.join(map(str, others))}." in line
     done = start(tmp_path, settings="--checkpoint.on-damage previous")
     assert done.returncode == 0, done.stderr
-    assert f"moved it to {tmp_path}/checkpoints_damaged/step_4" in done.stdout
+    assert f"moved it to {tmp_path}/checkpoints_damaged/step_5" in done.stdout
     assert_same_run(tmp_path, undisturbed)
 
 
