@@ -69,7 +69,7 @@ def test_the_classes_reach_processes_that_never_saw_their_files(tmp_path):
     from jaxrlhf.single_controller.ray_backend import carry_configuration_files
 
     (tmp_path / "own.py").write_text(OWN)
-    files = (tmp_path / "own.py", "gigpo", "logit_distillation", "nash_md")  # two of which use a further file
+    files = (tmp_path / "own.py", "gigpo", "logit_distillation", "nash_md")  # two of these files use a further file
     configs = [load(file) for file in files]
     carry_configuration_files()
     (tmp_path / "configs.pickle").write_bytes(cloudpickle.dumps(configs))

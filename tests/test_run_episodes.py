@@ -112,7 +112,7 @@ def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
     ],
 )
 def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, tmp_path):
-    """A step learns from those that arrived first, of at most so many policies; no prompt is lost or taken twice."""
+    """A step learns from the episodes that arrive first, of policies as old as allowed; each prompt is taken once."""
     tiny, own = tiny_episodes.get_config(), tmp_path / "arrivals"
     how = {"staleness": staleness, "over_provision": 1.5, "order": "arrival"}
     changes = {

@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 
 
 class Calls:
-    """Roles of which the reward hangs until it is let go."""
+    """Roles whose reward hangs until the test releases it."""
 
     def __init__(self):
         self.timeline, self.go = Timeline(), threading.Event()

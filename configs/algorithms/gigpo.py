@@ -48,7 +48,7 @@ def state_relative(
     """
     turns = algos.EpisodeTurns(mask_BT, turn_BT)
     anchor_BU = np.asarray(turns.first(anchor_BT))
-    alone_BU = -1 - np.arange(anchor_BU.size).reshape(anchor_BU.shape)  # a group of its own
+    alone_BU = -1 - np.arange(anchor_BU.size).reshape(anchor_BU.shape)  # one group for each turn
     state_BU = np.where(anchor_BU < 0, alone_BU, anchor_BU)
     how = {"gamma": gamma, "normalize_std": normalize_std}
     return turns.to_tokens(turn_grpo.compared(turns, reward_BT, group_B, state_BU, **how))

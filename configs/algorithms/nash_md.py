@@ -211,7 +211,7 @@ class MixtureActor(Actor):
 
     @contextmanager
     def _mixing(self, share: float, *, prompts: int) -> Iterator[Sampler]:
-        """Load the current mixture into an engine of its own within the block, and yield its sampler."""
+        """Load the current mixture into a separate engine within the block, and yield the sampler of this engine."""
         policy = self._sampler
         assert policy is not None and policy.new_engine is not None and self._reference is not None
         if self._opponents is None:

@@ -185,7 +185,7 @@ class Checkpoints:
           Damaged: A file is not what was saved.
         """
         folder = self.folder(step, item)
-        if (damage := damage_of(folder)) is not None:
+        if (damage := damage_of(folder, checked="checksum" in self._host_state(step))) is not None:
             raise self._damaged(step, damage)
         return folder
 

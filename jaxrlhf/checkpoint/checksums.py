@@ -26,15 +26,16 @@ def write_checksums(folder: Path) -> None:
     (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
 
 
-def damage_of(folder: Path) -> str | None:
+def damage_of(folder: Path, *, checked: bool) -> str | None:
     """Return what is wrong with the files of a folder, beginning with a file's path; None if all are as saved.
 
-    A folder without checksums was saved by an earlier version, and counts as whole.
+    Args:
+      checked: The folder was saved with checksums; a folder of an earlier version has none, and counts as whole.
     """
     if not folder.is_dir():
         return f"{folder} is missing"
     if not (folder / FILE).is_file():
-        return None
+        return f"{folder / FILE} is missing" if checked else None
     try:
         saved = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / FILE).read_text()).items()}
     except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -67,7 +68,7 @@ def _checksums(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 def _checksum(path: Path) -> tuple[int, int]:
     size, checksum = 0, 1
-    block = memoryview(bytearray(_BLOCK))  # one for the whole file: fresh memory is slower than the checksum
+    block = memoryview(bytearray(_BLOCK))  # one for the whole file, so that reading allocates nothing
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             size, checksum = size + count, zlib.adler32(block[:count], checksum)

@@ -44,6 +44,7 @@ class ConnectionLimits:
         """Protocol class for uvicorn's option `http`."""
         limits = self
 
+        # Type checkers know no base class here: uvicorn chooses its implementation when it is imported.
         class LimitedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             def connection_made(self, transport: Any) -> None:
                 super().connection_made(transport)

@@ -269,13 +269,13 @@ class Loop:
             )
         try:
             host = self.checkpoints.restore(latest, self._items(latest))
+            self.roles.set_counters(host["counters"])
+            self.schedule.restore(host)
         except Damaged as damage:
             if self.config.saving.on_damage == "stop" or len(self.checkpoints.steps()) == 1:
                 raise
             say(f"{damage}\nmoved it to {self.checkpoints.set_aside(latest)}")
             return self._resume()
-        self.roles.set_counters(host["counters"])
-        self.schedule.restore(host)
         return latest, self.config.algorithm.resumed_state(host["state"])
 
 
