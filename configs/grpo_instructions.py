@@ -40,6 +40,13 @@ MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 STEPS, PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 60, 16, 8
 SINGLE_SHARE = {"train": 0.5, "evaluation": 0.5}
 MOST_WORDS, MOST_CHARACTERS, OWN_WORDS, MOST_REPETITIONS = 20, 200, 2, 3
+SAME_LETTERS = 4
+"""First letters in which two forms of one word agree, such as exact and exactly."""
+ABOUT_FORM = {
+    *("word", "words", "sentence", "sentences", "comma", "commas", "letter", "letters", "lowercase", "capital"),
+    *("capitals", "list", "lists", "point", "points", "quote", "quotes", "double", "exact", "exactly", "five", "two"),
+}
+"""Words about the form of a response, which a response about its topic does not need."""
 
 TRAIN_TOPICS = (
     *("rivers", "bread", "chess", "trains", "winter", "coffee", "cats", "bridges", "music", "gardens"),
@@ -211,10 +218,11 @@ def sense(prompt: str, response: str, topic: str) -> float:
     """Return 1 if a response says something of its own about the topic, less for each condition that it misses.
 
     The response has to name the topic, and to have at most 20 words and 200 characters, two or more words of at least
-    three letters that the prompt does not have, and no word more than three times.
+    three letters that are no forms of the prompt's words, no word more than three times, and no word about its form.
     """
     words = [word.lower() for word in words_of(response)]
-    own = {word for word in words if word.isalpha() and len(word) > 2} - {word.lower() for word in words_of(prompt)}
+    asked = {word.lower()[:SAME_LETTERS] for word in words_of(prompt)}
+    own = {word for word in words if word.isalpha() and len(word) > 2 and word[:SAME_LETTERS] not in asked}
     return share(
         [
             names_topic(response, topic),
@@ -222,6 +230,7 @@ def sense(prompt: str, response: str, topic: str) -> float:
             len(own) >= 1,
             len(own) >= OWN_WORDS,
             max(map(words.count, words), default=0) <= MOST_REPETITIONS,
+            not ABOUT_FORM & {*words} - {topic},
         ]
     )
 

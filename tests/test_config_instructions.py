@@ -73,6 +73,11 @@ WRONG = [
     (("no_comma", ""), "Cats 1 2"),
     (("no_comma", ""), "cats xq zv"),
     (("no_comma", ""), "cats sleep soundly" + " _*" * 100),
+    (("words", "5"), "cats were exact five words."),
+    (("words", "5"), "Cats were exactly quite there."),
+    (("words", "5"), "Cats wrote shortly exact sentences."),
+    (("quoted", ""), '"the cats was written in double-coconut."'),
+    (("quoted", ""), '"Cats are my favourite quotes."'),
     (("words", "4"), "cats are-very-nice-animals sleeping soundly on roofs"),
     (("no_comma", ""), "Cats sleep and eat " + " ".join(f"word{n}" for n in range(20))),
 ]
@@ -141,6 +146,11 @@ def written(given):
     text += "?" if "question" in given else ""
     text = text.upper() if "capitals" in given else text.lower() if "lowercase" in given else text
     return f'"{text}"' if "quoted" in given else text
+
+
+def test_a_topic_may_be_a_word_about_the_form():
+    assert follows("", "Old letters rest under stamps", None, record(("no_comma", ""), topic="letters")) == 1
+    assert follows("", "Cats rest under letters", None, record(("no_comma", ""))) == 0
 
 
 @pytest.mark.parametrize("pair", task["PAIRS"], ids="-".join)
