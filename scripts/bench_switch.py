@@ -45,7 +45,8 @@ from jaxrlhf.sharding.rules import shardings
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)
 UNCOMPILED = "no program, copies through the host"
-collectives = runpy.run_path(str(ROOT / "tests" / "compiled.py"))["collectives"]  # the same reader as in the tests
+READER = ROOT / "tests" / "support" / "compiled.py"
+collectives = runpy.run_path(str(READER))["collectives"]  # the same reader as in the tests
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python scripts/update_goldens.py
 
-`git diff tests/golden_configs` then shows the effect of the change on each configuration.
+`git diff tests/golden/configs` then shows the effect of the change on each configuration.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxrlhf.config import load, shipped, to_json
 
-GOLDENS = Path(__file__).parents[1] / "tests" / "golden_configs"
+GOLDENS = Path(__file__).parents[1] / "tests" / "golden" / "configs"
 
 
 def main() -> None:

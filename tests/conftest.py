@@ -38,8 +38,9 @@ from jaxtyping import install_import_hook
 # Annotated calls in these rooms are checked, the first of each test (`type_checks.py`). `batch` is left out: JAX
 # rebuilds pytrees with arbitrary leaves; and what counts weights holds no arrays, and is called a million times by a
 # search.
+_TESTS = Path(__file__).parent
 _ROOMS = ["algos", "data", "sharding", "resharding", "rewards", "engine"]
-_MODELS = {path.stem for path in Path(__file__).parents[1].glob("jaxrlhf/models/[a-z]*")} - {"config", "memory"}
+_MODELS = {path.stem for path in _TESTS.parent.glob("jaxrlhf/models/[a-z]*")} - {"config", "memory"}
 type_checks.check_first_calls()
 install_import_hook(
     [f"jaxrlhf.{name}" for name in (*_ROOMS, *(f"models.{name}" for name in sorted(_MODELS)))], "type_checks.check"
@@ -52,20 +53,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_learning", "test_run_ray", "test_run_ray_failures", "test_run_gsm8k", "test_dataflows_learn"),
-    *("test_run_asynchronous", "test_run_resume", "test_run_placed", "test_run_lora", "test_run_vision"),
-    *("test_ray_failures", "test_run_ray_vision", "test_docs_first_week", "test_run_resume_algorithms"),
-    *(
-        "test_models_own",
-        "test_run_episodes",
-        "test_models_transformers",
-        "test_models_recent",
-        "test_workers_gradient",
-    ),
-    *("test_checkpoint_pretrained", "test_run_auto", "test_serving_load", "test_planner_compiled", "test_run_mixtures"),
-    *("test_rewards_failing", "test_checkpoint_hosts", "test_agent_loop_images", "test_workers_lora"),
-    *("test_models_families", "test_models_context", "test_engine_rings", "test_engine_turns", "test_engine_stages"),
-    *("test_learning_experts", "test_learning_lora", "test_run_metrics", "test_run_policy", "test_models_experts"),
+    *("learning/test_learning", "distributed/test_runs", "distributed/test_run_failures", "runs/test_gsm8k"),
+    *("dataflows/test_learn", "runs/test_asynchronous", "runs/test_resume", "runs/test_placed"),
+    *("runs/test_lora", "runs/test_vision", "distributed/test_failures", "distributed/test_run_vision"),
+    *("docs/test_first_week", "runs/test_resume_algorithms", "models/test_own", "runs/test_episodes"),
+    *("models/test_transformers", "models/test_recent", "workers/test_gradient", "checkpoint/test_pretrained"),
+    *("runs/test_auto", "serving/test_load", "planner/test_compiled", "runs/test_mixtures"),
+    *("rewards/test_failing", "checkpoint/test_hosts", "agent_loop/test_images", "workers/test_lora"),
+    *("models/test_families", "models/test_context", "engine/test_rings", "engine/test_turns"),
+    *("engine/test_stages", "learning/test_experts", "learning/test_lora", "runs/test_metrics"),
+    *("runs/test_policy", "models/test_experts"),
 )
 """Files that take long in either tier, the longest first."""
 
@@ -78,9 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.markexpr and "seeds" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("seeds")])
         items[:] = [item for item in items if not item.get_closest_marker("seeds")]
-    tests = Counter(item.path.stem for item in items)
-    rank = {name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+    tests = Counter(item.path for item in items)
+    rank = {_TESTS / f"{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path, len(rank)), -tests[item.path]))
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -89,9 +86,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 _BUDGET_S = {
-    **{"models": 150, "engine": 120, "workers": 100, "planner": 65, "rewards": 65, "run": 60, "conversations": 40},
-    **{"agent": 60, "environments": 75},
-    **{"serving": 40, "ray": 40, "resharding": 40, "data": 40, "trainer": 40, "algos": 35, "extending": 30},
+    **{"models": 150, "engine": 120, "workers": 100, "planner": 65, "rewards": 65, "runs": 60, "conversations": 40},
+    **{"agent_loop": 60, "environments": 75},
+    **{"serving": 40, "distributed": 40, "resharding": 40, "data": 40, "trainer": 40, "algos": 35, "extending": 30},
     **{"scripts": 25, "checkpoint": 25, "dataflows": 20, "house": 20, "docs": 15, "runtime": 15, "tracking": 15},
     **{"sharding": 15, "config": 15, "viewer": 15, "algorithms": 25},
 }
@@ -103,7 +100,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seconds: Counter[str] = Counter()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
-            seconds[Path(report.location[0]).stem.split("_")[1]] += report.duration
+            seconds[Path(report.location[0]).parent.name] += report.duration
     rows = [f"{room} {took:.0f}{'*' * (took > _BUDGET_S.get(room, 0))}" for room, took in seconds.most_common()]
     terminalreporter.write_line(f"seconds by room: {', '.join(rows)}")
 
@@ -113,14 +110,15 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-refusals", action="store_true", help="write tests/golden_refusals.json anew")
+    parser.addoption("--update-refusals", action="store_true", help="write tests/golden/refusals.json anew")
 
 
 @pytest.fixture
 def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wording]:
-    """`with refused(): ...` is a block that raises a `Refusal` in the words of tests/golden_refusals.json."""
+    """`with refused(): ...` is a block that raises a `Refusal` in the words of tests/golden/refusals.json."""
     update = request.config.getoption("--update-refusals")
-    wording = Wording(f"{request.node.path.stem}::{request.node.name}", tmp_path_factory.getbasetemp(), update=update)
+    file = request.node.path.relative_to(_TESTS).with_suffix("")
+    wording = Wording(f"{file}::{request.node.name}", tmp_path_factory.getbasetemp(), update=update)
     yield wording
     wording.close()
 
@@ -156,7 +154,7 @@ def smollm2() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers ask for the model at the same time
-        script = Path(__file__).parents[1] / "scripts" / "tools" / "get_smollm2.py"
+        script = _TESTS.parent / "scripts" / "tools" / "get_smollm2.py"
         ran = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
     if ran.returncode:
         pytest.skip(f"SmolLM2 cannot be fetched: {ran.stderr.strip().splitlines()[-1]}")

@@ -1,0 +1,172 @@
+"""Episodes that go on while the policy changes: no reply is drawn by two policies, and nobody waits for slow tools."""
+
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.batch import Diverged
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
+from jaxrlhf.config import Sampling
+from jaxrlhf.environments.pool import EnvironmentPool
+from tests.agent_loop import test_agent_loop
+from tests.agent_loop.test_agent_loop import MODEL, PROMPT, RESPONSE, TALKS, TURNS, problems, run
+
+pytestmark = pytest.mark.usefixtures("programs")
+
+engine, loop, weights = test_agent_loop.engine, test_agent_loop.loop, test_agent_loop.weights
+COPIES = 2
+SLOW_S = 0.1
+"""Pause of every second problem's environment before each of its answers."""
+
+
+@pytest.fixture
+def agents(loop):
+    """A loop of its own, whose episodes nobody else goes on with."""
+    made = replace(loop)
+    yield made
+    if made._open is not None:
+        made._open.close()
+
+
+@pytest.fixture
+def new_weights(weights):
+    return jax.tree.map(lambda leaf: np.float32(1.5) * leaf, weights)
+
+
+def groups(count, *, ended=(), begun=0):
+    ended_P = np.array([number in ended for number in range(count)])
+    return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
+
+
+def go_on(agents, engine, asked, state, *, complete=None, due=-1):
+    until = Round(len(asked) if complete is None else complete, len(asked), due)
+    return agents.go_on(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
+
+
+def load(engine, weights, version):
+    laid_out = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), weights, engine.weights.params)
+    engine.load(laid_out, version)
+
+
+def prompts(batch):
+    return [*dict.fromkeys(batch.rollout.sequences.prompt_id_B.tolist())]
+
+
+def logps(weights, sequences):
+    """`[B, T - 1]` log-probability of each token but the first."""
+    position_BT = np.broadcast_to(np.arange(PROMPT + RESPONSE), sequences.token_BT.shape)
+    inside_BT = (position_BT < sequences.length_B[:, None]).astype(np.int32)
+    hidden = models.hidden_states(weights, MODEL, sequences.token_BT, position_BT, inside_BT).hidden_RWD
+    logits_BTV = models.logits(weights, MODEL, hidden)
+    logp_BTV = np.asarray(jax.nn.log_softmax(logits_BTV))[:, :-1]
+    return np.take_along_axis(logp_BTV, sequences.token_BT[:, 1:, None], axis=2)[..., 0]
+
+
+@pytest.mark.slow
+def test_slow_episodes_go_on_under_the_next_policy(agents, engine, weights, new_weights):
+    """Each token's log-probability is that of the policy that drew it, given all tokens before; a turn has one."""
+    asked = problems(4, pause_s=SLOW_S)
+    whole = run(agents, engine, asked)
+    first = go_on(agents, engine, asked, groups(4), complete=2)
+    assert prompts(first) == [0, 2]  # the others pause
+    rows = np.isin(whole.rollout.sequences.prompt_id_B, (0, 2))
+    np.testing.assert_array_equal(first.rollout.sequences.token_BT, whole.rollout.sequences.token_BT[rows])
+    load(engine, new_weights, 4)
+    try:
+        rest = go_on(agents, engine, asked, groups(4, ended=(0, 2)))
+    finally:
+        load(engine, weights, 3)
+    assert prompts(rest) == [1, 3] and {record.stop for record in rest.record_E} == {"done"}
+    sequences, version_BT = rest.rollout.sequences, rest.rollout.version_BT
+    assert {*version_BT[sequences.mask_BT].tolist()} == {3, 4}
+    said = {version: logps(given, sequences) for version, given in ((3, weights), (4, new_weights))}
+    for version, logp_BT in said.items():
+        drawn_BT = (sequences.mask_BT & (version_BT == version))[:, 1:]
+        np.testing.assert_allclose(logp_BT[drawn_BT], rest.rollout.sampler_logp_BT[:, 1:][drawn_BT], atol=1e-5)
+    turn_BT = rest.rollout.episodes.turn_BT
+    for row, record in enumerate(rest.record_E):
+        by_turn = [{*version_BT[row, turn_BT[row] == turn].tolist()} for turn in range(TURNS)]
+        assert all(len(versions) == 1 for versions in by_turn)
+        assert [min(versions) for versions in by_turn] == sorted(min(versions) for versions in by_turn)
+        assert len(record.turns) == TURNS
+
+
+def test_groups_that_may_be_put_off_no_more_are_waited_for(agents, engine):
+    asked = problems(2, pause_s=SLOW_S)
+    state = replace(groups(2), begun_P=np.array([5, 4]))
+    assert prompts(go_on(agents, engine, asked, state, complete=1, due=4)) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_group_that_is_given_up_is_dropped_and_begins_anew_if_it_is_asked_for_again(agents, engine):
+    asked = problems(2, pause_s=SLOW_S)
+    go_on(agents, engine, asked, groups(2), complete=1)
+    later = problems(1, first=8)
+    assert prompts(go_on(agents, engine, later, groups(1, begun=1))) == [8]
+    again = go_on(agents, engine, asked[1:], groups(1))
+    np.testing.assert_array_equal(
+        again.rollout.sequences.token_BT, run(agents, engine, asked[1:]).rollout.sequences.token_BT
+    )
+
+
+def test_others_may_go_through_the_same_episodes_between_two_calls(agents, engine):
+    """Evaluation problems have the same numbers as training problems, and run on the same engine and environments."""
+    asked = problems(2, pause_s=SLOW_S)
+    go_on(agents, engine, asked, groups(2), complete=1)
+    between = run(agents, engine, asked)
+    rest = go_on(agents, engine, asked, groups(2, ended=(0,)))
+    assert {record.stop for batch in (between, rest) for record in batch.record_E} == {"done"}
+    rows = between.rollout.sequences.prompt_id_B == 1
+    np.testing.assert_array_equal(rest.rollout.sequences.token_BT, between.rollout.sequences.token_BT[rows])
+
+
+@pytest.mark.slow
+def test_seconds_between_two_calls_do_not_count(agents, engine):
+    """Neither those of an episode that is under way, nor of one that another lets in when it ends meanwhile."""
+    settings = replace(TALKS, episode_s=3.0, in_flight=2 * COPIES)
+    records = {"turns": 1}, {"turns": 1, "pause_s": 0.4}, {"turns": TURNS, "pause_s": SLOW_S}, {"turns": TURNS}
+    asked = [replace(one, record=record) for one, record in zip(problems(4), records, strict=True)]
+    with EnvironmentPool((settings,)) as pool:
+        timed = replace(agents, environment=settings, pool=pool)
+        try:
+            assert prompts(go_on(timed, engine, asked, groups(4), complete=1)) == [0]
+            time.sleep(4.0)
+            rest = go_on(timed, engine, asked, groups(4, ended=(0,)))
+        finally:
+            timed._open.close()
+    assert {record.stop for record in rest.record_E} == {"done"}
+    assert max(turn.policy_s for record in rest.record_E for turn in record.turns) < 2.0
+
+
+def test_an_episode_may_be_paid_between_two_calls(agents, engine):
+    """Its time has stopped by then."""
+    settings = replace(TALKS, factory="talking_environments:PaysLate", max_turns=1, episode_s=60.0)
+    asked = problems(2, pause_s=1.0)
+    with EnvironmentPool((settings,)) as pool:
+        timed = replace(agents, environment=settings, pool=pool)
+        try:
+            assert prompts(go_on(timed, engine, asked, groups(2), complete=1)) == [0]
+            rest = go_on(timed, engine, asked, groups(2, ended=(0,)))
+        finally:
+            timed._open.close()
+    assert {record.stop for record in rest.record_E} == {"turns"}
+    assert {
+        round(record.environment_reward - sum(turn.reward for turn in record.turns)) for record in rest.record_E
+    } == {7}
+
+
+def test_what_fails_in_the_engine_reaches_the_caller_and_the_next_call_begins_anew(agents, engine, monkeypatch):
+    asked = problems(2)
+
+    def diverges():
+        raise Diverged("logits are not finite")
+
+    monkeypatch.setattr(engine, "step", diverges)
+    with pytest.raises(Diverged, match="not finite"):
+        go_on(agents, engine, asked, groups(2))
+    monkeypatch.undo()
+    assert prompts(go_on(agents, engine, asked, groups(2))) == [0, 1]

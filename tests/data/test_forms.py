@@ -1,0 +1,254 @@
+"""Files as people bring them: narrow floats, times, kinds of JSON, folders and cards, as `datasets` reads them."""
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from datasets.data_files import resolve_pattern
+
+from jaxrlhf.config import HubData, PromptFile, Refusal
+from jaxrlhf.data.records import read_rows, record_at
+from tests.data.test_hub import answers
+
+SHORT = {
+    "float16": ["0.1", "3.14", "1000.0", "-2.5", "0.0001"],
+    "float32": ["0.1", "3.14", "123456.7", "16777216.0", "1e-5", "-0.3", "72.0", "0.3333333", "1e10"],
+    "float64": ["0.1", "3.14", "123456.7", "0.10000000149011612", "1e-7", "0.30000000000000004"],
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize("outer", [None, "reward_model"])
+def test_an_answer_is_the_shortest_text_of_its_own_type(tmp_path, kind, outer):
+    column = pa.array(np.array([float(text) for text in SHORT[kind]], kind))
+    column = column if outer is None else pa.StructArray.from_arrays([column], ["ground_truth"])
+    prompts = pa.array(["x"] * len(SHORT[kind]))
+    table = pa.table({"prompt": prompts, outer or "answer": column})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = answers(PromptFile(str(tmp_path / "a.parquet")))
+    assert [float(text) for text in found] == [float(text) for text in SHORT[kind]]
+    assert found == [np.format_float_positional(np.dtype(kind).type(text), trim="0") for text in SHORT[kind]]
+
+
+def test_other_numbers_keep_their_text(tmp_path):
+    texts = "0.10000000149011612", "1.50", "7", '"0.10"'
+    lines = ['{"prompt": "x", "answer": ' + text + "}\n" for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    assert answers(PromptFile(str(tmp_path / "a.jsonl"))) == ["0.10000000149011612", "1.5", "7", "0.10"]
+
+
+NANOSECONDS = """
+import sys
+class Missing:
+    def find_spec(name, *_):
+        if name == "pandas":
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing)
+from jaxrlhf.data.records import read_rows, record_at
+[row] = read_rows(sys.argv[1])
+print({key: str(value) for key, value in row.record.items()})
+assert record_at(sys.argv[1], 1) == row.record
+"""
+
+
+def test_times_of_nanoseconds_need_no_pandas(tmp_path):
+    ns = 1_700_000_000_123_456_789
+    table = pa.table(
+        {
+            "when": pa.array([ns], pa.timestamp("ns")),
+            "took": pa.array([1_000_001_001], pa.duration("ns")),
+            "each": pa.array([[{"at": ns}]], pa.list_(pa.struct([("at", pa.timestamp("ns", "UTC"))]))),
+            "whole": pa.array([ns // 1000], pa.timestamp("us")),
+            "answer": ["1"],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    ran = subprocess.run([sys.executable, "-c", NANOSECONDS, tmp_path / "a.parquet"], capture_output=True, text=True)
+    assert not ran.returncode, ran.stderr
+    assert "'when': '2023-11-14 22:13:20.123456'" in ran.stdout and "'took': '0:00:01.000001'" in ran.stdout
+    assert "2023, 11, 14, 22, 13, 20, 123456" in ran.stdout and "'whole': '2023-11-14 22:13:20.123456'" in ran.stdout
+
+
+# Kinds of files
+
+RECORDS = [{"prompt": "1+1?", "answer": 2}, {"prompt": "2+2?", "answer": 4, "more": {"a": [1, None]}}]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+LIST = json.dumps(RECORDS, indent=1).encode()
+
+
+def zstandard(text):
+    return pa.compress(text, codec="zstd", asbytes=True)
+
+
+KINDS = {
+    **dict.fromkeys(("a.jsonl", "a.ndjson", "a.json", "a.b.json"), LINES),
+    **{f"list{n}.json": start + LIST for n, start in enumerate((b"", b"\n  ", b"\xef\xbb\xbf"))},
+    **{f"{name}.gz": gzip.compress(text) for name, text in (("a.jsonl", LINES), ("a.json", LIST), ("a.ndjson", LINES))},
+    **{f"{name}.bz2": bz2.compress(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    **{f"{name}.xz": lzma.compress(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    **{f"{name}.zst": zstandard(text) for name, text in (("a.jsonl", LINES), ("b.json", LIST))},
+    "frames.jsonl.zst": zstandard(LINES[:30]) + zstandard(LINES[30:]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_json_is_read_in_each_of_its_kinds(tmp_path, name):
+    (tmp_path / name).write_bytes(KINDS[name])
+    assert answers(PromptFile(str(tmp_path / name))) == ["2", "4"]
+    rows = [*read_rows(tmp_path / name)]
+    assert [row.record for row in rows] == RECORDS
+    for row in rows:
+        path, _, number = row.source.rpartition("#")
+        assert record_at(path, int(number)) == row.record
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", b'{"data": [\n{"prompt": "x"}]}', "line 1: not valid JSON"),
+        ("a.json", b'[{"prompt": "x"}', r"a\.json: not valid JSON .*a list of objects, or one object a line"),
+        ("a.json", b'["x"]', "record 1: expected a JSON object, got str"),
+        ("a.json", b"[]", "holds no records"),
+        ("a.json", b"[" * 100_000, r"a\.json: not valid JSON"),
+        ("a.jsonl.bz2", bz2.compress(LINES)[:-9], r"not a whole \.bz2 file"),
+        ("a.jsonl.bz2", b"no", r"not a whole \.bz2 file"),
+        ("a.jsonl.xz", lzma.compress(LINES)[:-20], r"not a whole \.xz file"),
+        ("a.jsonl.xz", b"no", r"not a whole \.xz file"),
+        ("a.jsonl.zst", zstandard(LINES)[:-5], r"not a whole \.zst file"),
+        ("a.jsonl.zst", b"nothing of this kind", r"not a whole \.zst file"),
+        ("a.jsonl.zip", b"x", r"unpack it first, such as by unzip a\.jsonl\.zip$"),
+        ("a.csv", b"prompt\n", r"a\.csv: the file holds no records"),
+        ("a.csv", b"", r"a\.csv: the file holds no records"),
+        (
+            "a.csv",
+            b"prompt,answer\nx,1,2\n",
+            r"a\.csv, line 2: 3 cells, and the first line names \['prompt', 'answer'\]",
+        ),
+        ("a.csv", b"prompt,answer\nx\n", r"a\.csv, line 2: 1 cells, and the first line names"),
+        ("a.csv", b"prompt,prompt\nx,1\n", r"a\.csv: the first line must name each column once"),
+        ("a.csv", b"prompt,\nx,1\n", r"a\.csv: the first line must name each column once"),
+        ("a.csv", b'prompt,answer\n"x"y,1\n', r"a\.csv, line 2: not readable as CSV"),
+        ("a.csv", b"prompt,answer\nx,\xff\n", r"a\.csv, line 1: not readable as CSV"),
+        ("a.tsv.gz", b"no", r"not a whole \.gz file"),
+    ],
+)
+def test_what_is_not_read_is_told_in_one_line(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refusal, match=words) as refused:
+        answers(PromptFile(str(tmp_path / name)))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [True, ["4", "four"], [4], {"target": ["4"]}])
+def test_an_answer_that_is_no_single_text_is_refused(tmp_path, answer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}))
+    with pytest.raises(Refusal, match=r"line 1: 'answer' is .*an answer is one text or number; .*answer_key=None"):
+        answers(PromptFile(str(tmp_path / "a.jsonl")))
+    assert answers(PromptFile(str(tmp_path / "a.jsonl"), answer_key=None)) == [None]
+
+
+def test_a_path_may_be_a_pattern(tmp_path):
+    for name, number in (("b-0.jsonl", 1), ("b-1.jsonl", 2), ("sub/b-2.jsonl", 3), ("c[1].jsonl", 4)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"prompt": "x", "answer": number}))
+    for pattern, right in (("b-*.jsonl", "12"), ("**/b-*.jsonl", "123"), ("b-[1-9].jsonl", "2"), ("c[1].jsonl", "4")):
+        assert "".join(answers(PromptFile(str(tmp_path / pattern)))) == right
+    with pytest.raises(Refusal, match="no file has a name of this pattern"):
+        answers(PromptFile(str(tmp_path / "d-*.jsonl")))
+
+
+# Folders and cards
+
+
+def folder(path, files, card=None):
+    for name in files:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps({"prompt": "x", "answer": name}) + "\n")
+    if card is not None:
+        (path / "README.md").write_text(f"---\n{card}\n---\n")
+    return path
+
+
+FILES = [
+    *("a.jsonl", "data/a.jsonl", "data/x/b.jsonl", "data/x/y/c.jsonl", "data/train-0.jsonl", "data/train-1.jsonl"),
+    *("data/.h/z.jsonl", "data/._a.jsonl", "data/a+b.jsonl", "train/a.jsonl", "__MACOSX/a.jsonl", "data/(1).jsonl"),
+]
+PATTERNS = [
+    *("data/*.jsonl", "data/**/*.jsonl", "**/*.jsonl", "*.jsonl", "data/**", "**", "data/*", "data/*/*", "*/a.jsonl"),
+    *("data/train-[0-9].jsonl", "data/train-[!0].jsonl", "data/?.jsonl", "**/a.jsonl", "data/a+b.jsonl", "data/(1).*"),
+    *("data/x/**/c.jsonl", "data/x/**/b.jsonl", "**/x/*", "data/train-*"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_pattern_of_a_card_is_read_as_datasets_does(tmp_path, pattern):
+    card = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: '{pattern}'"
+    path = folder(tmp_path, FILES, card)
+    right = sorted(str(file).removeprefix(f"{path}/") for file in resolve_pattern(pattern, str(path)))
+    right = [name for name in right if name.endswith(".jsonl")]
+    assert answers(HubData(str(path))) == right and right
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        ".ipynb_checkpoints/train-checkpoint.jsonl",
+        ".git/x/train.jsonl",
+        "._train.jsonl",
+        "__MACOSX/._train.jsonl",
+        ".train.jsonl",
+    ],
+)
+def test_hidden_files_are_passed_over_as_datasets_does(tmp_path, hidden):
+    path = folder(tmp_path / "data", ["train.jsonl", hidden])
+    right = datasets.load_dataset(str(path), split="train", cache_dir=str(tmp_path / "cache"))["answer"]
+    assert answers(HubData(str(path))) == [*right] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        ("configs:\n- data_files: a.jsonl", "has a configuration without config_name"),
+        (
+            "configs:\n- config_name: default\n  data_files: {train: a.jsonl}",
+            "has data_files .*expected a path, or a list",
+        ),
+        ("configs:\n- config_name: default\n  data_files:\n  - {train: a.jsonl}", "each with split and path"),
+    ],
+)
+def test_a_card_of_another_form_is_refused_by_its_name(tmp_path, card, words):
+    with pytest.raises(Refusal, match=rf"the README\.md of the directory .*{words}"):
+        answers(HubData(str(folder(tmp_path, ["a.jsonl"], card))))
+    simple = "configs:\n- config_name: default\n  data_files: a.jsonl"
+    assert answers(HubData(str(folder(tmp_path, ["a.jsonl"], simple)))) == ["a.jsonl"]
+
+
+def test_json_of_a_split_is_read_unless_it_stands_beside_lines(tmp_path):
+    folder(tmp_path, ["train.json"])
+    assert answers(HubData(str(tmp_path))) == ["train.json"]
+    folder(tmp_path, ["train.jsonl", "dataset_info.json"])
+    assert answers(HubData(str(tmp_path))) == ["train.jsonl"]
+
+
+def test_what_datasets_saves_to_disk_is_told_from_both_doors(tmp_path):
+    made = datasets.Dataset.from_list([{"prompt": "1+1?", "answer": "2"}])
+    made.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "split")
+    for name, chosen in (("one", ""), ("split", "['train']")):
+        path = tmp_path / name
+        advice = f"datasets.load_from_disk({str(path)!r}){chosen}.to_parquet('train.parquet')"
+        for data in (PromptFile(str(path)), HubData(str(path))):
+            with pytest.raises(Refusal) as refused:
+                answers(data)
+            assert advice in str(refused.value) and "\n" not in str(refused.value)
+        loaded = datasets.load_from_disk(str(path))
+        (loaded["train"] if chosen else loaded).to_parquet(str(tmp_path / "train.parquet"))
+        assert answers(PromptFile(str(tmp_path / "train.parquet"))) == ["2"]

@@ -1,0 +1,252 @@
+"""Rollouts from servers of other engines: runs with made-up ones of both kinds, and servers that fail or lie."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import rollout_servers
+from tiny_runs import get_config, records, training, write_policy
+
+import jaxrlhf
+from jaxrlhf.config import GRPO, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance
+from jaxrlhf.engine import Request
+from jaxrlhf.engine.rollout_engine import PolicyWeights
+from jaxrlhf.engine.servers.server_engine import ServerEngine
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.rewards import endpoint
+from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
+from tests.rewards.test_http import Server
+
+SHAPE = ModelConfig(
+    family="qwen2",
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.mark.usefixtures("programs", "undrawn")
+@pytest.mark.parametrize(
+    ("api", "lora"),
+    [
+        pytest.param("vllm", None, marks=pytest.mark.seeds, id="vllm"),
+        pytest.param("sglang", Lora(rank=2), marks=pytest.mark.slow, id="sglang, adapters"),
+    ],
+)
+def test_a_run_generates_with_servers(api, lora, tmp_path):
+    policy = write_policy(tmp_path / "policy")
+    servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
+    config = get_config()
+    config = replace(
+        config,
+        model=Pretrained(str(policy)),
+        tokenizer=str(policy),
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=16),
+        rollout=replace(
+            config.rollout,
+            max_response_tokens=6,
+            sampling=Sampling(temperature=0.7),
+            server=RolloutServer(tuple(server.url for server in servers), api=api, folder=str(tmp_path / "shared")),
+        ),
+        actor=replace(training(), lora=lora),
+        steps=2,
+        evaluation=replace(config.evaluation, every_steps=0, problems=2),
+        workdir=str(tmp_path / "run"),
+    )
+    jaxrlhf.run(config)
+    # Before each step, and to evaluate what came out; the folder keeps the newest.
+    folder = tmp_path / "shared" / "tiny" / "server_weights"
+    for server in servers:
+        assert [*dict.fromkeys(server.loaded)] == [f"version_{step}" for step in range(3)]
+        assert server.version == str(folder / "version_2")
+        assert len(server.asked) >= 16
+    assert [checkpoint.name for checkpoint in folder.iterdir()] == ["version_2"]
+    steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    # The servers' log-probabilities are those of the weights that were trained, at the temperature.
+    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
+    assert steps[0]["actor/grad_norm"] > 0
+
+
+def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
+    return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
+
+
+def generated(weights, token=5, logp=-0.5, reason="stop"):
+    drawn = {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": reason}}
+    return {"output_ids": [token], "meta_info": drawn | {"weight_version": str(weights)}}
+
+
+@pytest.fixture
+def engine_of(tmp_path):
+    """Engine whose server answers requests for responses as is told, and loads version 3 at once."""
+    servers = []
+
+    def make(answer, *, api="vllm", loads=None, has=None, **settings):
+        named = {"weight_version": "default"}
+
+        def reply(body, number):
+            if body is None:
+                return 200, {"weight_version": has} if has else named
+            if "new_version" in body:
+                named["weight_version"] = body["new_version"]
+            if "new_version" in body or "method" in body or "model_path" in body or not body:
+                return loads or (200, {"success": True})
+            return answer(body, number)
+
+        servers.append(Server(reply))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        engine = ServerEngine(
+            RolloutServer((servers[-1].url,), api=api, **settings),
+            tmp_path / "weights",
+            lambda weights, folder: folder.mkdir(parents=True),
+            vocab_size=10,
+            max_response_tokens=4,
+            stop_tokens=(2,),
+            stop_texts=("</a>",),
+        )
+        engine.update_weights(PolicyWeights(SHAPE, {}, version=3))
+        return engine
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(engine, count=3, **sampling):
+    return engine.generate([Request(index, (1, 2 + index)) for index in range(count)], Sampling(**sampling), seed=7)
+
+
+def test_what_is_asked_and_answered(engine_of):
+    bodies = {}
+
+    def answer(body, number):
+        bodies[tuple(body["prompt"])] = body
+        if body["prompt"][1] == 3:
+            return 200, completion((3, 3, 3, 4), (-1.0,) * 4, "length")
+        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0))
+
+    found = ask(engine_of(answer, api_key_env=None), temperature=0.5, top_k=4, min_p=0.1, min_tokens=1)
+    assert [one.request_id for one in found] == [0, 1, 2]
+    assert [one.tokens for one in found] == [(2, 2), (3, 3, 3, 4), (4, 2)]
+    assert [one.truncated for one in found] == [False, True, False]
+    assert {one.version for one in found} == {3} and found[0].logps == (-1.0, -2.0)
+    first = bodies[1, 2]
+    assert (first["max_tokens"], first["min_tokens"], first["temperature"], first["top_k"]) == (4, 1, 0.5, 4)
+    assert first["min_p"] == 0.1 and first["repetition_penalty"] == 1.0
+    assert first["stop_token_ids"] == [2] and first["stop"] == ["</a>"] and first["return_token_ids"] is True
+    assert len({body["seed"] for body in bodies.values()}) == 3
+
+
+def test_what_is_answered_first_is_heard_first(engine_of):
+    heard, others = [], threading.Event()
+
+    def answer(body, number):
+        if body["prompt"][1] == 2:
+            others.wait(20)
+        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0))
+
+    def hear(one):
+        heard.append(one.request_id)
+        if len(heard) == 2:
+            others.set()
+
+    requests = [Request(index, (1, 2 + index)) for index in range(3)]
+    found = engine_of(answer).generate(requests, Sampling(), seed=7, on_completion=hear)
+    assert [one.request_id for one in found] == [0, 1, 2]
+    assert heard[2] == 0 and others.is_set()
+
+
+def test_what_passes_is_asked_again(engine_of):
+    def answer(body, number):
+        return (503, {}) if number % 2 else (200, completion())
+
+    assert len(ask(engine_of(answer))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of both"),
+        (completion((), ()), "0 tokens and 0 log-probabilities"),
+        (completion((1,) * 5, (-1.0,) * 5), "5 tokens"),
+        (completion(tokens=(5, 10, 2)), "token ids [10], expected ids below 10"),
+        (completion(logps=(0.5, -1.0, -1.0)), "log-probabilities [0.5]"),
+        (completion(logps=(None, -1.0, -1.0)), "TypeError"),
+        (
+            completion(reason="length"),
+            "cut after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
+        ),
+        (completion(reason="abort"), "the server gave up the response: abort"),
+        ({"choices": []}, "ValueError"),
+        ({"error": "no"}, "KeyError"),
+    ],
+)
+def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, said):
+    with pytest.raises(Unreadable) as caught:
+        ask(engine_of(lambda body, number: (200, reply)))
+    assert said in str(caught.value) and "answered request" in str(caught.value)
+
+
+def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
+    """A server that another run uses, and one that was started anew while it was asked."""
+    sent = tmp_path / "weights" / "version_3"
+    assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
+    with pytest.raises(
+        Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* another run"
+    ):
+        ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
+    with pytest.raises(Unreadable, match="the server gave up the response"):
+        ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))
+    with pytest.raises(Unreadable, match=r"weight_info answers .*'default'.*version_3'; was the server started anew"):
+        ask(engine_of(lambda body, number: (200, completion()), has="default"))
+
+
+def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
+    engine = engine_of(lambda body, number: (500, {}), request_s=0.3)
+    with pytest.raises(Unreachable, match=engine.server.urls[0]):
+        ask(engine)
+    with pytest.raises(Rejected, match="404"):
+        ask(engine_of(None, loads=(404, {})))
+    with pytest.raises(Unreadable, match=r"did not load .*version_3: out of memory"):
+        ask(engine_of(None, api="sglang", loads=(200, {"success": False, "message": "out of memory"})))
+    with pytest.raises(Unreadable, match="keys and values of older weights are in use"):
+        ask(engine_of(None, loads=(200, {"success": False})))
+    # vLLM that cannot read the folder: it ends, and is not asked until `reload_s`.
+    with pytest.raises(Rejected, match=r"collective_rpc answers 500 .*no such folder"):
+        ask(engine_of(None, loads=(500, {"error": "no such folder"})))
+
+
+def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
+    server = RolloutServer(("http://127.0.0.1:9",))
+    tiny = get_config()
+    with refused():
+        RolloutServer(())
+    with refused():
+        RolloutServer(("http://localhost:8000/v1",))
+    with refused():
+        replace(tiny.rollout, server=server, quantize="int8")
+    rollout = replace(tiny.rollout, server=server)
+    with refused():
+        replace(tiny, algorithm=GRPO(correction=None, responses_per_update=16), rollout=rollout)
+    with refused():
+        replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout)
+    config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
+    assert config.algorithm.correction_for(config) == TruncatedImportance()
+    assert not config.algorithm.trusts_sampler(config)
+    with pytest.raises(Refusal, match=r"http://127.0.0.1:9/health does not answer: .*start the server first"):
+        jaxrlhf.run(config, dry_run=True)

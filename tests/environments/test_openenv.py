@@ -1,0 +1,53 @@
+"""An environment on a server of OpenEnv's is played through OpenEnv's own client."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openenv")
+
+from jaxrlhf.config import Environment
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.episode import Reply
+
+pytestmark = pytest.mark.slow
+SUPPORT = Path(__file__).parents[1] / "support"
+LIMIT_S = 300.0
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "openenv_games:app", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=SUPPORT)
+    monkeypatch.setenv("PATH_GAME", f"http://127.0.0.1:{port}")
+    try:
+        for _ in range(600):
+            with socket.socket() as there:
+                if there.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.5)
+        with EnvironmentPool([Environment(factory=f"{SUPPORT}/openenv_games.py:path", call_s=LIMIT_S)]) as made:
+            yield made
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_a_game_on_a_server_is_played_to_its_end(pool):
+    openings = [pool.start(number, 0, {}, number).result(LIMIT_S) for number in (0, 1)]
+    texts = [opening.messages[0]["content"] for opening in openings]
+    assert texts == ["Go to 3.\nYou are at 0.", "Go to 3.\nYou are at 1."]
+    told = pool.step(0, Reply("hm", "hm")).result(LIMIT_S)
+    assert (told.messages[0]["content"], told.state) == ("Say left or right.", "You are at 0.")
+    for number, steps in ((0, 3), (1, 2)):  # each episode has a session of its own
+        seen = [pool.step(number, Reply("right", "right")).result(LIMIT_S) for _ in range(steps)]
+        assert [one.reward for one in seen] == [0.0] * (steps - 1) + [1.0]
+        assert [one.done for one in seen] == [False] * (steps - 1) + [True]
+        assert seen[-1].state == "You are at 3."
+        assert pool.finish(number).result(LIMIT_S) is None

@@ -1,0 +1,123 @@
+"""A server that is told to stop: what is under way ends in words, and the terminal stays quiet."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PLAIN = """
+    import asyncio, time
+    from jaxrlhf.processes.http_server import HttpServer
+
+    async def app(scope, receive, send):
+        print("asked", flush=True)
+        await asyncio.sleep(0.8)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    server = HttpServer(host="127.0.0.1", port=0, flags="--port")
+    server.answer_by(app, timeout_graceful_shutdown=4)
+    try:
+        with server:
+            print(server.address, flush=True)
+            server.wait()
+    except KeyboardInterrupt:
+        time.sleep(1.0)  # what is open behind the server takes its time
+        print("ended", flush=True)
+"""
+SLOW = """
+    import sys
+    sys.path.insert(0, TESTS)
+    from concurrent.futures import Future
+    from scripted_models import Api
+    from chat_families import tokenizer_of
+    from jaxrlhf.serving.server import Server
+
+    api = Api(tokenizer_of("qwen3"), "Hello there.")
+
+    def submit(request, sampling, *, seed, on_tokens):
+        on_tokens(api.service.tokens[:1], [-0.5])
+        print("asked", flush=True)
+        return Future()  # never done
+
+    api.service.submit = submit
+    try:
+        with Server(api.model, token=None) as server:
+            print(server.address, flush=True)
+            server.wait()
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+"""
+
+
+def started(program):
+    code = textwrap.dedent(program).replace("TESTS", repr(str(SUPPORT)))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    return process, process.stdout.readline().strip()
+
+
+def asking(address, path="/", body=None):
+    """A thread that asks, and where its answer, status and seconds go."""
+    found = []
+
+    def ask():
+        began = time.monotonic()
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(address + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found[:] = [answer.status, answer.read().decode()]
+        except urllib.error.HTTPError as error:
+            found[:] = [error.code, error.read().decode()]
+        found.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread, found
+
+
+def stopped(process):
+    """Output and errors of a process that Ctrl-C was sent to."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_server_that_is_stopped_is_quiet_and_ends_what_is_under_way(asks):
+    process, address = started(PLAIN)
+    threads = [asking(address) for _ in range(asks)]
+    for _ in threads:
+        assert process.stdout.readline() == "asked\n"
+    assert stopped(process) == ("ended\n", "")
+    for thread, found in threads:
+        thread.join()
+        assert found[:2] == [200, "whole"]
+
+
+def test_answers_that_do_not_end_in_time_say_that_the_server_stops():
+    process, address = started(SLOW)
+    body = {"model": "org/tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    threads = [asking(address, "/v1/chat/completions", {**body, "stream": stream}) for stream in (False, True)]
+    for _ in threads:
+        assert process.stdout.readline() == "asked\n"
+    assert stopped(process) == ("ended\n", "")
+    for thread, _ in threads:
+        thread.join()
+    (status, whole, seconds), (streamed, events, also) = (found for _, found in threads)
+    assert (status, json.loads(whole)["error"]["code"]) == (503, "stopping")
+    *_, last = [line for line in events.split("\n\n") if line]
+    assert (streamed, json.loads(last.removeprefix("data: "))["error"]["code"]) == (200, "stopping")
+    assert 1.5 < seconds < 30 and 1.5 < also < 30

@@ -1,0 +1,154 @@
+"""A run that is killed, or told to stop, at any moment gives the numbers of one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import numbers, records
+
+SUPPORT = Path(__file__).parents[1] / "support"
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def start(programs, tmp_path_factory):
+    """Starts `jaxrlhf.train`, which `dying_run.py` has die where a signal is given, and waits for its end."""
+    command = [sys.executable, str(SUPPORT / "dying_run.py")]
+    printed, errors = (tmp_path_factory.mktemp("printed") / name for name in ("out", "err"))
+    with subprocess.Popen(command, env=os.environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forks:
+
+        def run(workdir: Path, *dying: object, settings: str = "") -> subprocess.CompletedProcess:
+            arguments = ["--config", str(SUPPORT / "tiny_runs.py"), "--workdir", str(workdir), *settings.split()]
+            request = [*map(str, dying or ("", "", 0)), *arguments]
+            forks.stdin.write(json.dumps([str(printed), str(errors), request]) + "\n")
+            forks.stdin.flush()
+            code = int(forks.stdout.readline())
+            return subprocess.CompletedProcess(request, code, printed.read_text(), errors.read_text())
+
+        yield run
+        forks.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    done = start(workdir)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def saved(directory: Path) -> set[int]:
+    """Steps of the checkpoints that are complete."""
+    folders = directory.glob("checkpoints/step_*")
+    return {int(folder.name.removeprefix("step_")) for folder in folders if "tmp" not in folder.name}
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return [folder for folder in directory.glob("checkpoints/*") if "tmp" in folder.name]
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    for stage in ("cold_start", "."):
+        mine, theirs = numbers(workdir / stage / "metrics.jsonl"), numbers(other / stage / "metrics.jsonl")
+        assert [record["step"] for record in mine] == [record["step"] for record in theirs]
+        for record, expected in zip(mine, theirs, strict=True):
+            assert record == expected
+    for name in ("samples.jsonl", "evaluation.jsonl"):
+        assert (workdir / name).read_bytes() == (other / name).read_bytes()
+    assert saved(workdir) == saved(other)
+    assert not unfinished(workdir)
+
+
+@pytest.mark.slow
+def test_killed_five_times(start, undisturbed, tmp_path):
+    cold = tmp_path / "cold_start"
+
+    # The second update of the cold start, which makes two and saves at its end.
+    assert start(tmp_path, "SIGKILL", "update", 2).returncode == KILLED
+    assert (saved(cold), len(records(cold / "metrics.jsonl"))) == (set(), 1)
+
+    # Two updates of the cold start again, then the second of the first step's two.
+    assert start(tmp_path, "SIGKILL", "update", 4).returncode == KILLED
+    assert (saved(cold), saved(tmp_path), records(tmp_path / "metrics.jsonl")) == ({2}, set(), [])
+
+    # The cold start is not made again; the save after step 2 is cut off as it writes.
+    assert start(tmp_path, "SIGKILL", "write", 1).returncode == KILLED
+    assert saved(tmp_path) == set()
+    assert unfinished(tmp_path)
+    assert len(records(tmp_path / "metrics.jsonl")) >= 2
+
+    # Step 2 is saved now; the save after step 4 is cut off before its last rename.
+    assert start(tmp_path, "SIGKILL", "commit", 2).returncode == KILLED
+    assert saved(tmp_path) == {2}
+    assert unfinished(tmp_path)
+    assert len(records(tmp_path / "metrics.jsonl")) >= 4
+
+    # From step 2: two updates of each of steps 3 and 4, then the second of step 5.
+    assert start(tmp_path, "SIGKILL", "update", 6).returncode == KILLED
+    assert saved(tmp_path) >= {2}
+    assert len(records(tmp_path / "metrics.jsonl")) == 4
+
+    done = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tiny (cold start): step 2 of 2 is done, going on from there" in done.stdout
+    assert "tiny: step " in done.stdout
+    assert "step 1/6" not in done.stdout
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed, tmp_path):
+    # The cold start has two updates and each step two: this is the first of step 5, which is saved at its end.
+    assert start(tmp_path, "SIGTERM", "update", 2 + 4 * 2 + 1).returncode == 128 + signal.SIGTERM
+    *others, newest = sorted(saved(tmp_path))
+    assert newest == 5 and others
+    [file] = (tmp_path / "checkpoints" / "step_5" / "critic_optimizer").glob("manifest.ocdbt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    refused = start(tmp_path)
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert f"step 5 is damaged: {file}" in line
+    assert f"there are checkpoints of steps {', '.join(map(str, others))}." in line
+    done = start(tmp_path, settings="--checkpoint.on-damage previous")
+    assert done.returncode == 0, done.stderr
+    assert f"moved it to {tmp_path}/checkpoints_damaged/step_5" in done.stdout
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_stopped_three_times(start, undisturbed, tmp_path):
+    # In the first step of the cold start.
+    done = start(tmp_path, "SIGTERM", "update", 1)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert f"stopped after saving; the same command continues from {tmp_path}" in done.stdout
+    assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
+
+    # Half a cold start is something to resume, too.
+    done = start(tmp_path, settings="--no-resume")
+    assert done.returncode == 2
+    assert "already holds a run and resume is off" in done.stderr
+
+    # In the last step of the cold start: the main stage is not begun.
+    done = start(tmp_path, "SIGTERM", "update", 1)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+    assert "stopped after saving" in done.stdout
+    assert (saved(tmp_path / "cold_start"), (tmp_path / "metrics.jsonl").exists()) == ({2}, False)
+
+    # Four updates of steps 1 and 2, then the first of step 3; by Ctrl-C this time, which ends what is to follow too.
+    done = start(tmp_path, "SIGINT", "update", 5)
+    stopped = f"stopped after saving; the same command continues from {tmp_path}\n"
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, stopped)
+    assert "finishing step 3, then saving; press Ctrl-C again to stop at once" in done.stdout
+    assert max(saved(tmp_path)) == 3
+    assert len(records(tmp_path / "metrics.jsonl")) == 3
+    assert not (tmp_path / "curve.png").exists()
+
+    done = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, undisturbed)

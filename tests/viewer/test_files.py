@@ -1,0 +1,165 @@
+"""The view's server: what it reads, what it never reads, and what explains a metric."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from viewed_runs import append_steps, write_runs
+
+from jaxrlhf.viewer import ViewServer
+from jaxrlhf.viewer.explanations import explanations
+from jaxrlhf.viewer.run_files import RunFiles
+from tests.docs.test_metrics import PAGE as METRICS_PAGE
+from tests.docs.test_metrics import names, pattern
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("here") / "runs"
+    write_runs(root, steps=5)
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "metrics.jsonl").write_text('{"step": 1, "secret": 7}\n')
+    (root / "link").symlink_to(outside)
+    (root / "one" / "deeper").mkdir()
+    (root / "one" / "deeper" / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
+    with ViewServer(RunFiles(root), port=0) as server:
+        yield root, server.address
+
+
+def get(address: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), dict(error.headers)
+
+
+def test_runs_and_their_steps_are_read(runs):
+    root, address = runs
+    answer = json.loads(get(f"{address}/api/runs")[1])
+    assert [(run["run"], run["last_step"], run["has"]) for run in answer["runs"]] == [
+        ("one", 5, ["samples", "evaluation"]),
+        ("two", 5, ["samples", "evaluation"]),
+    ]
+    answer = json.loads(get(f"{address}/api/metrics?run=one&after=3")[1])
+    assert answer["before"] == 3 and [record["step"] for record in answer["records"]] == [4, 5]
+    assert answer["records"][0]["odd"] is None
+    assert list(json.loads(get(f"{address}/api/steps?run=two&kind=evaluation")[1])) == ["0", "2", "5"]
+    samples = json.loads(get(f"{address}/api/samples?run=two&kind=samples&step=4")[1])
+    written = [json.loads(line) for line in (root / "two" / "samples.jsonl").read_text().splitlines()]
+    assert samples == [sample for sample in written if sample["step"] == 4] and len(samples) == 8
+    assert json.loads(get(f"{address}/api/settings?run=one")[1])["rollout.prompts_per_step"] == 8
+    calls = json.loads(get(f"{address}/api/timeline?run=one")[1])
+    assert len(calls) == 15 and {call["role"] for call in calls} == {"actor", "reward"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/api/metrics?run=../outside",
+            "/api/metrics?run=link",
+            "/api/metrics?run=one/deeper",
+            "/api/metrics?run=/etc",
+        ),
+        *("/api/samples?run=one&kind=../../outside/metrics.jsonl&step=1", "/api/settings?run=..", "/../view.py"),
+        *("/api/metrics?run=one%2F..%2F..%2Foutside", "/%2e%2e/app.py", "/page/index.html", "/metrics.md"),
+    ],
+)
+def test_nothing_outside_the_folder_is_read(runs, path):
+    status, text, _ = get(runs[1] + path)
+    assert status == 404 and "secret" not in text
+
+
+def test_requests_that_are_not_understood_are_told_so(runs):
+    for path in ("/api/metrics", "/api/samples?run=one&kind=samples&step=x"):
+        status, text, _ = get(runs[1] + path)
+        assert status == 400 and "not understood" in text
+
+
+def test_no_other_site_reads_it_and_the_page_runs_no_script_but_its_own(runs):
+    assert get(f"{runs[1]}/api/runs", Host="evil.example")[0] == 400
+    status, text, headers = get(f"{runs[1]}/")
+    assert status == 200 and "script-src 'self'" in headers["content-security-policy"]
+    assert re.findall(r"(?:src|href)=\"(.*?)\"", text) == ["data:,", "view.css", "view.js"]
+
+
+def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
+    files = RunFiles(write_runs(tmp_path, steps=5))
+    assert len(files.samples("one", "samples", 5)) == 8
+    append_steps(tmp_path / "one", range(4, 8), 0, resumed_step=3)
+    assert list(files.steps("one", "samples")) == [1, 2, 3, 4, 5, 6, 7]
+    assert [sample["step"] for sample in files.samples("one", "samples", 6)] == [6] * 8
+    assert files.samples("one", "samples", 99) == []
+    with open(tmp_path / "one" / "samples.jsonl", "a") as file:
+        file.write('{"step": 8, "prom')  # being written
+    assert list(files.steps("one", "samples"))[-1] == 7
+
+
+def test_requests_at_once_are_answered_as_one_by_one(tmp_path):
+    root = write_runs(tmp_path, steps=100)
+    alone = RunFiles(root)
+    steps = list(alone.steps("one", "samples"))
+    expected = [alone.samples("one", "samples", step) for step in steps]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns all the time
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            for _ in range(10):
+                files = RunFiles(root)
+                found = threads.map(lambda step, files=files: files.samples("one", "samples", step), steps)
+                assert list(found) == expected
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_settings_behind_a_link_are_not_read(tmp_path):
+    root = write_runs(tmp_path / "runs", steps=1)
+    (tmp_path / "outside.json").write_text('{"secret": 7}')
+    (root / "one" / "config.json").unlink()
+    (root / "one" / "config.json").symlink_to(tmp_path / "outside.json")
+    assert RunFiles(root).settings("one") == {}
+
+
+def test_a_file_of_another_program_hides_no_run(tmp_path):
+    write_runs(tmp_path, steps=2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "metrics.jsonl").write_text('{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "metrics.jsonl").symlink_to(tmp_path / "nothing")
+    runs = {run["run"]: run for run in RunFiles(tmp_path).runs()}
+    assert {name for name, run in runs.items() if "unreadable" not in run} == {"one", "two"}
+    assert runs.keys() - {"one", "two"} == {"other", "folder", "deep", "pipe"}
+    assert "no regular file" in runs["pipe"]["unreadable"]
+    assert "line 1, is not a JSON object with a 'step'" in runs["other"]["unreadable"]
+
+
+def test_every_name_on_the_page_of_metrics_is_explained_by_its_row():
+    rows = explanations()
+    assert len(rows) > 60
+    for name in names(METRICS_PAGE):
+        plain = re.sub(r"<\w+>|\*", "format", name)
+        assert re.fullmatch(pattern(name).replace("format", "[a-z]+"), plain) or "<" in name
+        assert any(re.match(row.pattern, plain) for row in rows), name
+    [kl] = [row for row in rows if re.match(row.pattern, "kl/ref")]
+    assert kl.meaning.startswith("k3 estimate") and kl.otherwise.startswith("jumps")
+    assert not [row for row in rows if re.match(row.pattern, "nothing/of_this")]
+
+
+def test_the_command_refuses_a_folder_that_is_not_there(tmp_path):
+    command = [sys.executable, "-m", "jaxrlhf.view", str(tmp_path / "none"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "none is no folder; name the one that has the workdirs of runs" in done.stderr
