@@ -70,6 +70,29 @@ def test_the_cluster_says_what_it_is(connection):
     disconnect(again)  # not its own: the cluster stays up for the tests below
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "asks for its token; set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "asks for its token"),
+        ({"RAY_AUTH_MODE": "token"}, "connected"),
+    ],
+)
+def test_a_local_cluster_asks_for_a_token(connection, changes, says):
+    program = f"""
+from jaxrlhf.config import RayCluster, Refusal
+from jaxrlhf.single_controller.ray.cluster import connect
+try:
+    connect(RayCluster(address={connection.address!r}))
+    print("connected")
+except Refusal as refusal:
+    print(refusal)
+"""
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    ran = subprocess.run([sys.executable, "-c", program], env=unset | changes, capture_output=True, text=True, timeout=60)
+    assert says in ran.stdout, ran.stderr
+
+
 def test_without_ray_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"Ray, which is not installed: pip install 'jaxrlhf\[ray\]'"):

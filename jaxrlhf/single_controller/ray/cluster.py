@@ -177,8 +177,21 @@ def _start(ray: Any, cluster: RayCluster) -> Any:
     ray._private.worker._worker_logs_enabled = False  # it prints deaths, which the errors here report
     try:
         return ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
-    except ConnectionError as error:
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        # Ray raises the class only in some versions; in others its traceback is the text of another error.
+        if any("AuthenticationError" in f"{type(cause).__name__} {cause}" for cause in _causes(error)):
+            raise Refusal(
+                f"the Ray cluster at RayCluster.address={cluster.address!r} asks for its token; set RAY_AUTH_MODE=token "
+                "and copy ~/.ray/auth_token from the machine that started it"
+            ) from error
         raise Refusal(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors during whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _dashboard(url: str | None) -> str:
