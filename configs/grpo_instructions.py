@@ -164,7 +164,7 @@ KINDS = {
     "begins": Kind('Begin with the word "{}".', begins, ("Today", "Yes", "Maybe", "Look", "Once", "Sometimes")),
     "ends": Kind('End with the word "{}".', ends, ("today", "forever", "again", "too", "everywhere", "now")),
     "repeats": Kind('Use the word "{topic}" {} times.', repeats, ("2",)),
-    "points": Kind("Write it as a list of {} points, like this:\n- first\n- second", points, ("2",)),
+    "points": Kind("Write it as a list of {} points, like this:\n- first {topic}\n- second {topic}", points, ("2",)),
     "json": Kind('Answer in JSON, like this: {{"{}": "...", "{}": "..."}}', json_keys, ("name fact", "what why")),
     "quoted": Kind('Write it "in double quotes".', quoted),
     "question": Kind("Write it as a question.", question),
@@ -174,7 +174,7 @@ CONFLICTS = {
     *(("begins", "points"), ("begins", "json"), ("ends", "json"), ("json", "quoted"), ("json", "question")),
     *(("points", "quoted"), ("points", "question"), ("ends", "question"), ("no_comma", "json"), ("capitals", "json")),
     *(("lowercase", "json"), ("repeats", "json"), ("repeats", "points"), ("begins", "question")),
-    *(("capitals", "begins"), ("capitals", "ends")),
+    *(("capitals", "begins"), ("capitals", "ends"), ("lowercase", "begins")),
 }
 HARD = ("words", "repeats", "ends")
 """Kinds that occur three times as often as others among the single instructions of the training split."""
@@ -215,24 +215,22 @@ def names_topic(response: str, topic: str) -> bool:
 
 
 def sense(prompt: str, response: str, topic: str) -> float:
-    """Return 1 if a response says something of its own about the topic, less for each condition that it misses.
+    """Return 1 if a response says something of its own about the topic, and less for what is missing.
 
-    The response has to name the topic, and to have at most 20 words and 200 characters, two or more words of at least
-    three letters that are no forms of the prompt's words, no word more than three times, and no word about its form.
+    The response has to name the topic, and to have two or more words of at least three letters that are no forms of the
+    prompt's words. If it has more than 20 words or 200 characters, a word more than three times, or a word about its
+    form, half of the score is lost. A copy of an example in the prompt keeps at most a third.
     """
     words = [word.lower() for word in words_of(response)]
     asked = {word.lower()[:SAME_LETTERS] for word in words_of(prompt)}
     own = {word for word in words if word.isalpha() and len(word) > 2 and word[:SAME_LETTERS] not in asked}
-    return share(
-        [
-            names_topic(response, topic),
-            len(words) <= MOST_WORDS and len(response) <= MOST_CHARACTERS,
-            len(own) >= 1,
-            len(own) >= OWN_WORDS,
-            max(map(words.count, words), default=0) <= MOST_REPETITIONS,
-            not ABOUT_FORM & {*words} - {topic},
-        ]
+    tidy = (
+        len(words) <= MOST_WORDS
+        and len(response) <= MOST_CHARACTERS
+        and max(map(words.count, words), default=0) <= MOST_REPETITIONS
+        and not ABOUT_FORM & {*words} - {topic}
     )
+    return share([names_topic(response, topic), len(own) >= 1, len(own) >= OWN_WORDS]) * (1.0 if tidy else 0.5)
 
 
 def checks(prompt: str, response: str, record: dict[str, Any]) -> list[float]:

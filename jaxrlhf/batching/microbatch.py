@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from jaxrlhf.models.attention.attention_xla import SHARED_TILE, SHORTEST_BLOCK
 from jaxrlhf.models.pipeline import pipeline_parts
 
 SMALLEST_ROW = 192
@@ -25,13 +26,13 @@ class MicrobatchShape:
     """Shape of a microbatch on one data-parallel device.
 
     Attributes:
-      fewer_pairs: True if rows with shared prompts have at most half the attention pairs of their separate sequences,
-        at full lengths.
+      attends_in_rows: True if attention runs on rows with shared prompts, and not on whole sequences copied out of the
+        rows.
     """
 
     rows: int
     row_tokens: int
-    fewer_pairs: bool = False
+    attends_in_rows: bool = False
 
     @property
     def tokens(self) -> int:
@@ -92,10 +93,26 @@ def microbatch_shape_of(
             filled = groups * group + (shared + (rest - shared) // own * own if rest >= shared + own else 0)
             whole = math.lcm(_ROUND_TOKENS, token_shards)
             tokens = min(tokens, max(row_tokens, -(-filled // whole) * whole))
-            return MicrobatchShape(1, tokens, fewer_pairs=2 * group * tokens <= responses * longest**2)
+            return MicrobatchShape(1, tokens, attends_in_rows=_attends_in_rows(shared, responses, own))
         return MicrobatchShape(1, tokens)
     kept = pipeline_parts(size, stages=stages)
     return MicrobatchShape(kept, row_tokens * (size // kept))
+
+
+def _attends_in_rows(shared: int, responses: int, own: int) -> bool:
+    """Return True if attention in rows computes no more scores than attention on copied sequences.
+
+    On CPU an update of SmolLM2 took 0.85 of the seconds with 0.9 times the scores, the same with 1.0 times, and 1.1
+    of the seconds with 1.4 times.
+
+    Args:
+      shared: Tokens of a prompt without the last.
+      own: Tokens of a response plus the last token of its prompt.
+    """
+    longest, tile, block = shared + own, SHARED_TILE, SHORTEST_BLOCK
+    in_rows = shared * (shared / 2 + tile) + responses * own * (shared + own / 2 + tile)
+    copied = responses * longest * (longest / 2 + block / 2)
+    return in_rows <= copied
 
 
 def _row_counts(rows: int, stages: int) -> set[int]:

@@ -74,7 +74,7 @@ class Packing:
       prompts: Number of distinct prompts that shapes are chosen for (at most the number of sequences). It gives batches
         with as many sequences but other numbers of prompts the same shape. None counts the prompts of the sequences.
       shares: True stores shared prompts once per row, if this saves enough tokens.
-      in_rows: True lets attention run on rows with shared prompts directly, if this has fewer attention pairs.
+      in_rows: True lets attention run on rows with shared prompts directly, if this is faster.
       attention_rows: Capacity in attention rows, by width; increased in place if a batch needs more.
       vision: Vision tower of the model; None takes no images.
       patch_room: Capacity of a row in strips and patches; increased in place if this batch needs more.
@@ -137,7 +137,7 @@ class Packing:
             places = ImagePlaces(vision, sequences.images_B, self._row_B, rows=count, room=room, agree=agree)
             self._images = places if places.any else None
         self._attention: AttentionPlaces | None = None
-        self._in_rows = bool(shares) and in_rows and shape.fewer_pairs
+        self._in_rows = bool(shares) and in_rows and shape.attends_in_rows
         if shares and not self._in_rows:
             self._attention = AttentionPlaces(
                 length_B,

@@ -89,7 +89,9 @@ except Refusal as refusal:
     print(refusal)
 """
     unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    ran = subprocess.run([sys.executable, "-c", program], env=unset | changes, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=unset | changes, capture_output=True, text=True, timeout=60
+    )
     assert says in ran.stdout, ran.stderr
 
 

@@ -11,7 +11,7 @@ from compiled import to_read
 
 from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.chunks import attend_chunk
-from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.score_mod import ScoreMod, SharedTokens
 
 
 def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
@@ -132,12 +132,11 @@ def test_values_and_gradients_are_those_of_the_softmax_as_written(monkeypatch, n
 
 def visited(segment_RW, score_mod):
     """First query and first key of each visited tile."""
-    query_V, key_V, count = attention_xla._visits(segment_RW, score_mod)
+    query_V, key_V, count = attention_xla._visits(segment_RW, score_mod, 16)
     return sorted(zip(query_V[:count].tolist(), key_V[:count].tolist(), strict=True))
 
 
-def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
-    monkeypatch.setattr(attention_xla, "TILE", 16)
+def test_tiles_that_no_query_sees_are_not_computed():
     segment_RW = np.ones((1, 160), np.int32)
     assert len(visited(segment_RW, ScoreMod())) == 55
     seen = [(at // 16, max(at - back, 0) // 16) for at in range(160) for back in range(18)]
@@ -145,14 +144,35 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [[(160,)], [(40, 70)], [(16, 16, 16)], [(5, 3, 90, 20)], [(100, 60), (30, 120)]])
-def test_tiles_of_other_segments_are_not_computed(monkeypatch, lengths):
-    monkeypatch.setattr(attention_xla, "TILE", 16)
+def test_tiles_of_other_segments_are_not_computed(lengths):
     rows = [np.repeat(np.arange(len(row) + 1), [0, *row]) for row in lengths]
     segment_RW = np.stack([np.pad(row, (0, 160 - len(row))).astype(np.int32) for row in rows])
     tokens = [(r, q, k) for r in range(len(rows)) for q in range(160) for k in range(q + 1)]
     seen = {(q // 16, k // 16) for r, q, k in tokens if segment_RW[r, q] == segment_RW[r, k] > 0}
     # Padding sees itself, so that no sum of weights is zero.
     assert visited(segment_RW, ScoreMod()) == sorted({(16 * q, 16 * k) for q, k in seen | {(n, n) for n in range(10)}})
+
+
+@pytest.mark.parametrize(
+    "groups", [[(30, 20, 20)], [(5, 40, 40), (9, 20, 20, 10)], [(16, 16, 16)], [(60, 3, 3, 3), (1, 70)]]
+)
+def test_tiles_of_other_responses_to_a_prompt_are_not_computed(groups):
+    """A group is the tokens of its prompt, then of each response."""
+    group_W, own_W, sequences = [], [], 0
+    for number, (prompt, *responses) in enumerate(groups, 1):
+        group_W += [number] * (prompt + sum(responses))
+        own_W += [0] * prompt
+        for tokens in responses:
+            sequences += 1
+            own_W += [sequences] * tokens
+    group_W, own_W = (np.pad(each, (0, 160 - len(each))).astype(np.int32) for each in (group_W, own_W))
+    seen = {(n, n) for n in range(10)}
+    for q in range(160):
+        for k in range(q + 1):
+            if group_W[q] == group_W[k] > 0 and own_W[k] in (0, own_W[q]):
+                seen.add((q // 16, k // 16))
+    shared = SharedTokens(group_W[None], own_W[None], np.zeros((1, 160), np.int32))
+    assert visited(shared, ScoreMod()) == sorted((16 * q, 16 * k) for q, k in seen)
 
 
 def test_memory_of_a_long_row_grows_with_the_row():

@@ -11,6 +11,7 @@ from called_roles import Called, Dice
 from jaxrlhf import models
 from jaxrlhf.algos import nll_objective, policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Diverged, Experience, RolloutBatch, Sequences
+from jaxrlhf.batching import microbatch
 from jaxrlhf.config import (
     GRPO,
     PPO,
@@ -32,6 +33,7 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.models.attention import attention_xla
 from jaxrlhf.models.attention.score_mod import SharedTokens
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
@@ -255,14 +257,16 @@ def alone(untrained) -> list[np.ndarray]:
     ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
 )
 def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
-    untrained, alone: list[np.ndarray], settings: Config
+    untrained, alone: list[np.ndarray], settings: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_rows = settings.actor.tokens_per_microbatch <= 144  # small tiles leave few scores to compute in rows
+    monkeypatch.setattr(microbatch, "SHARED_TILE", 4 if in_rows else 128)
+    monkeypatch.setattr(attention_xla, "SHARED_TILE", 4)
     _, workers = build(settings)
     batch = of_prompts(experience(), responses=4)
     packed, apart = (workers["actor"].pack(each.sequences) for each in (batch, of_nobody(batch)))
     shared, nothing = (next(packing.rows()).shared_prefix for packing in (packed, apart))
-    narrow = settings.actor.tokens_per_microbatch <= 144  # rows have fewer pairs of tokens than their sequences
-    assert shared is not None and isinstance(shared, SharedTokens) == narrow and nothing is None
+    assert shared is not None and isinstance(shared, SharedTokens) == in_rows and nothing is None
     assert (packed.pack(batch.sequences.token_BT) > 0).sum() < 0.8 * (apart.pack(batch.sequences.token_BT) > 0).sum()
     agree(alone, gradients_of(workers, batch))
     naive_BT = naive_logp(untrained["actor"], batch.sequences)

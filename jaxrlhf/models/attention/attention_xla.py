@@ -25,13 +25,14 @@ from jaxtyping import Float
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, SharedTokens, mask_bias, pad_positions
 
-_SHORTEST_BLOCK = 64
+SHORTEST_BLOCK = 64
 MOST_BLOCKS = 8
 """Most blocks of a row. More blocks would save less than a further eighth, and every block is compiled separately."""
 LONG_ROW = 1024
 """Row width from which on attention is computed in tiles."""
-TILE = 256
-"""Number of queries of a tile, and number of its keys."""
+TILE, SHARED_TILE = 256, 128
+"""Number of queries of a tile, and number of its keys: in rows of one sequence, and in rows that share prompts, where
+smaller tiles skip more keys of other sequences."""
 
 
 def attend_blocks(
@@ -42,7 +43,7 @@ def attend_blocks(
     kv_heads = key_RWKH.shape[2]
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
     if width >= LONG_ROW:
-        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, segment_RW, score_mod)
+        mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, segment_RW, score_mod, tile=TILE)
         return mixed_RWKGU.reshape(rows, width, heads, -1)
     query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
     # Both products then stream through contiguous memory.
@@ -71,18 +72,17 @@ def attend_shared_tokens(
 ) -> Array:
     """Compute attention of packed rows whose sequences share prompts, in place: a shared prompt attends only once.
 
-    Scores of every token with all tokens before it in the row are computed, including tokens of other sequences. The
-    function is therefore for rows that are not much longer than their sequences.
+    A tile of scores is computed if one of its queries may see one of its keys.
     """
     rows, width, heads, head_dim = query_RWNH.shape
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, key_RWKH.shape[2], -1, head_dim)
-    mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, shared, score_mod)
+    mixed_RWKGU = _attend_tiles(query_RWKGH, key_RWKH, value_RWKU, shared, score_mod, tile=SHARED_TILE)
     return mixed_RWKGU.reshape(rows, width, heads, -1)
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
     """Return the first query of each block, and the index after its last query."""
-    size = -(-width // min(MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
+    size = -(-width // min(MOST_BLOCKS, -(-width // SHORTEST_BLOCK)))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
@@ -144,45 +144,57 @@ def _block(
 
 
 def _attend_tiles(
-    query_RWKGH: Array, key_RWKH: Array, value_RWKU: Array, segments: Array | SharedTokens, score_mod: ScoreMod
+    query_RWKGH: Array,
+    key_RWKH: Array,
+    value_RWKU: Array,
+    segments: Array | SharedTokens,
+    score_mod: ScoreMod,
+    *,
+    tile: int,
 ) -> Float[Array, "R W K G U"]:
     """Compute attention of queries that are already divided, one tile of scores at a time."""
     width, kv_heads = query_RWKGH.shape[1], key_RWKH.shape[2]
     rows, segments, block_RW = pad_positions(
-        ((query_RWKGH, key_RWKH, value_RWKU), segments, score_mod.block_RW), multiple=TILE
+        ((query_RWKGH, key_RWKH, value_RWKU), segments, score_mod.block_RW), multiple=tile
     )
     query_RKGWH = jnp.transpose(rows[0], (0, 2, 3, 1, 4))
     key_RKWH, value_RKWU = (jnp.swapaxes(array, 1, 2) for array in rows[1:])
     scores = replace(score_mod, sink_N=None, slides=None, block_RW=None)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, score_mod.sinks(kv_heads))
-    mixed_RKGWU = _flash(scores, *arrays, segments, score_mod.slides, block_RW)
+    mixed_RKGWU = _flash(scores, tile, *arrays, segments, score_mod.slides, block_RW)
     return jnp.transpose(mixed_RKGWU, (0, 3, 1, 2, 4))[:, :width]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(scores: ScoreMod, *arrays: Any) -> Array:
-    """Compute attention in tiles, for rows whose width is a multiple of `TILE`; arguments as in `_forward`."""
-    return _forward(scores, *arrays)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(scores: ScoreMod, tile: int, *arrays: Any) -> Array:
+    """Compute attention in tiles, for rows whose width is a multiple of `tile`; arguments as in `_forward`."""
+    return _forward(scores, tile, *arrays)[0]
 
 
-def _visits(segments: Array | SharedTokens, scores: ScoreMod) -> tuple[Array, Array, Array]:
+def _visits(segments: Array | SharedTokens, scores: ScoreMod, size: int) -> tuple[Array, Array, Array]:
     """Return the first query and the first key of each visited tile, visited tiles first, and the number of visits.
 
-    A tile is visited if some query may see a key. Segments are contiguous, so a tile before the diagonal is seen only
-    if its last segment is the first segment of the queries.
+    A tile is visited if some query may see a key. Segments, and sequences that share a prompt, are contiguous. So the
+    queries of a tile that see keys before the tile have the tile's first segment, and the first sequence of that
+    segment unless a key belongs to the prompt.
     """
     shared = isinstance(segments, SharedTokens)
     segment_RW = segments.group_RW if isinstance(segments, SharedTokens) else segments
-    starts = np.arange(0, segment_RW.shape[1], TILE)
+    starts = np.arange(0, segment_RW.shape[1], size)
     query, key = (each.ravel() for each in np.meshgrid(starts, starts, indexing="ij"))
     if scores.block_RW is not None:
         return jnp.asarray(query, jnp.int32), jnp.asarray(key, jnp.int32), jnp.int32(len(query))
     before = key <= query
     if scores.window is not None and scores.slides is None and not shared:
-        before &= query - (key + TILE - 1) < scores.window
+        before &= query - (key + size - 1) < scores.window
     query, key = query[before], key[before]
-    first_RV, last_RV = segment_RW[:, query], segment_RW[:, key + TILE - 1]
-    seen_V = jnp.asarray(query == key) | ((first_RV == last_RV) & (first_RV > 0)).any(axis=0)
+    first_RV1, inside = segment_RW[:, query, None], key[:, None] + np.arange(size)
+    if isinstance(segments, SharedTokens):
+        own_RVT, first_own_RV1 = segments.own_RW[:, inside], segments.own_RW[:, query, None]
+        same_RVT = (segment_RW[:, inside] == first_RV1) & ((own_RVT == 0) | (own_RVT == first_own_RV1))
+    else:
+        same_RVT = segment_RW[:, inside[:, -1:]] == first_RV1
+    seen_V = jnp.asarray(query == key) | (same_RVT & (first_RV1 > 0)).any(axis=(0, 2))
     (order_V,) = jnp.nonzero(seen_V, size=len(query), fill_value=0)
     return jnp.asarray(query, jnp.int32)[order_V], jnp.asarray(key, jnp.int32)[order_V], seen_V.sum(dtype=jnp.int32)
 
@@ -193,20 +205,20 @@ def _over(visits: tuple[Array, Array, Array], body: Callable[[Any, tuple[Array, 
     return lax.fori_loop(0, count, lambda index, carry: body(carry, (query_V[index], key_V[index])), carry)
 
 
-def _tile(array: Array, start: Array, axis: int = -2) -> Array:
+def _tile(array: Array, start: Array, *, size: int, axis: int = -2) -> Array:
     """Slice the positions of a tile."""
-    return lax.dynamic_slice_in_dim(array, start, TILE, axis % array.ndim)
+    return lax.dynamic_slice_in_dim(array, start, size, axis % array.ndim)
 
 
-def _queries(array_RKGWX: Array, start: Array) -> Float[Array, "R K M X"]:
+def _queries(array_RKGWX: Array, start: Array, *, size: int) -> Float[Array, "R K M X"]:
     """Slice the positions of a tile, and flatten the query heads of a key-value head, which read the same keys."""
-    tile_RKGQX = _tile(array_RKGWX, start)
+    tile_RKGQX = _tile(array_RKGWX, start, size=size)
     return tile_RKGQX.reshape(*tile_RKGQX.shape[:2], -1, tile_RKGQX.shape[-1])
 
 
 def _renew(array: Array, tile: Array, start: Array) -> Array:
     """Replace the positions of a tile in an array."""
-    tile = tile.reshape(*array.shape[:-2], TILE, array.shape[-1])
+    tile = tile.reshape(*array.shape[:-2], -1, array.shape[-1])
     return lax.dynamic_update_slice_in_dim(array, tile, start, array.ndim - 2)
 
 
@@ -217,14 +229,17 @@ before it runs."""
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _bias(places: _Places, starts: tuple[Array, Array], scores: ScoreMod, groups: int) -> Float[Array, "R 1 M S"]:
+def _bias(
+    places: _Places, starts: tuple[Array, Array], scores: ScoreMod, groups: int, *, size: int
+) -> Float[Array, "R 1 M S"]:
     """Return the mask bias of a tile's scores."""
-    queries, keys = (jax.tree.map(partial(_tile, start=start, axis=-1), places) for start in starts)
+    queries, keys = (jax.tree.map(partial(_tile, start=start, size=size, axis=-1), places) for start in starts)
     return jnp.tile(_hidden(queries, keys, scores, lowest=LOWEST), (1, groups, 1))[:, None]
 
 
 def _forward(
     scores: ScoreMod,
+    tile: int,
     query_RKGWH: Array,
     key_RKWH: Array,
     value_RKWU: Array,
@@ -235,27 +250,28 @@ def _forward(
 ) -> tuple[Array, Any]:
     """Compute attention, and the arrays for the backward pass, such as the logarithm of each softmax's denominator.
 
-    The arrays of `ScoreMod` are separate arguments; `scores` is static.
+    The arrays of `ScoreMod` are separate arguments; `scores` and `tile`, the size of a tile, are static.
     """
     rows, kv_heads, groups, width, _ = query_RKGWH.shape
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
     places = _places(segments, score_mod)
+    slice_of, queries_of = partial(_tile, size=tile), partial(_queries, size=tile)
 
     @_whole
     def body(carry, starts):
         sums_RKGWU, total_RKGW1, peak_RKGW1 = carry
         query, key = starts
-        key_RKSH, value_RKSU = _tile(key_RKWH, key), _tile(value_RKWU, key)
-        score_RKMS = scores.cap(_product("RKMH,RKSH->RKMS", _queries(query_RKGWH, query), key_RKSH))
-        score_RKMS += _bias(places, starts, score_mod, groups)
-        before_RKM1 = _queries(peak_RKGW1, query)
+        key_RKSH, value_RKSU = slice_of(key_RKWH, key), slice_of(value_RKWU, key)
+        score_RKMS = scores.cap(_product("RKMH,RKSH->RKMS", queries_of(query_RKGWH, query), key_RKSH))
+        score_RKMS += _bias(places, starts, score_mod, groups, size=tile)
+        before_RKM1 = queries_of(peak_RKGW1, query)
         peak_RKM1 = jnp.maximum(before_RKM1, score_RKMS.max(axis=-1, keepdims=True))
         weight_RKMS, kept_RKM1 = jnp.exp(score_RKMS - peak_RKM1), jnp.exp(before_RKM1 - peak_RKM1)
         mixed_RKMU = _product("RKMS,RKSU->RKMU", weight_RKMS.astype(value_RKSU.dtype), value_RKSU)
-        mixed_RKMU += _queries(sums_RKGWU, query) * kept_RKM1
-        total_RKM1 = _queries(total_RKGW1, query) * kept_RKM1 + weight_RKMS.sum(axis=-1, keepdims=True)
-        tiles = (mixed_RKMU, total_RKM1, peak_RKM1)
-        return tuple(_renew(array, tile, query) for array, tile in zip(carry, tiles, strict=True))
+        mixed_RKMU += queries_of(sums_RKGWU, query) * kept_RKM1
+        total_RKM1 = queries_of(total_RKGW1, query) * kept_RKM1 + weight_RKMS.sum(axis=-1, keepdims=True)
+        renewed = (mixed_RKMU, total_RKM1, peak_RKM1)
+        return tuple(_renew(array, new, query) for array, new in zip(carry, renewed, strict=True))
 
     zero_RKGW1 = jnp.zeros((rows, kv_heads, groups, width, 1), jnp.float32)
     total_RKGW1, peak_RKGW1 = zero_RKGW1, zero_RKGW1 + LOWEST
@@ -263,19 +279,20 @@ def _forward(
         total_RKGW1, peak_RKGW1 = zero_RKGW1 + 1, zero_RKGW1 + sink_KG[None, :, :, None, None]
     sums_RKGWU = jnp.zeros((rows, kv_heads, groups, width, value_RKWU.shape[-1]), jnp.float32)
     start = sums_RKGWU, total_RKGW1, peak_RKGW1
-    sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(segments, score_mod), body, start)
+    sums_RKGWU, total_RKGW1, peak_RKGW1 = _over(_visits(segments, score_mod, tile), body, start)
     mixed_RKGWU = (sums_RKGWU / total_RKGW1).astype(value_RKWU.dtype)
     log_sum_RKGW1 = peak_RKGW1 + jnp.log(total_RKGW1)
     arrays = (query_RKGWH, key_RKWH, value_RKWU, sink_KG)
     return mixed_RKGWU, (*arrays, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1)
 
 
-def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
+def _backward(scores: ScoreMod, tile: int, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, ...]:
     """Compute the gradients of `_flash` with respect to queries, keys, values and sinks."""
     *arrays, sink_KG, segments, slides, block_RW, mixed_RKGWU, log_sum_RKGW1 = kept
     query_RKGWH, key_RKWH, value_RKWU = arrays
     score_mod = replace(scores, slides=slides, block_RW=block_RW)
     places, groups = _places(segments, score_mod), query_RKGWH.shape[2]
+    slice_of, queries_of = partial(_tile, size=tile), partial(_queries, size=tile)
     # The gradient of softmax subtracts from the weights' gradients their mean under the weights.
     mean_RKGW1 = (by_mixed_RKGWU.astype(jnp.float32) * mixed_RKGWU.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
@@ -283,17 +300,17 @@ def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, 
     def body(carry, starts):
         by_query_RKGWH, by_key_RKWH, by_value_RKWU = carry
         query, key = starts
-        query_RKMH, by_mixed_RKMU = _queries(query_RKGWH, query), _queries(by_mixed_RKGWU, query)
-        key_RKSH, value_RKSU = _tile(key_RKWH, key), _tile(value_RKWU, key)
+        query_RKMH, by_mixed_RKMU = queries_of(query_RKGWH, query), queries_of(by_mixed_RKGWU, query)
+        key_RKSH, value_RKSU = slice_of(key_RKWH, key), slice_of(value_RKWU, key)
         score_RKMS, uncapped = jax.vjp(scores.cap, _product("RKMH,RKSH->RKMS", query_RKMH, key_RKSH))
-        score_RKMS += _bias(places, starts, score_mod, groups)
-        weight_RKMS = jnp.exp(score_RKMS - _queries(log_sum_RKGW1, query))
+        score_RKMS += _bias(places, starts, score_mod, groups, size=tile)
+        weight_RKMS = jnp.exp(score_RKMS - queries_of(log_sum_RKGW1, query))
         by_weight_RKMS = _product("RKMU,RKSU->RKMS", by_mixed_RKMU, value_RKSU)
-        (by_logit_RKMS,) = uncapped(weight_RKMS * (by_weight_RKMS - _queries(mean_RKGW1, query)))
+        (by_logit_RKMS,) = uncapped(weight_RKMS * (by_weight_RKMS - queries_of(mean_RKGW1, query)))
         weight_RKMS, by_logit_RKMS = (each.astype(value_RKSU.dtype) for each in (weight_RKMS, by_logit_RKMS))
-        by_query_RKMH = _queries(by_query_RKGWH, query) + _product("RKMS,RKSH->RKMH", by_logit_RKMS, key_RKSH)
-        by_key_RKSH = _tile(by_key_RKWH, key) + _product("RKMS,RKMH->RKSH", by_logit_RKMS, query_RKMH)
-        by_value_RKSU = _tile(by_value_RKWU, key) + _product("RKMS,RKMU->RKSU", weight_RKMS, by_mixed_RKMU)
+        by_query_RKMH = queries_of(by_query_RKGWH, query) + _product("RKMS,RKSH->RKMH", by_logit_RKMS, key_RKSH)
+        by_key_RKSH = slice_of(by_key_RKWH, key) + _product("RKMS,RKMH->RKSH", by_logit_RKMS, query_RKMH)
+        by_value_RKSU = slice_of(by_value_RKWU, key) + _product("RKMS,RKMU->RKSU", weight_RKMS, by_mixed_RKMU)
         return (
             _renew(by_query_RKGWH, by_query_RKMH, query),
             _renew(by_key_RKWH, by_key_RKSH, key),
@@ -301,7 +318,7 @@ def _backward(scores: ScoreMod, kept: Any, by_mixed_RKGWU: Array) -> tuple[Any, 
         )
 
     zeros = tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
-    found = _over(_visits(segments, score_mod), body, zeros)
+    found = _over(_visits(segments, score_mod, tile), body, zeros)
     by_arrays = (gradient.astype(array.dtype) for gradient, array in zip(found, arrays, strict=True))
     by_sink_KG = None
     if sink_KG is not None:

@@ -181,8 +181,8 @@ def _start(ray: Any, cluster: RayCluster) -> Any:
         # Ray raises the class only in some versions; in others its traceback is the text of another error.
         if any("AuthenticationError" in f"{type(cause).__name__} {cause}" for cause in _causes(error)):
             raise Refusal(
-                f"the Ray cluster at RayCluster.address={cluster.address!r} asks for its token; set RAY_AUTH_MODE=token "
-                "and copy ~/.ray/auth_token from the machine that started it"
+                f"the Ray cluster at RayCluster.address={cluster.address!r} asks for its token; set "
+                "RAY_AUTH_MODE=token and copy ~/.ray/auth_token from the machine that started it"
             ) from error
         raise Refusal(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
 
