@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,10 +59,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_records(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, without a last line that was truncated by a kill.
+    """Yield the records of a file, without a last line that was truncated by a kill, and without damaged lines.
 
     Raises:
-      Refusal: Another line is no JSON object with a `step`.
+      Refusal: The first line is no JSON object with a `step`.
     """
     return (record for record, _ in _scan(Path(path)))
 
@@ -88,18 +89,23 @@ def _end_of_step(path: Path, step: int) -> int:
 
 
 def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield records, each with the offset of its end."""
-    end = 0
+    """Yield records, each with the offset of its end; a damaged line among them is skipped with a warning."""
+    end, found = 0, False
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             end += len(line)
             try:
                 record = json.loads(line)
-                record["step"]
-            except (ValueError, TypeError, KeyError) as error:
+                record["step"] + 0
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 if not file.peek(1):  # the last line
                     return
-                raise Refusal(f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}") from error
+                said = f"{path}, line {number}, is not a JSON object with a number 'step': {line[:60]!r}"
+                if not found:  # maybe a file of somebody else, which a run must not continue
+                    raise Refusal(said) from error
+                warnings.warn(f"{said}; the line is skipped", stacklevel=2)
+                continue
             if not line.endswith(b"\n"):  # only its line break is missing: the next record would join it
                 return
+            found = True
             yield record, end

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.tracking import (
     CompileCounter,
     JsonLines,
@@ -103,13 +104,22 @@ for step in itertools.count(1):
     assert steps_of(path) == [1, 2, 3, 4, 5]
 
 
-def test_damage_in_the_middle_names_file_and_line(tmp_path):
+@pytest.mark.parametrize("damaged", [b'{"step": ', b"\0" * 4096, b'"step"', b'{"step": "2"}', b"[" * 100_000, b"\xff"])
+def test_a_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"step": 4}\n')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2, .*skipped"):
+        write_steps(path, [5], resumed_step=3)
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2"):
+        assert steps_of(path) == [1, 3, 5]
+
+
+def test_a_file_of_somebody_else_is_not_continued(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("my notes\nof yesterday\n")
+    with pytest.raises(Refusal, match=r"metrics\.jsonl, line 1"):
         JsonLines(path, resumed_step=3)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        list(read_records(path))
+    assert path.read_text() == "my notes\nof yesterday\n"
 
 
 def test_steps_must_not_go_back(tmp_path):
