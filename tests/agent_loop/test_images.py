@@ -305,7 +305,7 @@ def test_histories_of_agent_programs_are_rewritten_with_their_pictures():
     settings = Agent(program="seeing_environments:asks", turn_tokens=5, history="as_templated")
     batch = run(settings, [problem(0)], copies=1, form=rewriting())
     sequences, (record,) = batch.rollout.sequences, batch.record_E
-    assert record.stop == "done" and record.forks == {"template": 1}
+    assert record.stop == "done" and record.forks == {"template": 1, "branch": 1}
     assert sorted(map(len, sequences.images_B)) == [1, 1, 2]
     mask_BT = sequences.mask_BT
     np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
