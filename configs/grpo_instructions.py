@@ -215,22 +215,24 @@ def names_topic(response: str, topic: str) -> bool:
 
 
 def sense(prompt: str, response: str, topic: str) -> float:
-    """Return 1 if a response says something of its own about the topic, and less for what is missing.
+    """Return 1 if a response says something of its own about the topic, less for each condition that it misses.
 
-    The response has to name the topic, and to have two or more words of at least three letters that are no forms of the
-    prompt's words. If it has more than 20 words or 200 characters, a word more than three times, or a word about its
-    form, half of the score is lost. A copy of an example in the prompt keeps at most a third.
+    The response has to name the topic, and to have at most 20 words and 200 characters, two or more words of at least
+    three letters that are no forms of the prompt's words, no word more than three times, and no word about its form.
     """
     words = [word.lower() for word in words_of(response)]
     asked = {word.lower()[:SAME_LETTERS] for word in words_of(prompt)}
     own = {word for word in words if word.isalpha() and len(word) > 2 and word[:SAME_LETTERS] not in asked}
-    tidy = (
-        len(words) <= MOST_WORDS
-        and len(response) <= MOST_CHARACTERS
-        and max(map(words.count, words), default=0) <= MOST_REPETITIONS
-        and not ABOUT_FORM & {*words} - {topic}
+    return share(
+        [
+            names_topic(response, topic),
+            len(words) <= MOST_WORDS and len(response) <= MOST_CHARACTERS,
+            len(own) >= 1,
+            len(own) >= OWN_WORDS,
+            max(map(words.count, words), default=0) <= MOST_REPETITIONS,
+            not ABOUT_FORM & {*words} - {topic},
+        ]
     )
-    return share([names_topic(response, topic), len(own) >= 1, len(own) >= OWN_WORDS]) * (1.0 if tidy else 0.5)
 
 
 def checks(prompt: str, response: str, record: dict[str, Any]) -> list[float]:
