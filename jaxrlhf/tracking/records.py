@@ -100,7 +100,7 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 if not file.peek(1) and not isinstance(error, RecursionError):  # the last line
                     return
-                said = f"{path}, line {number}, is not a JSON object with a number 'step': {line[:60]!r}"
+                said = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
                 if not found:  # maybe a file of somebody else, which a run must not continue
                     raise Refusal(said) from error
                 warnings.warn(f"{said}; the line is skipped", stacklevel=2)
