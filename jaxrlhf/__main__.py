@@ -9,6 +9,7 @@ import sys
 
 import jaxrlhf
 from jaxrlhf.config import Refusal, run_command
+from jaxrlhf.runtime.huge_pages import start_again_with_huge_pages
 
 COMMANDS = {
     "train": "run a configuration: reinforcement learning, supervised or on preferences",
@@ -24,8 +25,15 @@ COMMANDS = {
 """Commands with a description each."""
 
 
+def console() -> None:
+    """Run the console script, in a process of its own."""
+    if sys.argv[1:2] == ["train"]:
+        start_again_with_huge_pages()
+    main()
+
+
 def main() -> None:
-    """Run the console script."""
+    """Run a command."""
     run_command(_command)
 
 
@@ -49,4 +57,4 @@ def _command() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    console()
