@@ -275,7 +275,7 @@ def get_config() -> Config:
         actor=Training(
             optimizer=Optimizer(learning_rate=1e-4, warmup_updates=4, decay="cosine", weight_decay=0.0),
             tokens_per_microbatch=2048,
-            remat="none",  # a tenth faster on CPU, for 2 GB
+            remat="none",  # faster on CPU, for 2 GB
         ),
         steps=STEPS,
         evaluation=Evaluation(every_steps=15, problems=192),
