@@ -92,19 +92,18 @@ def config_of(algorithm: Algorithm) -> Config:
 
 def die_at(case: Case, workdir: Path) -> None:
     """Have this process killed at the case's moment, when something is saved."""
-    original, left = TrainedWorker._added, case.gradients
+    original, left = TrainedWorker._apply_to_trained, case.gradients
 
-    def added(self, *args, **kwargs):
+    def applied(self, gradient):
         nonlocal left
-        result = original(self, *args, **kwargs)
         left -= self.role == case.role
         if left == 0:
             while not (workdir / "checkpoints" / f"step_{SAVED_EVERY}").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        return original(self, gradient)
 
-    TrainedWorker._added = added
+    TrainedWorker._apply_to_trained = applied
 
 
 def forked(case: Case, workdir: Path, *, dies: bool) -> int:
