@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def console() -> None:
-    """Run the console script, in a process of its own."""
+    """Run the console script; a training command on CPU is first restarted with huge pages."""
     if sys.argv[1:2] == ["train"]:
         start_again_with_huge_pages()
     main()

@@ -36,7 +36,7 @@ def test_it_is_left_alone_where_it_changes_nothing(environ, mode, libc):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is for Linux")
 def test_a_command_starts_again_once_with_its_arguments(tmp_path):
-    """The process keeps its id; the second start finds the setting and goes on."""
+    """The process keeps its id, and the second start finds the setting and continues."""
     program = f"""
 import os, sys
 import jaxrlhf.runtime.huge_pages as huge
