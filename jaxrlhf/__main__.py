@@ -9,7 +9,6 @@ import sys
 
 import jaxrlhf
 from jaxrlhf.config import Refusal, run_command
-from jaxrlhf.runtime.huge_pages import start_again_with_huge_pages
 
 COMMANDS = {
     "train": "run a configuration: reinforcement learning, supervised or on preferences",
@@ -25,15 +24,8 @@ COMMANDS = {
 """Commands with a description each."""
 
 
-def console() -> None:
-    """Run the console script; a training command on CPU is first restarted with huge pages."""
-    if sys.argv[1:2] == ["train"]:
-        start_again_with_huge_pages()
-    main()
-
-
 def main() -> None:
-    """Run a command."""
+    """Run the console script."""
     run_command(_command)
 
 
@@ -57,4 +49,4 @@ def _command() -> None:
 
 
 if __name__ == "__main__":
-    console()
+    main()

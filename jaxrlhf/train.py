@@ -10,7 +10,6 @@ import signal
 import sys
 
 from jaxrlhf.config import CommandLine, on_cluster, run_command
-from jaxrlhf.runtime.huge_pages import start_again_with_huge_pages
 from jaxrlhf.trainer.publishing.export import Export, add_flags
 
 STOPPED_CODE = 128 + signal.SIGTERM
@@ -61,5 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start_again_with_huge_pages()
     run_command(main)
