@@ -74,13 +74,10 @@ def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: in
 FEWEST_SLOTS = 8
 """Smallest number of slots of a replica; decoding fewer slots is hardly faster."""
 
-MOST_SLOT_COUNTS = 4
-"""Maximum number of slot counts; each slot count compiles its own programs."""
-
 
 def slot_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of slots that a replica may decode together: all of them, and repeated halves, ascending."""
-    return halving_buckets(most, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
+    return halving_buckets(most, shortest=FEWEST_SLOTS)
 
 
 def whole(lengths: Sequence[int], *, multiple: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import prefix_cache_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_prefill
+from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Kind, Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
@@ -56,7 +56,7 @@ class Engine:
         CPU.
 
     Attributes:
-      slots: Number of slots after rounding; while no request waits, only the slots in use are decoded.
+      slots: Number of slots after rounding; only the slots in use, and few others, have rows that are computed.
       context_tokens, response_tokens: Maximum tokens of prompt and response together, and of a response.
       insertions, prefill: Rows of an insertion, and the prefill runner with its counts.
       compiled, cache, book, weights: Programs, KV cache, host state of the slots, and the loaded weights, if any.
@@ -179,20 +179,26 @@ class Engine:
 
     def free(self) -> None:
         """Free the cache and drop all unfinished requests."""
-        self.cache.free()
+        self._clear()
         if self.weights:
             self.weights.drop_copies()
+        self._scheduler = Scheduler(slots=self.slots, replicas=self._shape.replicas)
+        self._contents = prefix_cache_of(self._shape, slots=self.slots)
+        self._prefilled: Prefilled | None = None
+
+    def _clear(self) -> None:
+        """Free the device's arrays of the slots."""
+        self.cache.free()
         self._slots: programs.Slots | None = None
         window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
         self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
-        self._scheduler = Scheduler(slots=self.slots)
-        self._contents = prefix_cache_of(self._shape, slots=self.slots)
-        self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""
         for length in self.prefill.only_busy(prompt_lengths):
-            prefilled = self.prefill.run([(0,) * length], self._loaded(), self.cache, self._contents)
+            prompt = (0,) * length
+            prefilled = self._prefill([prompt] * self.prefill.most(self.prefill.kind(self._contents, prompt)))
+            self._seat(range(self.slots))
             for size in self.cache.sizes_for(length)[0 if self.compiled.has_devices else -1 :]:
                 self.cache.grow(size)
                 self._insert(prefilled, [])
@@ -202,34 +208,24 @@ class Engine:
 
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
         """Start up to `insertions` responses in free slots, and sample their first tokens."""
-        weights = self._loaded()
-        old, new = prefilled.version, weights.version
-        assert old == new, f"prompts prefilled by version {old} cannot be continued by version {new}"
-        assert len(self.book.slot_B) == self.slots, "slots that are not computed cannot take a response"
+        weights, old = self._loaded(), prefilled.version
+        assert old == weights.version, f"prompts prefilled by version {old} cannot be continued by {weights.version}"
         assert not self.book.unread, "a window that was not read yet may hold the last of a slot; read it first"
+        self._seat([placement.slot for placement in placements])
         for row, slot, sequence in placements:
             self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit - sequence.request.drawn)
             if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
                 self._contents.start(slot, sequence, first=prefilled.first[row])
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
-        insertion = self._insertion(placements)
+        sizes = {"rows": self.insertions, "most_stops": self._shape.most_stop_tokens}
+        insertion = insertion_of(placements, self.book.slot_B, **sizes)
         ends: Any = prefilled.prompts
         ends = ends._replace(prefix=None, choice_PSLk=None)  # so that one program serves all widths
-        arguments = programs.insert, weights.params, self._slots_there(), ends, insertion
-        self._slots = self.compiled.run(("insert", len(ends.length_P)), *arguments, out=self._layout.slots, donate=1)
-        self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
-
-    def _insertion(self, placements: Sequence[Placement]) -> programs.Insertion:
-        sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
-        return insertion_of(placements, **sizes)
-
-    def _slots_there(self) -> programs.Slots:
-        """Return the device state of the slots; at first no slot is active."""
-        if self._slots is None:
-            empty = partial(programs.empty_slots, slots=self.slots)
-            self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
-        return self._slots
+        name = "insert", len(ends.length_P), len(self.book.slot_B)
+        arguments = programs.insert, weights.params, self._slots, ends, insertion
+        self._slots = self.compiled.run(name, *arguments, out=self._layout.slots, donate=1)
+        self.cache.place(prefilled, placements, insertion)
 
     def _dispatch(self) -> None:
         """Dispatch up to `decode_tokens_per_dispatch` tokens of every active slot, without waiting for them."""
@@ -271,12 +267,12 @@ class Engine:
         """
         version, scheduler = self._loaded().version, self._scheduler
         if scheduler.refill_due and not self.book.unread:
-            if everything := self.book.with_all():
-                self._rearrange(everything)
+            if not self.book.active and not self._contents.length_B.any():
+                self._clear()
+            self._seat(scheduler.next_slots(self._contents.used))
             while scheduler.placeable:
                 if scheduler.prefill_due:
-                    prompts = scheduler.take_prompts(self.prefill.most, partial(self.prefill.kind, self._contents))
-                    self._prefilled = self.prefill.run(prompts, self._loaded(), self.cache, self._contents)
+                    self._prefilled = self._prefill(scheduler.take_prompts(self.prefill.most, self._kind))
                 assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
                 self._insert(self._prefilled, scheduler.place(self.insertions, used=self._contents.used))
             if not scheduler.prefilled:
@@ -327,13 +323,28 @@ class Engine:
             self._rearrange(self.book.all_but(going))
             self.book.stop(going)
 
+    def _kind(self, sequence: SequenceState) -> Kind:
+        return self.prefill.kind(self._contents, sequence.request.prompt)
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        return self.prefill.run(prompts, self._loaded(), self.cache, self._contents, self.book.slot_B)
+
+    def _seat(self, slots: Sequence[int]) -> None:
+        """Assign rows of the device's arrays to these slots, in addition to the slots in use."""
+        if more := self.book.seat(slots, self._contents.length_B > 0, self._slot_counts):
+            self._rearrange(more)
+
     def _rearrange(self, arrangement: Arrangement) -> None:
         """Rearrange the rows of the device's arrays, or stop some of them."""
         row_GB, goes_on_GB, slot_B = arrangement
         if slot_B is not self.book.slot_B:
             self.cache.keep(row_GB)
-        sizes, arguments = ("keep", len(self.book.slot_B), row_GB.size), (self._slots, row_GB, goes_on_GB)
-        self._slots = self.compiled.run(sizes, programs.keep_rows, *arguments, out=self._layout.slots)
+        if self._slots is None:
+            empty = partial(programs.empty_slots, slots=row_GB.size)
+            self._slots = self.compiled.run(("empty slots", row_GB.size), empty, out=self._layout.slots)
+        else:
+            sizes, arguments = ("keep", len(self.book.slot_B), row_GB.size), (self._slots, row_GB, goes_on_GB)
+            self._slots = self.compiled.run(sizes, programs.keep_rows, *arguments, out=self._layout.slots)
         self.book.slot_B = slot_B
 
     def generate(

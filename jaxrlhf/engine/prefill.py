@@ -13,7 +13,6 @@ from jaxrlhf.engine.cache.contents import PrefixCache
 from jaxrlhf.engine.cache.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
 from jaxrlhf.engine.programs import Prefilled
-from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.models import Past
 from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts, unknown
@@ -28,6 +27,9 @@ little of the last chunk is padding."""
 
 CHUNK_PARTS = (16, 4, 1)
 """Divisors of `CHUNK_TOKENS` that give smaller chunks for fewer tokens."""
+
+FEWER_ROWS = (8, 64)
+"""Divisors of the maximum rows of a prefill: a few prompts, such as one of a chat, have programs with fewer rows."""
 
 PAST_PREFILLS = 4
 """Padded tokens of a prefill with cached prefixes, as a multiple of `PREFILL_TOKENS`: few of these tokens are run."""
@@ -101,9 +103,8 @@ class Prefill:
         shortest = {fit(length, kept): length for length in sorted(prompt_lengths, reverse=True)}
         return list(shortest.values())
 
-    def kind(self, contents: PrefixCache, sequence: SequenceState) -> Kind:
+    def kind(self, contents: PrefixCache, prompt: tuple[int, ...]) -> Kind:
         """Return the kind of a prompt: prompts of similar length and cached prefix have one kind, and run together."""
-        prompt = sequence.request.prompt
         if known := contents.longest(prompt).tokens:
             alike = known.bit_length() if contents.ring is None else known  # all start from the shortest prefix
             return Kind(alike, fit(len(prompt), self.past_widths))
@@ -118,17 +119,25 @@ class Prefill:
         return min(self.rows, -(-rows // self._replicas) * self._replicas)
 
     def run(
-        self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: PrefixCache
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        weights: Weights,
+        cache: SlotCache | PageCache,
+        contents: PrefixCache,
+        slot_B: np.ndarray,
     ) -> Prefilled:
-        """Run prompts of one kind; all of them start after the shortest cached prefix."""
+        """Run prompts of one kind; all of them start after the shortest cached prefix.
+
+        Args:
+          slot_B: Slot of each row of the cache.
+        """
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
         begins = tuple(contents.go_on(each) for each in known)
         first = min(tokens for tokens, _ in known)
         width = fit(longest, self.past_widths if first else (*self.buckets, *self._longer))
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
-        # A few prompts with prefixes, for example after tool replies, have a program with fewer rows.
-        few = self._whole_replicas(max(1, self.rows // 8))
-        count = few if first and len(prompts) <= few < count else count
+        fewer = (self._whole_replicas(max(1, count // part)) for part in FEWER_ROWS)
+        count = min(rows for rows in (count, *fewer) if rows >= len(prompts))
         token_PS = np.zeros((count, width), np.int32)
         length_P = np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -142,10 +151,10 @@ class Prefill:
         vision = self._compiled.shape.config.vision
         whole = width <= PREFILL_TOKENS or (vision is not None and vision.both_ways)
         chunk = None if whole else CHUNK_TOKENS
-        sizes: tuple[Size, ...] = ("prefill", width)
+        sizes: tuple[Size, ...] = ("prefill", width, count)
         if first:
             slots = [slot for _, slot in known]
-            prefix = cache.prefix(slots + slots[:1] * (count - len(prompts)), width=width)
+            prefix = cache.prefix(slots + slots[:1] * (count - len(prompts)), slot_B, width=width)
             chunk = min(width, _chunk_of(longest - first, rows=count))
             arguments = (*arguments, Past(prefix, np.asarray(first, np.int32)))
             sizes = ("prefill from", width, chunk, count)

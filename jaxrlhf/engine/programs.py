@@ -64,18 +64,20 @@ class Prefilled:
 
 
 class Insertion(NamedTuple):
-    """Insertion of I responses: prompt rows and their slots, sampling keys and settings, and end conditions.
+    """Insertion of I responses: prompt rows and target rows, sampling keys and settings, and end conditions.
 
-    A slot past the last is skipped, so that one program serves any number of responses up to I.
+    A target past the last row is skipped, so that one program serves any number of responses up to I.
 
     Attributes:
+      row_I: Row of each prompt in its prefill.
+      target_I: Row of each response in `Slots` and in the cache.
       drawn_B: Number of response tokens at the end of the prompt, sampled earlier.
       limit_B: Maximum number of response tokens, including `drawn_B`.
       stop_BE: Stop token ids; the rest is negative.
     """
 
     row_I: Array
-    slot_I: Array
+    target_I: Array
     seed_B: Array
     request_B: Array
     drawn_B: Array
@@ -186,7 +188,7 @@ def prefill(
 
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
-    """Start responses: sample their first tokens. `place` copies each prompt's cache into its slot."""
+    """Start responses: sample their first tokens. `place` copies each prompt's cache into its row."""
     row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
@@ -205,13 +207,13 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         None if offset_P is None else offset_P[row_I],
         kept_IK,
     )
-    return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.slot_I].set(new_I, mode="drop"), slots, new)
+    return jax.tree.map(lambda stored_B, new_I: stored_B.at[insertion.target_I].set(new_I, mode="drop"), slots, new)
 
 
 def place(
-    stored: CachedLayer, prompts: Prompts, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
+    stored: CachedLayer, prompts: Prompts, layer: Array, row_I: Array, target_I: Array, *, shape: Shape
 ) -> CachedLayer:
-    """Copy one layer (with pipeline stages: one layer of every stage) of prompt `row_I[i]` into slot `slot_I[i]`.
+    """Copy one layer (with pipeline stages: one layer of every stage) of prompt `row_I[i]` into row `target_I[i]`.
 
     Args:
       layer: Index among the layers with the same kind of cache.
@@ -223,7 +225,7 @@ def place(
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
     prefix = prompts.prefix.mapped(of_layer, cache_kind(stored))
-    return models.insert_prefix([stored], prefix, row_I, slot_I, prompts.length_P, execution=shape.execution)[0]
+    return models.insert_prefix([stored], prefix, row_I, target_I, prompts.length_P, execution=shape.execution)[0]
 
 
 def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, shape: Shape) -> models.Prefix:

@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
 
 class Scheduler:
-    """Queue of sequences, and the sequences in slots.
+    """Queue of sequences, and the sequences in slots, which are split evenly over replicas.
 
     While `unfinished`, the engine repeats three steps:
       1. If `refill_due`: while `placeable`, call `take_prompts` (if `prefill_due`) and `place`.
@@ -31,11 +31,12 @@ class Scheduler:
       3. Call `end` for the sequences that sampled their last token.
     """
 
-    def __init__(self, *, slots: int) -> None:
+    def __init__(self, *, slots: int, replicas: int = 1) -> None:
         self._queued: dict[tuple[int, ...], list[SequenceState]] = {}
         self._prefilled: deque[tuple[int, SequenceState]] = deque()
         self._placed: list[SequenceState | None] = [None] * slots
         self._free = deque(range(slots))
+        self._replicas = replicas
         self._under_way: set[SequenceState] = set()
         self._unplaced = 0
 
@@ -75,6 +76,26 @@ class Scheduler:
         """True if all sequences of the last prefill are in slots, and more sequences are queued."""
         return not self._prefilled and bool(self._queued)
 
+    def next_slots(self, used: Callable[[int], int]) -> list[int]:
+        """Return the free slots for the sequences that wait, in the order in which `place` takes them.
+
+        Replicas get equal numbers of slots in use; one replica takes consecutive sequences, which may share a prompt.
+        Slots without reusable content are first, then the least recently used slots; among equals the slot that became
+        free first.
+
+        Args:
+          used: Function from a slot to the number of its last use; 0 if the slot has no reusable content.
+        """
+        count, own = min(self._unplaced, len(self._free)), len(self._placed) // self._replicas
+        in_order = sorted(self._free, key=used)
+        in_use = len(self._placed) - sum(not used(slot) for slot in in_order)
+        most = -(-(in_use + count) // self._replicas)
+        chosen: list[int] = []
+        for replica in range(self._replicas):
+            free = [slot for slot in in_order if slot // own == replica and not used(slot)]
+            chosen += free[: max(0, most - own + len(free))]
+        return (chosen + [slot for slot in in_order if slot not in chosen])[:count]
+
     def take_prompts(
         self, most: Callable[[Any], int], kind: Callable[[SequenceState], Any] = lambda _: None
     ) -> list[tuple[int, ...]]:
@@ -93,16 +114,10 @@ class Scheduler:
         return prompts
 
     def place(self, most: int, *, used: Callable[[int], int] = lambda _: 0) -> list[Placement]:
-        """Put sequences of the prefilled prompts into free slots.
-
-        Args:
-          used: Function from a slot to the number of its last use; 0 if the slot has no reusable content. The slot with
-            the lowest number is taken first, and the slot that became free first among equals.
-        """
+        """Put up to `most` sequences of the prefilled prompts into `next_slots`."""
         placements = []
-        for _ in range(min(most, len(self._free), len(self._prefilled))):
+        for slot in self.next_slots(used)[: min(most, len(self._prefilled))]:
             row, sequence = self._prefilled.popleft()
-            slot = min(self._free, key=used)
             self._unplaced -= 1
             self._free.remove(slot)
             self._placed[slot], sequence.slot, sequence.placed_at = sequence, slot, monotonic()

@@ -1,6 +1,6 @@
 """Host state of the slots, and the decode windows that were dispatched and not read yet.
 
-A window is the tokens of one `decode` program call. The device's arrays may have fewer rows than there are slots.
+A window is the tokens of one `decode` program call. The device's arrays have rows for the slots in use and a few more.
 """
 
 from collections import deque
@@ -49,13 +49,13 @@ class SlotBook:
       replicas: Number of equal parts that the slots are split into.
 
     Attributes:
-      slot_B: Slot of each row of the device's arrays.
+      slot_B: Slot of each row of the device's arrays; empty at first.
     """
 
     def __init__(self, *, slots: int, tokens_per_dispatch: int, replicas: int) -> None:
         self._window_tokens, self._replicas = tokens_per_dispatch, replicas
         self._unread: deque[_Unread] = deque()
-        self.slot_B = np.arange(slots)
+        self.slot_B = np.zeros(0, np.int64)
         # These arrays are indexed by slot, not by row.
         self._active_B, self._fresh_B = np.zeros(slots, bool), np.zeros(slots, bool)
         self._cached_B, self._limit_B = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
@@ -130,15 +130,36 @@ class SlotBook:
         first_G1 = np.arange(self._replicas)[:, None] * busy_GB.shape[1]
         return Arrangement(row_GB, np.ones_like(row_GB, bool), self.slot_B[(row_GB + first_G1).reshape(-1)])
 
-    def with_all(self) -> Arrangement | None:
-        """Return the arrangement with a row for every slot; added rows are inactive. None if all rows are present."""
-        slots, rows = len(self._active_B), len(self.slot_B)
-        if rows == slots:
+    def seat(self, slots: Sequence[int], kept_B: np.ndarray, counts: Sequence[int]) -> Arrangement | None:
+        """Assign rows to further slots; only rows of slots that are not in use change their slot.
+
+        Args:
+          slots: Slots of new responses.
+          kept_B: Mask over slots: slots whose cache content is kept.
+          counts: Allowed numbers of rows of a replica, ascending.
+
+        Returns:
+          The arrangement with more rows, which are inactive; None if the present rows are enough.
+        """
+        needed_B = self.taken_B | kept_B
+        needed_B[list(slots)] = True
+        slot_GB, needed_GS = (values.reshape(self._replicas, -1) for values in (self.slot_B, needed_B))
+        rows, (replicas, own) = slot_GB.shape[1], needed_GS.shape
+        count = max(rows, fit(int(needed_GS.sum(axis=1).max()), counts))
+        seated_GB = np.full((replicas, count), -1)
+        seated_GB[:, :rows] = slot_GB
+        for replica, seated_B in enumerate(seated_GB):
+            needed = replica * own + np.flatnonzero(needed_GS[replica])
+            missing = np.setdiff1d(needed, seated_B)
+            seated_B[np.flatnonzero(~np.isin(seated_B, needed))[: len(missing)]] = missing
+            others = np.setdiff1d(replica * own + np.arange(own), seated_B)
+            seated_B[seated_B < 0] = others[: (seated_B < 0).sum()]
+        if count == rows:
+            self.slot_B = seated_GB.reshape(-1)
             return None
-        row_B, here_B = np.zeros(slots, np.int32), np.zeros(slots, bool)
-        row_B[self.slot_B], here_B[self.slot_B] = np.arange(rows) % (rows // self._replicas), True
-        shape = self._replicas, slots // self._replicas
-        return Arrangement(row_B.reshape(shape), here_B.reshape(shape), np.arange(slots))
+        here_GB = np.tile(np.arange(count) < rows, (replicas, 1))
+        row_GB = np.where(here_GB, np.arange(count), 0).astype(np.int32)
+        return Arrangement(row_GB, here_GB, seated_GB.reshape(-1))
 
     def read(self) -> list[Drawn]:
         """Wait for the oldest window, and split its tokens by slot; the first token of a new response is included.
@@ -170,20 +191,36 @@ class SlotBook:
         return drawn
 
 
-def insertion_of(placements: Sequence[Placement], *, rows: int, slots: int, most_stops: int) -> programs.Insertion:
-    """Build the insertion of these responses as host arrays of `rows` rows; padding rows fill no slot.
+def rows_of(slots: Sequence[int] | np.ndarray, slot_B: np.ndarray) -> np.ndarray:
+    """Return the row of each slot in the device's arrays; the number of rows for a slot without a row.
 
     Args:
+      slot_B: Slot of each row.
+    """
+    row_of = np.full(max(*slots, *slot_B, 0) + 1, len(slot_B), np.int32)
+    row_of[slot_B] = np.arange(len(slot_B))
+    return row_of[np.asarray(slots, np.int64)]
+
+
+def insertion_of(
+    placements: Sequence[Placement], slot_B: np.ndarray, *, rows: int, most_stops: int
+) -> programs.Insertion:
+    """Build the insertion of these responses as host arrays of `rows` rows; padding rows are inserted nowhere.
+
+    Args:
+      slot_B: Slot of each row of the device's arrays.
       most_stops: E, maximum number of stop tokens of a response.
     """
     left = rows - len(placements)
+    target_I = np.full(rows, len(slot_B), np.int32)
+    target_I[: len(placements)] = rows_of([placement.slot for placement in placements], slot_B)
     sequences = [placement.sequence for placement in placements]
     stop_BE = np.full((rows, most_stops), -1, np.int32)
     for row, sequence in enumerate(sequences):
         stop_BE[row, : len(sequence.stop_tokens)] = sequence.stop_tokens
     return programs.Insertion(
         row_I=np.array([placement.row for placement in placements] + [0] * left, np.int32),
-        slot_I=np.array([placement.slot for placement in placements] + [slots] * left, np.int32),
+        target_I=target_I,
         seed_B=np.array([sequence.seed for sequence in sequences] + [0] * left, np.uint32),
         request_B=np.array([sequence.request.request_id for sequence in sequences] + [0] * left, np.uint32),
         drawn_B=np.array([sequence.request.drawn for sequence in sequences] + [0] * left, np.int32),

@@ -135,7 +135,7 @@ def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events,
 
 def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_gives(engine, events):
     """They come while windows are on their way, and when most slots were left."""
-    requests = requests_of(SLOTS + 6)
+    requests = requests_of(2 * SLOTS)
     expected = engine.generate(requests, Sampling(), seed=1)
     events.clear()
     for request in requests[:SLOTS]:

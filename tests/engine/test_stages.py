@@ -139,7 +139,7 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
 @pytest.fixture(scope="module")
 def running(staged, requests):
     """An engine in the middle of its responses, and what its prefill left."""
-    prefilled = staged.prefill.run([requests[0].prompt_tokens], staged._loaded(), staged.cache, staged._contents)
+    prefilled = staged._prefill([requests[0].prompt_tokens])
     staged.add(requests[0], SAMPLING, seed=1)
     staged.step()
     yield staged, prefilled
@@ -171,7 +171,7 @@ def test_a_stage_holds_its_own_layers_of_the_cache(running):
     engine, prefilled = running
     floats_per_token = 2 * MODEL.num_layers // 4 * MODEL.num_kv_heads * MODEL.head_dim
     assert held_bytes(engine.cache.arrays) == 4 * floats_per_token * (12 + 8) * 6 // 2
-    assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill.rows
+    assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * len(prefilled.prompts.length_P)
     assert held_bytes(engine.weights.params["layers"]) * 4 == sum(
         leaf.nbytes for leaf in jax.tree.leaves(engine.weights.params["layers"])
     )

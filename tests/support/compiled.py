@@ -16,6 +16,7 @@ import numpy as np
 from jaxrlhf import models
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.cache.kv_cache import PageCache
+from jaxrlhf.engine.prefill import FEWER_ROWS
 from jaxrlhf.models.config import ModelConfig
 
 _ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
@@ -177,15 +178,16 @@ def host_reads() -> Iterator[list[Any]]:
 def most_compilations(engine: Engine) -> int:
     """Bound on the programs that an engine compiles, whatever it generates from whole prompts."""
     config, cache = engine._shape.config, engine.cache
-    prompts, counts = len(engine.prefill.buckets), engine._slot_counts
+    rows, prompts = len(engine._slot_counts), len(engine.prefill.buckets) * (1 + len(FEWER_ROWS))
     unstacked = len([*models.layer_parts(models.param_dims(config, "lm"))]) if isinstance(config, ModelConfig) else 1
-    states, sizes, widths = 1 + unstacked + prompts + 1 + len(counts) ** 2, len(cache.sizes), prompts + len(counts)
+    states = unstacked + prompts + rows * (1 + len(FEWER_ROWS)) + rows + rows**2  # of slots: insert, empty, keep
+    sizes, resized = len(cache.sizes), rows * (rows - 1)
     if isinstance(cache, PageCache):
-        return states + sizes * (1 + widths)
+        return states + sizes * (1 + prompts + rows)
     sizes_of_all = {"slots": engine.slots, "capacity": engine.context_tokens, "execution": engine.execution}
     layers = jax.eval_shape(lambda: models.empty_cache(config, **sizes_of_all))
-    shrinking = len(counts) * (len(counts) - 1)
-    return states + 1 + len({*map(type, layers)}) * (sizes * (widths + shrinking) + (sizes - 1) * len(counts))
+    of_layer = sizes * (prompts * rows + resized) + (sizes - 1) * rows
+    return states + rows + sizes * rows + len({*map(type, layers)}) * of_layer
 
 
 def named(engine: Engine, name: str) -> list[jax.stages.Compiled]:

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import cache_capacities, fit, whole
 from jaxrlhf.engine.cache.block_manager import BlockManager
 from jaxrlhf.engine.compiled import Compiled, EngineShardings
-from jaxrlhf.engine.programs import Prefilled
+from jaxrlhf.engine.programs import Insertion, Prefilled
+from jaxrlhf.engine.scheduler import Placement
+from jaxrlhf.engine.slot_book import rows_of
 from jaxrlhf.models import LayerCache, Prefix
 from jaxrlhf.models.attention.kv_cache import cache_kind, capacity_of, is_ring
 from jaxrlhf.models.attention.linear_attention import LayerState
@@ -25,18 +26,18 @@ pages is unused."""
 
 
 class SlotCache:
-    """KV cache in which all slots have one capacity, which grows on demand.
+    """KV cache with one row for each row of the device's arrays; all rows have one capacity, which grows on demand.
 
     Layers are resized one by one, so that only one layer exists twice at a time.
 
     Attributes:
       arrays: Cached layers, an argument and a result of `decode`; empty while nothing is cached.
-      size: Current capacity of each slot, in tokens; 0 without a cache.
-      sizes: Possible capacities of each slot, in tokens, ascending.
+      size: Current capacity of each row, in tokens; 0 without a cache.
+      sizes: Possible capacities of each row, in tokens, ascending.
     """
 
     def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
-        self._compiled, self._slots = compiled, slots
+        self._compiled = compiled
         self._shardings, self._prefix = layout, layout.prompts.prefix
         layers = jax.eval_shape(partial(programs.empty_cache, slots=slots, capacity=longest, shape=compiled.shape))
         # Rings do not grow.
@@ -52,7 +53,7 @@ class SlotCache:
     def free(self) -> None:
         """Free the whole cache."""
         self.arrays: list[LayerCache | LayerState] = []
-        self._rows, self.size = self._slots, 0
+        self._rows = self.size = 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
         """Return the sizes that hold a sequence of this number of tokens."""
@@ -63,7 +64,7 @@ class SlotCache:
         if not self.arrays:
             empty = partial(programs.empty_cache, slots=self._rows, capacity=self.sizes[0])
             out = self._shardings.of_slots(jax.eval_shape(partial(empty, shape=self._compiled.shape)))
-            self.arrays = self._compiled.run(("empty cache",), empty, out=out)
+            self.arrays = self._compiled.run(("empty cache", self._rows), empty, out=out)
             self.size = self.sizes[0]
         while self.size < size:
             self._resize(self._rows, self.sizes[self.sizes.index(self.size) + 1], None)
@@ -77,31 +78,29 @@ class SlotCache:
         """
         self.grow(fit(int(tokens_B[slot_B].max()), self.sizes))
 
-    def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
-        """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
-        _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
+    def place(self, prefilled: Prefilled, placements: Sequence[Placement], insertion: Insertion) -> None:
+        """Copy the prompt of each placement into the row of its slot, as the insertion says."""
+        _, prompt_rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
         self.grow(fit(width, self.sizes))
         prompts: Any = prefilled.prompts
         prompts = prompts._replace(hidden_PD=None, choice_PSLk=None, offset_P=None)
         places: Counter[str] = Counter()
         for layer, stored in enumerate(self.arrays):
-            sizes, place = (_named("place", stored), width, self.size, rows), np.int32(places[cache_kind(stored)])
-            arguments = (stored, prompts, place, row_I, slot_I)
+            sizes = (_named("place", stored), width, self.size, prompt_rows, self._rows)
+            place = np.int32(places[cache_kind(stored)])
+            arguments = (stored, prompts, place, insertion.row_I, insertion.target_I)
             out = self._shardings.of_slots(stored)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=out, donate=0)
             places[cache_kind(stored)] += 1
 
-    def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
-        """Return the first `width` entries of these slots in the form of a prefill's result.
-
-        The cache must have a row for every slot, so that row and slot numbers agree.
-        """
-        rows, sizes = np.asarray(slots, np.int32), ("take", width, self.size, len(slots))
+    def prefix(self, slots: Sequence[int], slot_B: np.ndarray, *, width: int) -> Prefix:
+        """Return the first `width` entries of these slots in the form of a prefill's result."""
+        rows, sizes = rows_of(slots, slot_B), ("take", width, self.size, len(slots), self._rows)
         program = partial(programs.take_prefix, width=width)
         return self._compiled.run(sizes, program, self.arrays, rows, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
-        """Keep only these rows of each replica."""
+        """Gather these rows of each replica."""
         self._resize(row_GB.size, self.size, row_GB)
 
     def _resize(self, rows: int, capacity: int, row_GB: np.ndarray | None) -> None:
@@ -200,22 +199,21 @@ class PageCache:
             table_BQ[row, : len(pages)] = pages
         self.arrays = PagedCache(self.arrays.layers, self._compiled.put(table_BQ, self.layout.table_BQ))
 
-    def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
-        """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
+    def place(self, prefilled: Prefilled, placements: Sequence[Placement], insertion: Insertion) -> None:
+        """Copy the prompt of each placement into pages of its slot, as `SlotCache.place`."""
         _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
-        page_GIQ = np.full((self._replicas, len(row_I), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
-        for index, (row, slot) in enumerate(zip(row_I.tolist(), slot_I.tolist(), strict=True)):
-            if slot < self._slots:
-                replica, own = self._place_of(slot)
-                pages = self.books[replica].place(own, prefilled.tokens[row])
-                page_GIQ[replica, index, : len(pages)] = pages
+        page_GIQ = np.full((self._replicas, len(insertion.row_I), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
+        for index, (row, slot, _) in enumerate(placements):
+            replica, own = self._place_of(slot)
+            pages = self.books[replica].place(own, prefilled.tokens[row])
+            page_GIQ[replica, index, : len(pages)] = pages
         self._grow_to_fit()
         layers, sizes, program = self.arrays.layers, ("place", width, self.size, rows), programs.place_in_pages
         for layer, stored in enumerate(layers):
-            arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
+            arguments = (stored, prefilled.prompts.prefix, np.int32(layer), insertion.row_I, page_GIQ)
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
 
-    def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
+    def prefix(self, slots: Sequence[int], slot_B: np.ndarray, *, width: int) -> Prefix:
         """Return the first `width` entries of these slots in the form of a prefill's result."""
         page_GPQ = np.full((self._replicas, len(slots), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
         for row, slot in enumerate(slots):
@@ -227,7 +225,7 @@ class PageCache:
         return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
-        """Keep only these rows of each replica; nothing to do, as pages do not move."""
+        """Gather these rows of each replica; nothing to do, as pages do not move."""
 
     def _place_of(self, slot: int) -> tuple[int, int]:
         """Return the replica of a slot, and the slot's index in the replica."""
