@@ -30,6 +30,7 @@ from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_p
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
+from jaxrlhf.engine.scoring import Scoring, TokenScores
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, donated_layers
@@ -58,6 +59,7 @@ class Engine:
     Attributes:
       slots: Number of slots after rounding; while no request waits, only the slots in use are decoded.
       context_tokens, response_tokens: Maximum tokens of prompt and response together, and of a response.
+      limits, scoring: Limits of requests, and the scoring of given tokens.
       insertions, prefill: Rows of an insertion, and the prefill runner with its counts.
       compiled, cache, book, weights: Programs, KV cache, host state of the slots, and the loaded weights, if any.
 
@@ -113,7 +115,7 @@ class Engine:
         self.context_tokens, self.response_tokens = capacity, max_response_tokens
         most, self._decode = self._shape.most_stop_tokens, decode
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
-        self._limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
+        self.limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
         self._dispatch_ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
         self.mesh, self.execution, self._slot_counts = mesh, execution, slot_counts(self.slots // replicas)
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
@@ -121,6 +123,7 @@ class Engine:
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}
         self.prefill = Prefill(self.compiled, self._layout, pixels=pixels, **counts)
+        self.scoring = Scoring(self.compiled, self._layout, self.prefill, self.limits)
         sizes = {"longest": capacity, "longest_prompt": max_prompt_tokens, "prompts": prompts or self.slots}
         self.cache = cache_of(self.compiled, self._layout, slots=self.slots, **sizes)
         self.weights: Weights | None = None
@@ -260,7 +263,11 @@ class Engine:
 
     def new_sequence(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
         """Validate a request and return its state, not queued yet; see `RequestLimits.new_sequence`."""
-        return self._limits.new_sequence(request, sampling, seed=seed)
+        return self.limits.new_sequence(request, sampling, seed=seed)
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[TokenScores]:
+        """Score sequences of tokens, also while responses are generated; see `Scoring.run`."""
+        return self.scoring.run(sequences, self._loaded(), temperature=temperature)
 
     def step(self) -> list[Completion]:
         """Fill free slots with waiting requests, sample tokens in all slots, and return the responses that ended.
