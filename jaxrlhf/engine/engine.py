@@ -26,6 +26,7 @@ from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import prefix_cache_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
+from jaxrlhf.engine.constraints import Constraints, constrained
 from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
@@ -191,6 +192,7 @@ class Engine:
         self._scheduler = Scheduler(slots=self.slots)
         self._contents = prefix_cache_of(self._shape, slots=self.slots)
         self._prefilled: Prefilled | None = None
+        self._constraints = Constraints(self._shape.config.vocab_size)
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""
@@ -216,16 +218,15 @@ class Engine:
                 self._contents.start(slot, sequence, first=prefilled.first[row])
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
-        insertion = self._insertion(placements)
+        most_stops = self._shape.most_stop_tokens
+        insertion = insertion_of(placements, rows=self.insertions, slots=self.slots, most_stops=most_stops)
         ends: Any = prefilled.prompts
         ends = ends._replace(prefix=None, choice_PSLk=None)  # so that one program serves all widths
-        arguments = programs.insert, weights.params, self._slots_there(), ends, insertion
-        self._slots = self.compiled.run(("insert", len(ends.length_P)), *arguments, out=self._layout.slots, donate=1)
+        bits_IU = self._constraints.start({slot: sequence for _, slot, sequence in placements}, self.insertions)
+        arguments = programs.insert, weights.params, self._slots_there(), ends, insertion._replace(bits_BU=bits_IU)
+        sizes: Any = ("insert", len(ends.length_P), *constrained(bits_IU))
+        self._slots = self.compiled.run(sizes, *arguments, out=self._layout.slots, donate=1)
         self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
-
-    def _insertion(self, placements: Sequence[Placement]) -> programs.Insertion:
-        sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
-        return insertion_of(placements, **sizes)
 
     def _slots_there(self) -> programs.Slots:
         """Return the device state of the slots; at first no slot is active."""
@@ -239,13 +240,15 @@ class Engine:
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
+        bits_BU = self._constraints.next(self._slots, self.book.slot_B.tolist())
         self.cache.arrays, self._slots, window = self.compiled.run(
-            ("decode", len(self.book.slot_B), self.cache.size),
+            ("decode", len(self.book.slot_B), self.cache.size, *constrained(bits_BU)),
             programs.decode,
             weights.layers(),
             weights.params,
             self.cache.arrays,
             self._slots,
+            bits_BU,
             out=(self.cache.layout, self._layout.slots, self._layout.whole),
             donate=(2, 3),
         )

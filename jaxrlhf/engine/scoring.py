@@ -42,6 +42,11 @@ class TokenScores(NamedTuple):
         """Mask of the tokens that no other token exceeds in probability."""
         return self.logp_T >= self.likely_logp_TK[:, 0]
 
+    def likely(self, place: int, count: int) -> list[tuple[int, float]]:
+        """Return ids and log-probabilities of the likeliest tokens in a token's place."""
+        ids, logps = self.likely_TK[place, :count].tolist(), self.likely_logp_TK[place, :count].tolist()
+        return [(token, logp) for token, logp in zip(ids, logps, strict=True) if token >= 0]
+
 
 def score(
     params: Params,
@@ -80,9 +85,7 @@ def score(
 class Scoring:
     """Scoring of any number of sequences with the engine's weights."""
 
-    def __init__(
-        self, compiled: Compiled, layout: EngineShardings, prefill: Prefill, limits: RequestLimits
-    ) -> None:
+    def __init__(self, compiled: Compiled, layout: EngineShardings, prefill: Prefill, limits: RequestLimits) -> None:
         self._compiled, self._layout, self._prefill, self._limits = compiled, layout, prefill, limits
 
     def batches(self, sequences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -98,7 +101,9 @@ class Scoring:
         replicas = self._compiled.shape.replicas
         return replicas * max(1, PREFILL_TOKENS // (width * replicas))
 
-    def run(self, sequences: Sequence[Sequence[int]], weights: Weights, *, temperature: float = 1.0) -> list[TokenScores]:
+    def run(
+        self, sequences: Sequence[Sequence[int]], weights: Weights, *, temperature: float = 1.0
+    ) -> list[TokenScores]:
         """Score sequences and return their scores in order.
 
         A single sequence has a program with the fewest rows; other batches are padded to the most rows of their length.

@@ -188,8 +188,10 @@ class EngineService:
                 for asked in list(self._asked.values()):
                     self._end(asked, error)
         self._obey(wait=False)  # so that requests that arrived during a hold are cancelled too
-        for asked in (*self._asked.values(), *self._unscored):
+        for asked in list(self._asked.values()):
             asked.future.cancel()
+        for pending in self._unscored:
+            pending.future.cancel()
         self._obey(wait=False)
         self._held.set()  # so that no caller of `hold` waits for a thread that has ended
 

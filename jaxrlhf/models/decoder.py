@@ -129,9 +129,9 @@ def hidden_states(
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
-        replayed = {}
+        replay = {}
         if router.replayed is not None:
-            replayed = split_by_stack(jnp.moveaxis(execution.slices(router.replayed), 2, 0), config, skip=(DENSE_LAYERS,))
+            replay = split_by_stack(jnp.moveaxis(execution.slices(router.replayed), 2, 0), config, skip=(DENSE_LAYERS,))
 
         def step(name, flow, each):
             layer, (replayed_RWk, input_RWP) = each
@@ -142,7 +142,7 @@ def hidden_states(
             )
             return flow.passed(name, _deeper(sight, hidden_RWD, layer), kept), {"router": routed}
 
-        extras = {name: (replayed.get(name), inputs.get(name)) for name in STACKS}
+        extras = {name: (replay.get(name), inputs.get(name)) for name in STACKS}
         flow = Flow(hidden_RWD, nothing_lent(config, hidden_RWD, execution))
         flow, outputs = run_layers(config, rematerialised(step, execution), flow, layers, extras)
         return flow.hidden, outputs

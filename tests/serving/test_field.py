@@ -274,16 +274,21 @@ def test_ids_are_made_where_none_is_drawn():
 
 TAKEN = [
     *({name: value} for name, value in (("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}))),
-    *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("echo", False))),
+    *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("ignore_eos", True))),
     *({name: value} for name, value in (("stop_token_ids", []), ("skip_special_tokens", True), ("best_of", None))),
     *({name: value} for name, value in (("chat_template_kwargs", {}), ("reasoning_effort", None))),
     {"parallel_tool_calls": True, "tools": F},
     {"parallel_tool_calls": False},
+    {"parallel_tool_calls": False, "tools": F},
+    {"prediction": {"type": "content", "content": "So?"}},
+    {"response_format": {"type": "text"}, "top_logprobs": 0},
     {"tools": F, "tool_choice": "auto"},
     {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False},
 ]
 REFUSED = [
-    ("ignore_eos", {"ignore_eos": True}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("echo", {"echo": True}),
+    ("response_format", {"response_format": {"type": "grammar"}}),
     ("presence_penalty", {"presence_penalty": 0.5}),
     ("chat_template_kwargs", {"chat_template_kwargs": 3}),
     ("colours", {"chat_template_kwargs": {"colours": 3}}),
@@ -292,7 +297,7 @@ REFUSED = [
     ("reasoning_effort", {"reasoning_effort": "low"}),
     ("tool_choice", {"tools": F, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("tool_choice", {"tools": F, "tool_choice": "required"}),
-    ("parallel_tool_calls", {"tools": F, "parallel_tool_calls": False}),
+    ("parallel_tool_calls", {"tools": F, "parallel_tool_calls": "no"}),
     ("stop_token_ids", {"stop_token_ids": [3]}),
     ("colour", {"colour": None}),
 ]

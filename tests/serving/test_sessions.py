@@ -200,7 +200,7 @@ def test_an_episode_may_have_thousands_of_calls():
 def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch):
     [word, *_], _ = episode(book, "stops", turns=1)
     stop, engine = word[2:4], model.service.engine
-    monkeypatch.setattr(engine, "_limits", replace(engine._limits, stop_texts=(stop,)))
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, stop_texts=(stop,)))
     [said], _ = episode(book, "stops", turns=1)
     assert stop in said and word.startswith(said) and said != word
 
