@@ -34,6 +34,7 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "length_penalty": (1,),
+    "best_of": (1,),
     "use_beam_search": (False,),
     "prompt_logprobs": (0,),
     "truncate_prompt_tokens": (),
