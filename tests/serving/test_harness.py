@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_runs import write_policy
+from transformers import PreTrainedTokenizerFast
 
 from jaxrlhf import evaluate
 from jaxrlhf.config import Refusal
@@ -85,7 +86,9 @@ def checkpoint(request, tmp_path_factory):
             {"question": f"Tom has {a} apples and buys {b}.", "answer": f"{a}+{b}={a + b}\n#### {a + b}"}
             for a, b in sums
         ]
-        return Checkpoint(path, {"pretrained": str(path)}, records, 9)
+        # AutoTokenizer would ignore the tokenizer's own settings.
+        own = {"pretrained": str(path), "tokenizer": PreTrainedTokenizerFast.from_pretrained(path)}
+        return Checkpoint(path, own, records, 9)
     path = request.getfixturevalue("smollm2")
     return Checkpoint(path, {"pretrained": str(path.parent), "gguf_file": path.name}, gsm8k(), 4)
 
@@ -115,10 +118,10 @@ def ask(checkpoint, folder):
     """Function that has a model asked, and returns its scores and the numbers or texts that it answered with."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
 
-    def ask(tasks, model, *, chat=False, **arguments):
+    def ask(tasks, asked, *, chat=False, **arguments):
         how = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "bootstrap_iters": 0}
         how |= {"task_manager": manager, "limit": checkpoint.limit}
-        found = lm_eval.simple_evaluate(model, arguments or None, tasks=tasks, **how)
+        found = lm_eval.simple_evaluate(asked, arguments or None, tasks=tasks, **how)
         samples = {task: [sample["resps"] for sample in found["samples"][task]] for task in tasks}
         return found["results"], samples
 
@@ -142,12 +145,13 @@ def theirs(checkpoint, ask):
 
 
 def equal(ours, theirs, tasks):
-    """Compare scores, log-likelihoods and texts; log-likelihoods and perplexities to the fourth digit."""
+    """Compare scores, log-likelihoods and texts; log-likelihoods and the logarithms of perplexities to 1e-4."""
     (scores, samples), (their_scores, their_samples) = ours, theirs
     for task in tasks:
         for name, value in their_scores[task].items():
             if isinstance(value, float):
-                assert scores[task][name] == pytest.approx(value, rel=1e-4), (task, name)
+                one, other = (np.log(x) if "perplexity" in name else x for x in (scores[task][name], value))
+                assert one == pytest.approx(other, rel=1e-4), (task, name)
         if task == "answers":
             assert samples[task] == their_samples[task]
             continue
