@@ -106,7 +106,7 @@ class Scoring:
     ) -> list[TokenScores]:
         """Score sequences and return their scores in order.
 
-        A single sequence has a program with the fewest rows; other batches are padded to the most rows of their length.
+        A single sequence has a program with the fewest rows; batches of several are padded to the most rows.
 
         Raises:
           Refusal: A sequence is empty, too long, or not in the vocabulary.
@@ -117,7 +117,7 @@ class Scoring:
         scores: dict[int, TokenScores] = {}
         for batch in self.batches(sequences):
             width = self._prefill.width(max(len(sequences[index]) for index in batch))
-            rows = self._compiled.shape.replicas if len(batch) == 1 else self._most(width)
+            rows = self._compiled.shape.replicas if len(sequences) == 1 else self._most(width)
             token_RW, length_R = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
             for row, index in enumerate(batch):
                 length_R[row] = len(sequences[index])

@@ -12,7 +12,7 @@ from jaxrlhf.serving.messages import message_of, one_system, tool_of
 
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "verbosity", "prediction"),
+    *("prompt_cache_options", "prompt_cache_retention", "verbosity", "prediction"),
 }
 """Fields that are accepted and ignored, because no answer depends on them here."""
 
@@ -39,6 +39,7 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "prompt_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "web_search_options": (),
+    "moderation": (),
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),

@@ -315,6 +315,18 @@ def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
     assert name in answer.json()["error"]["message"]
 
 
+def test_every_field_of_openais_client_is_known():
+    from openai.types import chat, completion_create_params
+
+    from jaxrlhf.serving.wire import chat_request, completion_request
+
+    for params, read, path in (
+        (chat.completion_create_params.CompletionCreateParamsBase, chat_request, {"model": "tiny", "messages": [USER]}),
+        (completion_create_params.CompletionCreateParamsBase, completion_request, {"model": "tiny", "prompt": "a"}),
+    ):
+        read({**dict.fromkeys({*params.__annotations__, "stream"}), **path})
+
+
 def test_variables_of_the_chat_template_are_set():
     api = Api(tokenizer_of("qwen3"), "<think> literally")
     choice = api.choice(chat_template_kwargs={"enable_thinking": False})

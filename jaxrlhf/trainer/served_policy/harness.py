@@ -1,6 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`), asked of a policy in this process."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ _AT_ONCE = 256
 """Number of sequences between two updates of the progress bar."""
 _MAX_GEN_TOKS = 256
 """Most tokens of an answer where a task names no number, as in the harness's own models."""
+_RESAMPLES = 1000
+"""Number of resamples for the standard errors that have no formula."""
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
@@ -174,6 +177,7 @@ def evaluate_tasks(
     if missing := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if folder is None else f" or {folder}"
         raise Refusal(f"no task {', '.join(missing)} in lm_eval{where}; `lm-eval ls tasks` lists its tasks")
+    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork processes for standard errors, beside JAX's threads
     results = simple_evaluate(
         model=HarnessModel(policy, name),
         tasks=manager.match_tasks([*tasks]),
@@ -183,6 +187,7 @@ def evaluate_tasks(
         fewshot_as_multiturn=chat,
         task_manager=manager,
         log_samples=False,
+        bootstrap_iters=_RESAMPLES,
     )
     assert results is not None, "only processes of other ranks get no results"
     results["config"]["model"] = name
