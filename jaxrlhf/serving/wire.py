@@ -145,7 +145,8 @@ def chat_request(body: Any) -> ChatRequest:
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise unsupported(
-            f"tool_choice={choice!r} would force a call, and sampling is not constrained here; use 'auto' or 'none'",
+            f"tool_choice={choice!r:.80} would force a call, and calls are not constrained here; use 'auto' or 'none', "
+            "or response_format for an answer in JSON",
             "tool_choice",
         )
     one_call = fields.boolean("parallel_tool_calls", default=True) is False
