@@ -14,7 +14,7 @@ from jaxrlhf.engine.programs import Slots
 from jaxrlhf.engine.sequence import SequenceState
 
 
-class Constraint(Protocol):
+class TokenConstraint(Protocol):
     """Constraint of one response, for example a grammar."""
 
     def allowed(self) -> np.ndarray:
@@ -27,7 +27,7 @@ class Constraint(Protocol):
         """Advance by a sampled token, which was allowed."""
 
 
-class Constraints:
+class SlotConstraints:
     """Constraints of the responses in slots.
 
     Args:
@@ -36,7 +36,7 @@ class Constraints:
 
     def __init__(self, vocab: int) -> None:
         self._words = -(-vocab // 32)
-        self._of_slot: dict[int, Constraint] = {}
+        self._of_slot: dict[int, TokenConstraint] = {}
 
     def start(self, sequences: Mapping[int, SequenceState], rows: int) -> np.ndarray | None:
         """Return the masks of the first tokens, `[rows, U]`; None if no response in any slot is constrained.

@@ -26,7 +26,7 @@ from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import prefix_cache_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.constraints import Constraints, constrained
+from jaxrlhf.engine.constraints import SlotConstraints, constrained
 from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
@@ -192,7 +192,7 @@ class Engine:
         self._scheduler = Scheduler(slots=self.slots)
         self._contents = prefix_cache_of(self._shape, slots=self.slots)
         self._prefilled: Prefilled | None = None
-        self._constraints = Constraints(self._shape.config.vocab_size)
+        self._constraints = SlotConstraints(self._shape.config.vocab_size)
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""

@@ -72,7 +72,7 @@ class Insertion(NamedTuple):
       drawn_B: Number of response tokens at the end of the prompt, sampled earlier.
       limit_B: Maximum number of response tokens, including `drawn_B`.
       stop_BE: Stop token ids; the rest is negative.
-      bits_BU: Masks of `Constraints.start`; None constrains no response.
+      bits_BU: Masks of `SlotConstraints.start`; None constrains no response.
     """
 
     row_I: Array
@@ -322,7 +322,7 @@ def decode(
       layers: Unstacked layers from `unstack`, made once for all calls.
       cache: KV cache, to be donated. Active slots must not outgrow the cache or their pages.
       slots: State of the slots, to be donated.
-      bits_BU: Masks of `Constraints.next`, and one token is sampled; None constrains no response.
+      bits_BU: Masks of `SlotConstraints.next`, and one token is sampled; None constrains no response.
     """
     width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
     width = width if bits_BU is None else 1

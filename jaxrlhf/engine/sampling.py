@@ -115,7 +115,7 @@ def sample(
       logits_BV: Logits; a token with -inf is never sampled. At least one entry of a row is finite.
       position_B: Number of response tokens that were sampled before this one.
       stop_BE: Stop token ids that `min_tokens` suppresses; negative entries are padding.
-      bits_BU: Tokens that a `Constraint` allows; None allows all.
+      bits_BU: Tokens that a `TokenConstraint` allows; None allows all.
       most_kept: K; slots whose `top_k_B` is from 1 to K record their sampling mask. 0 records none.
     """
     scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]

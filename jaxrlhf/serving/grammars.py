@@ -43,7 +43,7 @@ class JsonGrammars:
 
 
 class JsonConstraint:
-    """Constraint of a response to a grammar of llguidance; see `jaxrlhf.engine.constraints.Constraint`."""
+    """Constraint of a response to a grammar of llguidance; see `jaxrlhf.engine.constraints.TokenConstraint`."""
 
     def __init__(self, matcher: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._matcher, self._words, self._stop_tokens = matcher, -(-vocab // 32), tuple(stop_tokens)

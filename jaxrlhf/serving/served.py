@@ -21,7 +21,7 @@ from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion, EngineService, Request
-from jaxrlhf.engine.constraints import Constraint
+from jaxrlhf.engine.constraints import TokenConstraint
 from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
 from jaxrlhf.serving.grammars import JsonGrammars
@@ -200,7 +200,7 @@ class Choice:
     keep: bool = False
     images: tuple[Image, ...] = ()
     has_replies: bool = False
-    constraint: Constraint | None = None
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, policy: LoadedPolicy, name: str) -> None:
         super().__init__()
-        self._engine, self.tokenizer, self._name = policy.engine, policy.tokenizer, name
+        self._engine, self._name = policy.engine, name
+        self.tokenizer: Any = policy.tokenizer
         self._bytes = TokenBytes(policy.tokenizer)
 
     @property
@@ -79,7 +80,7 @@ class HarnessModel(TemplateLM):
             for start in range(0, len(order), _AT_ONCE):
                 some = order[start : start + _AT_ONCE]
                 for index, scores in zip(some, self._engine.score([texts[index] for index in some]), strict=True):
-                    key, _, continuation = requests[index]
+                    key, continuation = requests[index][0], requests[index][2]
                     own = slice(len(texts[index]) - len(continuation), None)
                     found[index] = float(scores.logp_T[own].sum()), bool(scores.is_greedy_T[own].all())
                     if key is not None:
@@ -114,13 +115,7 @@ class HarnessModel(TemplateLM):
             for numbers in alike.values():
                 settings = normalize_gen_kwargs(requests[numbers[0]].args[1], _MAX_GEN_TOKS)
                 asked, sampling, until = self._asked([requests[number].args[0] for number in numbers], dict(settings))
-                seen = progress.n
-                done = self._engine.generate(
-                    asked,
-                    sampling,
-                    seed=_SEED,
-                    progress=lambda count, _, seen=seen: progress.update(seen + count - progress.n),
-                )
+                done = self._engine.generate(asked, sampling, seed=_SEED, on_completion=lambda _: progress.update())
                 for number, completion in zip(numbers, done, strict=True):
                     text = self._bytes.text(completion.tokens)
                     texts[number] = min((text.partition(stop)[0] for stop in until), key=len, default=text)
