@@ -24,8 +24,8 @@ def main() -> None:
         return _tasks()
     command = CommandLine(
         prog="jaxrlhf evaluate",
-        description="Evaluate a policy on held-out problems, or in tasks of lm_eval: `jaxrlhf evaluate POLICY --tasks "
-        "NAMES`, which has flags of its own (`--tasks --help`).",
+        description="Evaluate a policy on held-out problems, or in tasks of lm_eval, with other flags: `jaxrlhf "
+        "evaluate --tasks NAMES --help`.",
         examples=[
             ("--config ppo_gsm8k", "greedy accuracy of the newest checkpoint of runs/ppo_gsm8k"),
             ("--config ppo_gsm8k --step 40 --samples 8", "pass@k of another checkpoint"),

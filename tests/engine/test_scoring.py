@@ -12,6 +12,8 @@ from jaxrlhf import models
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import EngineService, Request
+from jaxrlhf.sharding.rules import GENERATE, shardings
+from tests.engine import test_rings, test_routing, test_states
 from tests.engine.test_turns import LATENT, MODEL, SEED, build, prompts
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -51,20 +53,23 @@ def test_scores_are_log_probabilities_of_the_tokens(model, sizes):
             np.testing.assert_array_equal(scores.is_greedy_T[1:], own_T > best_TK[:, 0] - 1e-9)
 
 
-def test_unstacked_layers_score_alike():
-    """The layers of an engine that deleted their stack."""
-    params = jax.device_put(gaussian(MODEL), jax.devices()[0])
-    engine = build(MODEL, window=3)
-    stacked = engine.score(prompts())
-    engine.load(params, version=1, donated=None)
-    unstacked = build(MODEL, window=2)
-    unstacked.unload()
-    unstacked._signature = None
-    own = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), engine.weights.params)
-    unstacked.load(own, version=1, donated=jax.tree.map(lambda _: True, own))
-    assert unstacked.weights.stackless is not None
-    for one, other in zip(stacked, unstacked.score(prompts()), strict=True):
-        np.testing.assert_allclose(one.logp_T, other.logp_T, atol=1e-5)
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, LATENT, test_routing.MODEL, test_rings.APART, test_rings.BORROWING, *test_states.PARAMS],
+    ids=["rings", "latent", "experts", "apart", "borrowing", "states", "spaces", "states borrowed"],
+)
+def test_unstacked_layers_score_alike(model):
+    """An engine that serves has deleted the stacks of its layers."""
+    engine = build(model, window=2)
+    engine.unload()
+    engine._signature = None
+    params = jax.tree.map(jax.numpy.array, gaussian(model))
+    layout = shardings(engine.mesh, models.param_dims(model, "lm"), GENERATE)
+    engine.load(jax.device_put(params, layout), version=1, donated=jax.tree.map(lambda _: True, params))
+    assert engine.weights.stackless is not None
+    for tokens, scores in zip(prompts(), engine.score(prompts()), strict=True):
+        own_T = np.take_along_axis(expected(model, tokens), np.asarray(tokens[1:])[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(scores.logp_T[1:], own_T, atol=5e-5)
 
 
 def test_lengths_share_programs():
