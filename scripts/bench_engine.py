@@ -68,7 +68,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": round(median(tokens[1:]) / seconds, 1),
         "first_s": round(times[0], 2),
         "bytes_per_s": round((steps * config.num_parameters() * dtype.itemsize + cache) / seconds),
-        "compilations": engine.compilations,
+        "compilations": len(engine.compiled),
         "device": jax.devices()[0].device_kind,
     }
 

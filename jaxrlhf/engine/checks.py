@@ -149,8 +149,7 @@ class RequestLimits:
                 f"a prompt of {len(prompt)} tokens; expected 1 to {longest} beside a response of {limit}: "
                 f"drop it, ask for fewer tokens by max_tokens, or build the engine for longer prompts"
             )
-        if not (min(prompt) >= 0 and max(prompt) < self.vocab):
-            raise Refusal(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {self.vocab}")
+        self._check_ids(prompt)
         for name, value in (("seed", seed), ("request_id", request.request_id)):
             if not 0 <= value < 2**32:
                 raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
@@ -165,6 +164,20 @@ class RequestLimits:
                 f"stop_tokens={stops} of request {request.request_id}; expected at most {self.most_stops} ids of the "
                 f"vocabulary of {self.vocab}"
             )
+
+    def check_scored(self, tokens: Sequence[int]) -> None:
+        """Raise `Refusal` if a sequence cannot be scored."""
+        if not 0 < len(tokens) <= self.capacity:
+            raise Refusal(
+                f"a sequence of {len(tokens)} tokens to score; expected 1 to {self.capacity}: shorten it, or build the "
+                "engine for longer sequences"
+            )
+        self._check_ids(tokens)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        low, high = min(tokens), max(tokens)
+        if not (low >= 0 and high < self.vocab):
+            raise Refusal(f"prompt ids from {low} to {high} lie outside the vocabulary of {self.vocab}")
 
 
 def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:

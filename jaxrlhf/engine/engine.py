@@ -26,10 +26,12 @@ from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import prefix_cache_of
 from jaxrlhf.engine.cache.kv_cache import cache_of
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
+from jaxrlhf.engine.constraints import SlotConstraints, constrained
 from jaxrlhf.engine.prefill import CHUNK_PARTS, CHUNK_TOKENS, Kind, Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
+from jaxrlhf.engine.scoring import Scoring, TokenScores
 from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
 from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, donated_layers
@@ -58,6 +60,7 @@ class Engine:
     Attributes:
       slots: Number of slots after rounding; only the slots in use, and few others, have rows that are computed.
       context_tokens, response_tokens: Maximum tokens of prompt and response together, and of a response.
+      limits, scoring: Limits of requests, and the scoring of given tokens.
       insertions, prefill: Rows of an insertion, and the prefill runner with its counts.
       compiled, cache, book, weights: Programs, KV cache, host state of the slots, and the loaded weights, if any.
 
@@ -113,7 +116,7 @@ class Engine:
         self.context_tokens, self.response_tokens = capacity, max_response_tokens
         most, self._decode = self._shape.most_stop_tokens, decode
         limits = max_response_tokens, most, tuple(stop_tokens), tuple(stop_texts), decode is not None
-        self._limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
+        self.limits = checks.RequestLimits(capacity, config.vocab_size, *limits, config.vision)
         self._dispatch_ahead = mesh.devices.flat[0].platform != "cpu" if dispatch_ahead is None else dispatch_ahead
         self.mesh, self.execution, self._slot_counts = mesh, execution, slot_counts(self.slots // replicas)
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline, execution.cache_axes)
@@ -121,21 +124,12 @@ class Engine:
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}
         self.prefill = Prefill(self.compiled, self._layout, pixels=pixels, **counts)
+        self.scoring = Scoring(self.compiled, self._layout, self.prefill, self.limits)
         sizes = {"longest": capacity, "longest_prompt": max_prompt_tokens, "prompts": prompts or self.slots}
         self.cache = cache_of(self.compiled, self._layout, slots=self.slots, **sizes)
         self.weights: Weights | None = None
         self._signature: Any = None
         self.free()
-
-    @property
-    def compilations(self) -> int:
-        """Number of programs compiled so far."""
-        return len(self.compiled)
-
-    @property
-    def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """Lowered programs by name and sizes, if the devices are only described and nothing can run."""
-        return self.compiled.lowered
 
     @property
     def unfinished(self) -> bool:
@@ -185,13 +179,13 @@ class Engine:
         self._scheduler = Scheduler(slots=self.slots, replicas=self._shape.replicas)
         self._contents = prefix_cache_of(self._shape, slots=self.slots)
         self._prefilled: Prefilled | None = None
+        self._constraints = SlotConstraints(self._shape.config.vocab_size)
 
     def _clear(self) -> None:
         """Free the device's arrays of the slots."""
         self.cache.free()
         self._slots: programs.Slots | None = None
-        window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
-        self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
+        self.book = SlotBook(self.slots, self._shape.tokens_per_dispatch, replicas=self._shape.replicas)
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; only the largest cache if devices are described."""
@@ -218,12 +212,12 @@ class Engine:
                 self._contents.start(slot, sequence, first=prefilled.first[row])
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
-        sizes = {"rows": self.insertions, "most_stops": self._shape.most_stop_tokens}
-        insertion = insertion_of(placements, self.book.slot_B, **sizes)
+        insertion = insertion_of(placements, self.book.slot_B, self.insertions, self._shape.most_stop_tokens)
+        bits_IU = self._constraints.start({slot: sequence for _, slot, sequence in placements}, self.insertions)
         ends: Any = prefilled.prompts
         ends = ends._replace(prefix=None, choice_PSLk=None)  # so that one program serves all widths
-        name = "insert", len(ends.length_P), len(self.book.slot_B)
-        arguments = programs.insert, weights.params, self._slots, ends, insertion
+        name: Any = ("insert", len(ends.length_P), len(self.book.slot_B), *constrained(bits_IU))
+        arguments = programs.insert, weights.params, self._slots, ends, insertion._replace(bits_BU=bits_IU)
         self._slots = self.compiled.run(name, *arguments, out=self._layout.slots, donate=1)
         self.cache.place(prefilled, placements, insertion)
 
@@ -232,13 +226,15 @@ class Engine:
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
+        bits_BU = self._constraints.next(self._slots, self.book.slot_B.tolist())
         self.cache.arrays, self._slots, window = self.compiled.run(
-            ("decode", len(self.book.slot_B), self.cache.size),
+            ("decode", len(self.book.slot_B), self.cache.size, *constrained(bits_BU)),
             programs.decode,
             weights.layers(),
             weights.params,
             self.cache.arrays,
             self._slots,
+            bits_BU,
             out=(self.cache.layout, self._layout.slots, self._layout.whole),
             donate=(2, 3),
         )
@@ -256,7 +252,11 @@ class Engine:
 
     def new_sequence(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
         """Validate a request and return its state, not queued yet; see `RequestLimits.new_sequence`."""
-        return self._limits.new_sequence(request, sampling, seed=seed)
+        return self.limits.new_sequence(request, sampling, seed=seed)
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[TokenScores]:
+        """Score sequences of tokens, also while responses are generated; see `Scoring.run`."""
+        return self.scoring.run(sequences, self._loaded(), temperature=temperature)
 
     def step(self) -> list[Completion]:
         """Fill free slots with waiting requests, sample tokens in all slots, and return the responses that ended.

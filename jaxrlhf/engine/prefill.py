@@ -108,7 +108,11 @@ class Prefill:
         if known := contents.longest(prompt).tokens:
             alike = known.bit_length() if contents.ring is None else known  # all start from the shortest prefix
             return Kind(alike, fit(len(prompt), self.past_widths))
-        return Kind(0, fit(max(len(prompt), self.buckets[-1]), (*self.buckets, *self._longer)))
+        return Kind(0, self.width(max(len(prompt), self.buckets[-1])))
+
+    def width(self, tokens: int) -> int:
+        """Return the padded length of a whole sequence without a cached prefix."""
+        return fit(tokens, (*self.buckets, *self._longer))
 
     def most(self, kind: Kind) -> int:
         """Return the maximum number of prompts of a kind in one prefill, so that memory is bounded for any length."""
@@ -134,7 +138,7 @@ class Prefill:
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
         begins = tuple(contents.go_on(each) for each in known)
         first = min(tokens for tokens, _ in known)
-        width = fit(longest, self.past_widths if first else (*self.buckets, *self._longer))
+        width = fit(longest, self.past_widths) if first else self.width(longest)
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
         fewer = (self._whole_replicas(max(1, count // part)) for part in FEWER_ROWS)
         count = min(rows for rows in (count, *fewer) if rows >= len(prompts))

@@ -74,6 +74,7 @@ class Insertion(NamedTuple):
       drawn_B: Number of response tokens at the end of the prompt, sampled earlier.
       limit_B: Maximum number of response tokens, including `drawn_B`.
       stop_BE: Stop token ids; the rest is negative.
+      bits_BU: Masks of `SlotConstraints.start`; None constrains no response.
     """
 
     row_I: Array
@@ -84,6 +85,7 @@ class Insertion(NamedTuple):
     limit_B: Array
     stop_BE: Array
     settings: SlotSampling
+    bits_BU: Array | None = None
 
 
 class Slots(NamedTuple):
@@ -191,7 +193,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     """Start responses: sample their first tokens. `place` copies each prompt's cache into its row."""
     row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
-    token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
+    token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, insertion.bits_BU, shape)
     drawn_I = insertion.drawn_B + 1
     new = Slots(
         token_I,
@@ -308,7 +310,13 @@ def unstack(params: Params, *, shape: Shape) -> list[Params]:
 
 
 def decode(
-    layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
+    layers: list[Params],
+    params: Params,
+    cache: Cache,
+    slots: Slots,
+    bits_BU: Array | None = None,
+    *,
+    shape: Shape,
 ) -> tuple[Cache, Slots, Window]:
     """Sample up to `tokens_per_dispatch` tokens in every active slot; stop early when no slot is active.
 
@@ -316,8 +324,10 @@ def decode(
       layers: Unstacked layers from `unstack`, made once for all calls.
       cache: KV cache, to be donated. Active slots must not outgrow the cache or their pages.
       slots: State of the slots, to be donated.
+      bits_BU: Masks of `SlotConstraints.next`, and one token is sampled; None constrains no response.
     """
     width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
+    width = width if bits_BU is None else 1
     window = Window(
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
@@ -333,7 +343,7 @@ def decode(
     def step(carry):
         count, cache, slots, window = carry
         drawing_B = slots.active_B
-        cache, slots, choice_BLk = _step(layers, params, cache, slots, shape=shape)
+        cache, slots, choice_BLk = _step(layers, params, cache, slots, bits_BU, shape=shape)
         choice_WBLk, kept_WBK = window.choice_WBLk, window.kept_WBK
         window = Window(
             window.token_WB.at[count + 1].set(jnp.where(drawing_B, slots.token_B, NO_TOKEN)),
@@ -349,7 +359,7 @@ def decode(
 
 
 def _step(
-    layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
+    layers: list[Params], params: Params, cache: Cache, slots: Slots, bits_BU: Array | None, *, shape: Shape
 ) -> tuple[Cache, Slots, Array | None]:
     """Sample one token in every active slot; also return the experts of the token that was run, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
@@ -358,7 +368,7 @@ def _step(
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
     logits_BV = models.padded_logits(params, shape.config, output.hidden_BD)
-    token_B, logp_B, kept_BK = _draw(logits_BV, slots.drawn_B, slots, shape)
+    token_B, logp_B, kept_BK = _draw(logits_BV, slots.drawn_B, slots, bits_BU, shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # An inactive slot also wrote a token to its cache, which nobody reads: the next insertion overwrites the entry, or
@@ -379,9 +389,10 @@ def _routed(shape: Shape) -> ModelConfig:
     return shape.config
 
 
-def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, shape: Shape) -> Sampled:
+def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, bits_BU: Array | None, shape: Shape) -> Sampled:
     uniform_B2 = uniforms(of.seed_B, of.request_B, position_B)
-    return sample(logits_BV, uniform_B2, position_B, of.settings, stop_BE=of.stop_BE, most_kept=shape.most_kept)
+    how: dict[str, Any] = {"stop_BE": of.stop_BE, "bits_BU": bits_BU, "most_kept": shape.most_kept}
+    return sample(logits_BV, uniform_B2, position_B, of.settings, **how)
 
 
 def _ended(token_B: Array, drawn_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:

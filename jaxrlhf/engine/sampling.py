@@ -5,7 +5,7 @@ function of (seed, request, position) and of the slot's own logits only: the sam
 slot, in any batch, in any order.
 
 The reported log-probability of a token is the policy's at the slot's temperature, before top-k, top-p, min-p,
-`min_tokens` or greedy decoding narrow the choice:
+`min_tokens`, a constraint or greedy decoding narrow the choice:
 
     logp = log_softmax(logits / temperature)[token]
 
@@ -102,6 +102,7 @@ def sample(
     settings: SlotSampling,
     *,
     stop_BE: Int[Array, "B E"],
+    bits_BU: UInt32[Array, "B U"] | None = None,
     most_kept: int = 0,
 ) -> Sampled:
     """Sample a token of each slot by inverting the cumulative distribution.
@@ -114,6 +115,7 @@ def sample(
       logits_BV: Logits; a token with -inf is never sampled. At least one entry of a row is finite.
       position_B: Number of response tokens that were sampled before this one.
       stop_BE: Stop token ids that `min_tokens` suppresses; negative entries are padding.
+      bits_BU: Tokens that a `TokenConstraint` allows; None allows all.
       most_kept: K; slots whose `top_k_B` is from 1 to K record their sampling mask. 0 records none.
     """
     scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]
@@ -123,26 +125,34 @@ def sample(
 
     early_B = position_B < settings.min_tokens_B
     recorded_B = ~settings.greedy_B & (settings.top_k_B > 0) & (settings.top_k_B <= most_kept)
-    restricted_B = ~recorded_B & (early_B | settings.greedy_B | _truncates(settings))
+    restricted_B = ~recorded_B & (early_B | settings.greedy_B | _truncates(settings) | (bits_BU is not None))
+    possible_BV = scaled_BV if bits_BU is None else jnp.where(_unpacked(bits_BU, scaled_BV), scaled_BV, -jnp.inf)
     # With uniform 0 the inversion takes the first of a greedy slot's remaining tokens.
     uniform_B2 = jnp.where(settings.greedy_B[:, None], 0.0, uniform_B2)
     # Whole branches, because an array that a branch returns is copied.
     token_B = lax.cond(
         restricted_B.any(),
-        lambda: _draw(_restricted_weights(scaled_BV, early_B, stop_BE, settings), uniform_B2),
+        lambda: _draw(_restricted_weights(possible_BV, early_B, stop_BE, settings), uniform_B2),
         lambda: _draw(weight_BV, uniform_B2),
     )
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     sampled = Sampled(token_B, chosen_B - normaliser_B)
     if not most_kept:
         return sampled
-    allowed_BV = _allowed(scaled_BV, early_B, stop_BE)
-    token_B, logp_B, kept_BK = _drawn_among_kept(allowed_BV, uniform_B2[:, 0], settings, most_kept=most_kept)
+    possible_BV = _allowed(possible_BV, early_B, stop_BE)
+    token_B, logp_B, kept_BK = _drawn_among_kept(possible_BV, uniform_B2[:, 0], settings, most_kept=most_kept)
     return Sampled(
         jnp.where(recorded_B, token_B, sampled.token_B),
         jnp.where(recorded_B, logp_B, sampled.logp_B),
         jnp.where(recorded_B[:, None], kept_BK, -1),
     )
+
+
+def _unpacked(bits_BU: UInt32[Array, "B U"], like_BV: Float[Array, "B V"]) -> Bool[Array, "B V"]:
+    """Return the bits as a mask of the vocabulary; False for padding of the vocabulary."""
+    bit_BU32 = (bits_BU[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    bit_BV = bit_BU32.reshape(len(bits_BU), -1)[:, : like_BV.shape[1]].astype(bool)
+    return jnp.pad(bit_BV, ((0, 0), (0, like_BV.shape[1] - bit_BV.shape[1])))
 
 
 def _truncates(settings: SlotSampling) -> Bool[Array, "B"]:

@@ -37,6 +37,7 @@ class Request:
         that follow them.
       has_replies: True if the prompt contains earlier replies; image placeholders that the policy sampled in replies
         stand for no image.
+      constraint: Constraint of the response, advanced as tokens are sampled, so of no other request; None is free.
     """
 
     request_id: int
@@ -48,6 +49,7 @@ class Request:
     images: tuple[Image, ...] = ()
     drawn: int = 0
     has_replies: bool = False
+    constraint: Any = field(default=None, compare=False)
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from time import monotonic
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine.engine import Engine
+from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
@@ -51,6 +52,15 @@ class _PendingRequest:
     began: bool = False
 
 
+@dataclass(eq=False)
+class _PendingScore:
+    """Sequence to score, with its future."""
+
+    tokens: Sequence[int]
+    temperature: float
+    future: Future[TokenScores] = field(default_factory=Future)
+
+
 class EngineService:
     """Service thread that steps an engine while requests are in progress.
 
@@ -70,6 +80,7 @@ class EngineService:
         self._lock, self._closing = threading.Lock(), False
         self._holding, self._held, self._may_go_on = False, threading.Event(), threading.Event()
         self._later: list[_PendingRequest] = []
+        self._unscored: list[_PendingScore] = []
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -108,6 +119,18 @@ class EngineService:
             lambda future: self._inbox.put(lambda: self._drop(asked)) if future.cancelled() else None
         )
         return asked.future
+
+    def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> Future[TokenScores]:
+        """Submit a sequence to score and return the future of its scores; thread-safe.
+
+        Raises:
+          Refusal: The engine cannot score the sequence.
+          RuntimeError: The service is closed.
+        """
+        self.engine.limits.check_scored(tokens)
+        pending = _PendingScore(tokens, temperature)
+        self._tell(lambda: self._unscored.append(pending))
+        return pending.future
 
     def release(self, request_id: int) -> None:
         """Release the cache that `keep` holds for a request; thread-safe."""
@@ -152,7 +175,9 @@ class EngineService:
         """Run the thread's loop; block for commands only if no request is in progress."""
         while not self._closing:
             try:
-                self._obey(wait=not self.engine.unfinished and not self._holding)
+                self._obey(wait=not (self.engine.unfinished or self._holding or self._unscored))
+                if self._unscored and not self._holding:
+                    self._score()
                 if self.engine.unfinished:
                     self._step()
                 elif self._holding:
@@ -165,6 +190,8 @@ class EngineService:
         self._obey(wait=False)  # so that requests that arrived during a hold are cancelled too
         for asked in list(self._asked.values()):
             asked.future.cancel()
+        for pending in self._unscored:
+            pending.future.cancel()
         self._obey(wait=False)
         self._held.set()  # so that no caller of `hold` waits for a thread that has ended
 
@@ -187,6 +214,24 @@ class EngineService:
         later, self._later = self._later, []
         for asked in later:
             self.engine.enqueue(asked.sequence)
+
+    def _score(self) -> None:
+        """Score the sequences that run together with the one that waits for longest."""
+        first = self._unscored[0]
+        alike = [pending for pending in self._unscored if pending.temperature == first.temperature]
+        batches = self.engine.scoring.batches([pending.tokens for pending in alike])
+        batch = next(batch for batch in map(set, batches) if 0 in batch)
+        taken = [pending for index, pending in enumerate(alike) if index in batch]
+        self._unscored = [pending for pending in self._unscored if pending not in taken]
+        taken = [pending for pending in taken if pending.future.set_running_or_notify_cancel()]
+        try:
+            scores = self.engine.score([pending.tokens for pending in taken], temperature=first.temperature)
+        except BaseException as error:
+            for pending in taken:
+                pending.future.set_exception(error)
+            return
+        for pending, each in zip(taken, scores, strict=True):
+            pending.future.set_result(each)
 
     def _step(self) -> None:
         self.engine.step()

@@ -52,7 +52,7 @@ class SlotBook:
       slot_B: Slot of each row of the device's arrays; empty at first.
     """
 
-    def __init__(self, *, slots: int, tokens_per_dispatch: int, replicas: int) -> None:
+    def __init__(self, slots: int, tokens_per_dispatch: int, *, replicas: int) -> None:
         self._window_tokens, self._replicas = tokens_per_dispatch, replicas
         self._unread: deque[_Unread] = deque()
         self.slot_B = np.zeros(0, np.int64)
@@ -202,9 +202,7 @@ def rows_of(slots: Sequence[int] | np.ndarray, slot_B: np.ndarray) -> np.ndarray
     return row_of[np.asarray(slots, np.int64)]
 
 
-def insertion_of(
-    placements: Sequence[Placement], slot_B: np.ndarray, *, rows: int, most_stops: int
-) -> programs.Insertion:
+def insertion_of(placements: Sequence[Placement], slot_B: np.ndarray, rows: int, most_stops: int) -> programs.Insertion:
     """Build the insertion of these responses as host arrays of `rows` rows; padding rows are inserted nowhere.
 
     Args:

@@ -20,7 +20,7 @@ from jaxrlhf.models.attention.rings import NOWHERE
 from jaxrlhf.models.attention.score_mod import BothWays, SharedTokens
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, ModelConfig
+from jaxrlhf.models.config import DENSE_LAYERS, LENDERS, SLIDING_LAYERS, STACKS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
@@ -104,6 +104,7 @@ def hidden_states(
     position_RW: Int[Array, "R W"],
     segment_RW: Int[Array, "R W"],
     *,
+    layers: list[Params] | None = None,
     shared_prefix: SharedPrefix | SharedTokens | None = None,
     images: ImageRows | None = None,
     router: RouterInputs = NO_ROUTER_INPUTS,
@@ -112,8 +113,9 @@ def hidden_states(
     """Run the decoder over packed rows.
 
     Args:
-      position_RW: Index of each token in its own sequence.
-      segment_RW: Number of each token's sequence in its row, from 1; 0 is padding.
+      position_RW, segment_RW: Index of each token in its own sequence, and number of this sequence in its row, from 1;
+        0 is padding.
+      layers: Result of `unstack_layers`; replaces the layers of `params`, which may be absent.
       shared_prefix: Layout of sequences that share prompts; attention then uses it instead of the segments.
       images: Images of the rows; their features replace the embeddings of image tokens. None is text only.
       router: Tokens that count for the load balance of experts, and expert choices to replay.
@@ -127,10 +129,9 @@ def hidden_states(
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
-        replayed = {}
+        replay = {}
         if router.replayed is not None:
-            chosen = jnp.moveaxis(execution.slices(router.replayed), 2, 0)
-            replayed = split_by_stack(chosen, config, skip=(DENSE_LAYERS,))
+            replay = split_by_stack(jnp.moveaxis(execution.slices(router.replayed), 2, 0), config, skip=(DENSE_LAYERS,))
 
         def step(name, flow, each):
             layer, (replayed_RWk, input_RWP) = each
@@ -141,7 +142,7 @@ def hidden_states(
             )
             return flow.passed(name, _deeper(sight, hidden_RWD, layer), kept), {"router": routed}
 
-        extras = {name: (replayed.get(name), inputs.get(name)) for name in layers}
+        extras = {name: (replay.get(name), inputs.get(name)) for name in STACKS}
         flow = Flow(hidden_RWD, nothing_lent(config, hidden_RWD, execution))
         flow, outputs = run_layers(config, rematerialised(step, execution), flow, layers, extras)
         return flow.hidden, outputs
@@ -150,8 +151,8 @@ def hidden_states(
     if shared_prefix is not None and isinstance(within, BothWays):
         raise ValueError("shared_prefix for a model whose images are seen both ways; give whole sequences")
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
-    layers = stacks(params, config, execution.pipeline)
-    hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
+    all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
+    hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
     hidden_RWD = norm(config, merge_streams(params, config, hidden_RWD), params["final_norm"])
     return HiddenStates(execution.joined(hidden_RWD), outputs.get("router"))
 
@@ -356,10 +357,9 @@ def decode(
     def stack(layers, cache, hidden_B1D, slots, working=True):
         turn, position_B = slots
         caches: Any = iter(cache)
-        lent: dict[str, Any] = {}
         entry_B = position_B if working is True else jnp.where(working, position_B, NOWHERE)
         working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
-        written = []
+        lent, written = dict[str, Any](), []
         for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):
             stored = lent[LENDERS[name]] if name in LENDERS else next(caches)
             input_B1P = None if input_LB1P is None else input_LB1P[index]

@@ -11,6 +11,9 @@ from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply
 from jaxrlhf.serving.texts import before_stop
 
+Likely = Sequence[tuple[int, float]]
+"""Ids of likely tokens, the likeliest first, with their log-probabilities."""
+
 CHAT, CHUNK, TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
 
 
@@ -47,25 +50,37 @@ def message(reply: Reply, stop: str | None, key: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    bytes_of: TokenBytes, tokens: Sequence[int], logps: Sequence[float], *, first: bool = True
+    bytes_of: TokenBytes,
+    tokens: Sequence[int],
+    logps: Sequence[float],
+    likely: Sequence[Likely] | None = None,
+    *,
+    first: bool = True,
 ) -> dict[str, Any]:
     """Return the log-probabilities of a chat's tokens at the sampling temperature.
 
     Args:
+      likely: Likeliest tokens in each token's place; None gives none.
       first: Whether these tokens are the first tokens of the answer.
     """
+
+    def entry(token: int, logp: float, *, first: bool) -> dict[str, Any]:
+        own = bytes_of.of(token, first=first) or bytes_of.name(token).encode()
+        return {"token": own.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(own)}
+
     entries = []
     for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
-        own = bytes_of.of(token, first=first and not place) or bytes_of.name(token).encode()
-        entry = {"token": own.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(own)}
-        entries.append({**entry, "top_logprobs": []})
+        here = first and not place
+        others = [entry(*other, first=here) for other in (likely[place] if likely is not None else ())]
+        entries.append({**entry(token, logp, first=here), "top_logprobs": others})
     return {"content": entries, "refusal": None}
 
 
 class TextLogprobs:
     """Stream of a completion's log-probabilities; offsets count characters of the choice's text.
 
-    All tokens of one character have the offset of the character.
+    All tokens of one character have the offset of the character. A token that is no valid text is written as its bytes,
+    such as `bytes:\\xe6`, and a control token as the vocabulary writes it.
 
     Args:
       prompt: Tokens before the choice.
@@ -75,21 +90,39 @@ class TextLogprobs:
         self._tokens, self._text, self._offset = tokens, TextBytes(), 0
         self._first = all(map(tokens.is_special, prompt))
 
-    def add(self, tokens: Sequence[int], logps: Sequence[float]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens."""
+    def add(
+        self, tokens: Sequence[int], logps: Sequence[float | None], likely: Sequence[Likely] | None = None
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens; None is the log-probability of a token after no other.
+
+        Args:
+          likely: Likeliest tokens in each token's place; None gives none.
+        """
         texts, offsets = [], []
-        for token in tokens:
-            own = self._tokens.of(token, first=self._first)
-            self._first = self._first and self._tokens.is_special(token)
-            texts.append(own.decode(errors="replace"))
+        others: list[dict[str, float] | None] = []
+        for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
+            texts.append(self._written(token))
+            if likely is not None and logp is not None:
+                named = [*likely[place], (token, logp)]
+                others.append({self._written(name): _finite(value) for name, value in reversed(named)})
+            else:
+                others.append(None)
             offsets.append(self._offset)
-            self._offset += len(self._text.add(own))
+            self._offset += len(self._text.add(self._tokens.of(token, first=self._first)))
+            self._first = self._first and self._tokens.is_special(token)
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(logp) for logp in logps],
-            "top_logprobs": None,
+            "token_logprobs": [None if logp is None else _finite(logp) for logp in logps],
+            "top_logprobs": None if likely is None else others,
             "text_offset": offsets,
         }
+
+    def _written(self, token: int) -> str:
+        own = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def event(body: Mapping[str, Any]) -> bytes:

@@ -45,6 +45,8 @@ class WebApp:
             ("/v1/chat/completions", "POST", self._chat),
             ("/v1/completions", "POST", self._completion),
             ("/tokenize", "POST", self._tokenize),
+            ("/detokenize", "POST", self._detokenize),
+            ("/tokenizer_info", "GET", self._tokenizer_info),
         ]
         paths += [("/s/{session}" + path, method, handler) for path, method, handler in paths]
         paths += [("/s/{session}/reward", "POST", self._reward), ("/metrics", "GET", self._metrics)]
@@ -208,11 +210,25 @@ class WebApp:
             asked = chat_request({"model": self._model.name, **body})
             tokens = (await asyncio.to_thread(chat_prompt, self._model, asked, None)).tokens
         elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
-            tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"])
+            specials = bool(body.get("add_special_tokens", True))
+            tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"], specials=specials)
         else:
             raise invalid("give a text as prompt, or messages", "prompt")
         most = self._model.service.engine.context_tokens
         return JSONResponse({"tokens": list(tokens), "count": len(tokens), "max_model_len": most})
+
+    async def _detokenize(self, request: Request, session: ServedSession | None) -> Response:
+        body = await self._body(request)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        size = len(self._model.tokenizer)
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
+            raise invalid(f"tokens must be a list of token ids below {size}", "tokens")
+        return JSONResponse({"prompt": await asyncio.to_thread(self._model.tokenizer.decode, tokens)})
+
+    async def _tokenizer_info(self, request: Request, session: ServedSession | None) -> Response:
+        tokenizer = self._model.tokenizer
+        names = "eos_token", "bos_token", "pad_token", "chat_template"
+        return JSONResponse({"tokenizer_class": type(tokenizer).__name__} | {n: getattr(tokenizer, n) for n in names})
 
     async def _reward(self, request: Request, session: ServedSession | None) -> Response:
         assert session is not None, "the path names one"
@@ -234,7 +250,10 @@ async def _disconnected(request: Request) -> None:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = "/v1/models, /v1/models/NAME, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
+    known = (
+        "/v1/models, /v1/models/NAME, /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /tokenizer_info, "
+        "/metrics, /health"
+    )
     message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
     return JSONResponse(ApiError(message, code="not_found").body, error.status_code)
 

@@ -13,11 +13,12 @@ from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.engine import Completion
+from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
 from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error, unsupported
-from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, check_model, draw, key_of
+from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, check_model, draw, key_of, score
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
 from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
@@ -30,6 +31,8 @@ class ApiAnswer:
     Attributes:
       prompts: Prompt of each choice.
       tools, form: Tools and chat format of a chat; None for a text completion.
+      one_call: Whether a reply has at most one tool call.
+      scores: Scores of prompts and responses, by the number of the choice, if the request wants them.
       completions, replies: Completions and parsed replies of the finished choices, by the number of the choice.
     """
 
@@ -40,6 +43,8 @@ class ApiAnswer:
     tools: Sequence[ToolSchema] | None
     session: ServedSession | None
     form: ChatFormat | None = None
+    one_call: bool = False
+    scores: list[TokenScores] = field(default_factory=list)
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -68,6 +73,11 @@ class ApiAnswer:
 
     async def drawn(self) -> AsyncGenerator[DrawnPart, None]:
         """Sample the choices; store finished choices in the answer, and record the choices in the session, if any."""
+        if self.wanted.max_tokens == 0:
+            for index, choice in enumerate(self.choices):
+                self._ended(index, Completion(choice.request_id, (), (), truncated=True, version=0))
+                yield DrawnPart(index, completion=self.completions[index])
+            return
         futures: list[Future[Completion]] = []
         with self.session.under_way() if self.session is not None else nullcontext(futures) as futures:
             async with aclosing(draw(self.model, self.choices, self.wanted, futures)) as events:
@@ -85,7 +95,34 @@ class ApiAnswer:
     def _ended(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
         if self.tools is not None and self.form is not None:
-            self.replies[index] = self.form.parse(completion.tokens, self.tools, opening=self.opening(index))
+            reply = self.form.parse(completion.tokens, self.tools, opening=self.opening(index))
+            self.replies[index] = replace(reply, calls=reply.calls[:1]) if self.one_call else reply
+
+    async def score(self) -> None:
+        """Score the prompts with the sampled responses."""
+        done = [(*prompt.tokens, *self.completions[index].tokens) for index, prompt in enumerate(self.prompts)]
+        self.scores = await score(self.model, done, temperature=self.wanted.sampling.temperature)
+
+    def logprobs(self, index: int) -> dict[str, Any]:
+        """Return the log-probabilities of a finished choice."""
+        done, prompt, likely = self.completions[index], self.prompts[index].tokens, None
+        tokens: Sequence[int] = done.tokens
+        logps: Any = done.logps
+        start = 0 if self.wanted.echo else len(prompt)
+        if self.wanted.scores:
+            tokens, scores = (*prompt, *done.tokens)[start:], self.scores[index]
+            logps = [None if place == 0 else float(scores.logp_T[place]) for place in range(start, start + len(tokens))]
+            likely = [scores.likely(place, self.wanted.likely) for place in range(start, start + len(tokens))]
+        if self.tools is not None:
+            return answers.chat_logprobs(self.model.token_bytes, tokens, logps, likely)
+        return answers.TextLogprobs(self.model.token_bytes, prompt[:start]).add(tokens, logps, likely)
+
+    def text(self, index: int) -> str:
+        """Return the text of a finished choice, after its prompt with `echo`."""
+        done, prompt = self.completions[index], self.prompts[index].tokens
+        stream = TextStream(self.model.token_bytes, self.wanted.stop, prompt)
+        text = stream.add(done.tokens) + stream.end(done.stop_text)
+        return self.model.token_bytes.text(prompt) + text if self.wanted.echo else text
 
     def _record(self, session: ServedSession) -> None:
         with session.lock:
@@ -151,8 +188,24 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
     """
     prompt = chat_prompt(model, request, session)
     form = _form(model, request)
+    if request.wanted.likely and prompt.images:
+        raise unsupported("top_logprobs: likely tokens beside images are not computed; leave it out", "top_logprobs")
+    if request.one_call and request.tools and session is not None:
+        raise unsupported(
+            "parallel_tool_calls=false: a session trains on all calls that the policy wrote; leave it out",
+            "parallel_tool_calls",
+        )
+    if request.wanted.schema is not None:
+        opening = form.opening(prompt.tokens)
+        if form.parse(form.tokenizer.encode("{}", add_special_tokens=False), opening=opening).content.strip() != "{}":
+            raise unsupported(
+                "response_format: the chat template opens an answer with other text than content; turn its reasoning "
+                "off by chat_template_kwargs",
+                "response_format",
+            )
     stops = (*form.stop_tokens, *model.stop_tokens)
-    return replace(_answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl"), form=form)
+    answer = _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
+    return replace(answer, form=form, one_call=request.one_call)
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
@@ -178,6 +231,8 @@ def _answer(
     prefix: str,
 ) -> ApiAnswer:
     check_model(model, wanted.model)
+    if session is not None:
+        _check_trains(wanted, "logprobs" if tools is None else "top_logprobs")
     count = len(prompts) * wanted.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
@@ -191,6 +246,7 @@ def _answer(
         if session is not None and error.code == TOO_LONG:
             session.refuse("context")
         raise
+    stops = () if wanted.ignore_eos else tuple(dict.fromkeys(stops))
     seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
     if session is not None and session.sampling is not None:
         wanted = replace(wanted, sampling=session.sampling)
@@ -200,10 +256,27 @@ def _answer(
         for key in keys:
             drawn_by = (seed, key) if session is None else (session.seed, key)
             goes_on = prompt.before is not None
-            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on))
+            constraint = None if wanted.schema is None else model.grammars.constraint(wanted.schema, stops)
+            choices.append(
+                Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on, constraint)
+            )
             each.append(prompt)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     return ApiAnswer(model, wanted, each, choices, tools, session, answer_id=answer_id)
+
+
+def _check_trains(wanted: Wanted, likely_name: str) -> None:
+    """Refuse fields that a session cannot answer, because its calls become training sequences."""
+    likely = "a session records the log-probabilities of its own tokens only"
+    for name, given, reason in (
+        ("response_format", wanted.schema is not None, "the masks of a grammar would be needed to train, and are not"),
+        ("ignore_eos", wanted.ignore_eos, "a session's answers end as the run's settings say"),
+        ("max_tokens", wanted.max_tokens == 0, "an answer of no token trains nothing"),
+        ("echo", wanted.echo, likely),
+        (likely_name, wanted.likely > 0, likely),
+    ):
+        if given:
+            raise unsupported(f"{name}: {reason}; leave it out", name)
 
 
 async def whole(answer: ApiAnswer) -> dict[str, Any]:
@@ -211,22 +284,20 @@ async def whole(answer: ApiAnswer) -> dict[str, Any]:
     async with aclosing(answer.drawn()) as events:
         async for _ in events:
             pass
+    if answer.wanted.scores:
+        await answer.score()
     choices = []
     for index in range(len(answer.choices)):
         done = answer.completions[index]
-        choice: dict[str, Any] = {"index": index, "logprobs": None}
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": answer.logprobs(index) if answer.wanted.logprobs else None,
+        }
         if answer.tools is not None:
             choice["message"] = answer.message(index)
             choice["finish_reason"] = answers.finish_reason(done, answer.replies[index])
-            if answer.wanted.logprobs:
-                choice["logprobs"] = answers.chat_logprobs(answer.model.token_bytes, done.tokens, done.logps)
         else:
-            parts = answer.model.token_bytes, answer.prompts[index].tokens
-            stream = TextStream(parts[0], answer.wanted.stop, parts[1])
-            choice["text"] = stream.add(done.tokens) + stream.end(done.stop_text)
-            choice["finish_reason"] = answers.finish_reason(done)
-            if answer.wanted.logprobs:
-                choice["logprobs"] = answers.TextLogprobs(*parts).add(done.tokens, done.logps)
+            choice |= {"text": answer.text(index), "finish_reason": answers.finish_reason(done)}
         if answer.wanted.token_ids:
             choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
         choices.append(choice)

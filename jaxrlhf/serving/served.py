@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,10 @@ from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion, EngineService, Request
+from jaxrlhf.engine.constraints import TokenConstraint
+from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
+from jaxrlhf.serving.grammars import JsonGrammars
 from jaxrlhf.serving.wire import Wanted
 
 _MOST_FORMS = 8
@@ -102,6 +106,15 @@ class ServedModel:
         return TokenBytes(self.tokenizer)
 
     @cached_property
+    def grammars(self) -> JsonGrammars:
+        """Grammars of answers in JSON.
+
+        Raises:
+          ApiError: llguidance is not installed.
+        """
+        return JsonGrammars(self.tokenizer)
+
+    @cached_property
     def control_ids(self) -> dict[str, int]:
         """Token ids of the control tokens, by their texts."""
         return ControlTokens(self.tokenizer).ids
@@ -125,14 +138,17 @@ class ServedModel:
                 f"texts of {total} characters, which cannot fit the context of {context} tokens; shorten them"
             )
 
-    def tokens_of(self, text: str) -> tuple[int, ...]:
+    def tokens_of(self, text: str, *, specials: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text; lone surrogates become question marks.
+
+        Args:
+          specials: True adds the control tokens that the tokenizer puts around a text.
 
         Raises:
           ApiError: The text cannot fit the context.
         """
         self.check_fits([text])
-        return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()))
+        return tuple(self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=specials))
 
     def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
         """Return the number of tokens that a response to a prompt may have.
@@ -148,7 +164,7 @@ class ServedModel:
         if not prompt:
             raise ApiError("the prompt has no tokens; give at least one", code="empty_prompt", param="prompt")
         left = engine.context_tokens - len(prompt)
-        if left < 1:
+        if left < (wanted != 0):
             raise too_long(f"a prompt of {len(prompt)} tokens, and the context is {engine.context_tokens}; shorten it")
         if wanted is not None and wanted > min(left, engine.response_tokens):
             raise too_long(
@@ -173,6 +189,7 @@ class Choice:
       seed, request_id: Integers that determine the response, together with the prompt.
       keep: Whether the KV cache is kept for a next turn.
       has_replies: Whether the prompt has earlier replies; see `Request`.
+      constraint: Constraint of the response; None is free.
     """
 
     prompt: tuple[int, ...]
@@ -183,6 +200,7 @@ class Choice:
     keep: bool = False
     images: tuple[Image, ...] = ()
     has_replies: bool = False
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(frozen=True)
@@ -220,27 +238,28 @@ async def draw(
             loop.call_soon_threadsafe(came.put_nowait, event)
 
     try:
-        for index, choice in enumerate(choices):
-            request = Request(
-                choice.request_id,
-                choice.prompt,
-                max_tokens=choice.max_tokens,
-                stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
-                stop_texts=texts or None,
-                keep=choice.keep,
-                images=choice.images,
-                has_replies=choice.has_replies,
-            )
-            future = model.service.submit(
-                request,
-                wanted.sampling,
-                seed=choice.seed,
-                on_tokens=lambda tokens, logps, index=index: tell(DrawnPart(index, tuple(tokens), tuple(logps))),  # type: ignore[misc]
-            )
-            futures.append(future)
-            future.add_done_callback(tell)
-        left = set(range(len(futures)))
-        async with asyncio.timeout(model.limits.request_s):
+        async with _in_time(model.limits):
+            for index, choice in enumerate(choices):
+                request = Request(
+                    choice.request_id,
+                    choice.prompt,
+                    max_tokens=choice.max_tokens,
+                    stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
+                    stop_texts=texts or None,
+                    keep=choice.keep,
+                    images=choice.images,
+                    has_replies=choice.has_replies,
+                    constraint=choice.constraint,
+                )
+                future = model.service.submit(
+                    request,
+                    wanted.sampling,
+                    seed=choice.seed,
+                    on_tokens=lambda tokens, logps, index=index: tell(DrawnPart(index, tuple(tokens), tuple(logps))),  # type: ignore[misc]
+                )
+                futures.append(future)
+                future.add_done_callback(tell)
+            left = set(range(len(futures)))
             while left:
                 event = await came.get()
                 if isinstance(event, DrawnPart):
@@ -253,9 +272,27 @@ async def draw(
                     yield DrawnPart(
                         index, completion=done if done.stop_text in texts else replace(done, stop_text=None)
                     )
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+async def score(model: ServedModel, sequences: Sequence[Sequence[int]], *, temperature: float) -> list[TokenScores]:
+    """Score sequences of tokens; raises the errors of `draw`."""
+    async with _in_time(model.limits):
+        futures = [model.service.score(tokens, temperature=temperature) for tokens in sequences]
+        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+
+
+@asynccontextmanager
+async def _in_time(limits: ServingLimits) -> AsyncGenerator[None, None]:
+    """Limit the time of an answer, and convert the engine's errors to `ApiError`."""
+    try:
+        async with asyncio.timeout(limits.request_s):
+            yield
     except TimeoutError as error:
         raise ApiError(
-            f"no answer within {model.limits.request_s:g} s; ask for fewer tokens or try again later",
+            f"no answer within {limits.request_s:g} s; ask for fewer tokens or try again later",
             status=504,
             kind="timeout_error",
             code="timeout",
@@ -266,9 +303,6 @@ async def draw(
         raise ApiError(str(error), code="refused") from error
     except Diverged as error:
         raise ApiError(str(error), status=500, kind="server_error", code="diverged") from error
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def key_of(*parts: Any) -> int:

@@ -1,38 +1,34 @@
 """Requests of OpenAI's API: parsing of the fields, and refusal of fields that the engine does not support."""
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.data.images import MARK
+from jaxrlhf.engine.scoring import MOST_LIKELY
 from jaxrlhf.serving.errors import ApiError, invalid, unsupported
+from jaxrlhf.serving.messages import message_of, one_system, tool_of
 
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "verbosity"),
+    *("prompt_cache_options", "prompt_cache_retention", "verbosity", "prediction"),
 }
-"""Fields that are accepted and ignored."""
+"""Fields that are accepted and ignored, because no answer depends on them here."""
 
 _ONLY: Mapping[str, Sequence[Any]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "chat_template": (),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
-    "ignore_eos": (False,),
     "stop_token_ids": ([],),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
@@ -43,18 +39,23 @@ _ONLY: Mapping[str, Sequence[Any]] = {
     "prompt_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "web_search_options": (),
+    "moderation": (),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
 }
 """Fields with the only values that are accepted, besides None."""
 
 _COMMON = {
     *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
-    *("min_tokens", "max_tokens", "return_token_ids", "logprobs"),
+    *("min_tokens", "max_tokens", "return_token_ids", "logprobs", "response_format", "ignore_eos"),
 }
 _CHAT = {
     *("messages", "tools", "tool_choice", "max_completion_tokens", "parallel_tool_calls"),
-    *("chat_template_kwargs", "reasoning_effort"),
+    *("chat_template_kwargs", "reasoning_effort", "top_logprobs"),
 }
-_COMPLETION = {"prompt", "best_of"}
+_COMPLETION = {"prompt", "best_of", "echo"}
 MOST_STOPS = 16
 LARGEST = 2**31 - 1
 """Largest integer in a field: the engine counts in 32 bits."""
@@ -66,11 +67,15 @@ class Wanted:
     """Choices that a request asks for.
 
     Attributes:
-      max_tokens: Largest number of tokens of a choice; None is as many as fit.
+      max_tokens: Largest number of tokens of a choice; None is as many as fit, 0 samples none.
       n: Number of choices per prompt.
       seed: Integer in [0, 2**32); None samples differently each time.
       stop: Texts that end a choice.
+      ignore_eos: Whether the stop tokens of the model are ignored.
+      schema: JSON schema that choices obey; None is text.
       logprobs: Whether answers have log-probabilities of the tokens.
+      likely: Number of the likeliest tokens whose log-probabilities answers have in each token's place.
+      echo: Whether answers begin with their prompts.
       token_ids: Whether answers have the fields `prompt_token_ids` and `token_ids`.
       usage: Whether the last event of a stream counts tokens.
     """
@@ -81,10 +86,19 @@ class Wanted:
     n: int
     seed: int | None
     stop: tuple[str, ...]
+    ignore_eos: bool
+    schema: Mapping[str, Any] | None
     stream: bool
     usage: bool
     logprobs: bool
+    likely: int
+    echo: bool
     token_ids: bool
+
+    @property
+    def scores(self) -> bool:
+        """True if prompts and responses are scored, to answer with more than the log-probabilities of the sampling."""
+        return self.logprobs and (self.echo or self.likely > 0)
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class ChatRequest:
     """Request to `/v1/chat/completions`; `tools` is empty if `tool_choice` is `none`.
 
     Attributes:
+      one_call: Whether an answer has at most one tool call.
       images: Data URLs of images; each image has a `MARK` in a message.
       variables: Further variables of the chat template.
     """
@@ -99,6 +114,7 @@ class ChatRequest:
     wanted: Wanted
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
+    one_call: bool
     images: tuple[str, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,42 +136,44 @@ def chat_request(body: Any) -> ChatRequest:
     fields = _Fields(body, _COMMON | _CHAT)
     limit = fields.integer("max_completion_tokens", low=1)
     images: list[str] = []
-    messages = _one_system(_message(message, n, images) for n, message in enumerate(fields.items("messages", dict)))
+    messages = one_system(message_of(message, n, images) for n, message in enumerate(fields.items("messages", dict)))
     if not messages:
         raise invalid("messages is empty; give at least one", "messages")
     if images and sum(str(message["content"]).count(MARK) for message in messages) != len(images):
         raise invalid(f"beside images a text must not spell {MARK}", "messages")
-    tools = tuple(_tool(tool, n) for n, tool in enumerate(fields.items("tools", dict) if fields.get("tools") else ()))
+    tools = tuple(tool_of(tool, n) for n, tool in enumerate(fields.items("tools", dict) if fields.get("tools") else ()))
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise unsupported(
-            f"tool_choice={choice!r} would force a call, and sampling is not constrained here; use 'auto' or 'none'",
+            f"tool_choice={choice!r:.80} would force a call, and calls are not constrained here; use 'auto' or 'none', "
+            "or response_format for an answer in JSON",
             "tool_choice",
         )
-    if tools and choice != "none" and fields.get("parallel_tool_calls") is False:
-        raise unsupported(
-            "parallel_tool_calls=false: sampling is not constrained, so a reply may make several calls; leave it out",
-            "parallel_tool_calls",
-        )
-    fields.boolean("parallel_tool_calls")
-    wanted = _wanted(fields, limit, logprobs=fields.boolean("logprobs"))
-    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images), _variables(fields))
+    one_call = fields.boolean("parallel_tool_calls", default=True) is False
+    likely = fields.integer("top_logprobs", low=0, high=MOST_LIKELY) or 0
+    logprobs = fields.boolean("logprobs")
+    if likely and not logprobs:
+        raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+    wanted = _wanted(fields, limit, logprobs=logprobs, likely=likely)
+    tools = () if choice == "none" else tools
+    if tools and wanted.schema is not None:
+        raise unsupported("response_format with tools would forbid their calls; give one of them", "response_format")
+    return ChatRequest(wanted, messages, tools, one_call, tuple(images), _variables(fields))
 
 
 def completion_request(body: Any) -> CompletionRequest:
     """Read the body of a completion request; raises the errors of `chat_request`."""
     fields = _Fields(body, _COMMON | _COMPLETION)
-    logprobs = fields.integer("logprobs", low=0)
-    if logprobs:
-        raise unsupported(
-            f"logprobs={logprobs}: the engine has the log-probability of the sampled token only; use 0", "logprobs"
-        )
+    likely = fields.integer("logprobs", low=0, high=MOST_LIKELY)
     given = fields.get("prompt")
     several = isinstance(given, list) and bool(given) and isinstance(given[0], list | str)
     prompts = tuple(_prompt(prompt) for prompt in (given if several else [given]))
-    wanted = _wanted(fields, None, logprobs=logprobs is not None)
+    echo = fields.boolean("echo")
+    wanted = _wanted(fields, None, logprobs=likely is not None, likely=likely or 0, echo=echo, fewest=0)
     if fields.get("best_of") not in (None, wanted.n):
         raise unsupported("best_of: choices are not ranked here; leave it out", "best_of")
+    if echo and wanted.stream:
+        raise unsupported("echo with stream: prompts are not streamed; give one of them", "echo")
     return CompletionRequest(wanted, prompts)
 
 
@@ -176,6 +194,9 @@ class _Fields:
                     name,
                 )
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._body
+
     def get(self, name: str) -> Any:
         return self._body.get(name)
 
@@ -187,15 +208,16 @@ class _Fields:
             raise invalid(f"{name} must be {words}, got {str(value)[:80]!r}", name)
         return value
 
-    def integer(self, name: str, *, low: int) -> int | None:
-        return self._typed(name, (int,), f"an integer from {low} to {LARGEST}", lambda value: low <= value <= LARGEST)
+    def integer(self, name: str, *, low: int, high: int = LARGEST) -> int | None:
+        return self._typed(name, (int,), f"an integer from {low} to {high}", lambda value: low <= value <= high)
 
     def number(self, name: str, default: float, words: str, fits: Callable[[float], bool]) -> float:
         value = self._typed(name, (int, float), words, fits)
         return default if value is None else float(value)
 
-    def boolean(self, name: str) -> bool:
-        return bool(self._typed(name, (bool,), "true or false", lambda _: True))
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self._typed(name, (bool,), "true or false", lambda _: True)
+        return default if value is None else value
 
     def text(self, name: str) -> str | None:
         return self._typed(name, (str,), "a text", lambda _: True)
@@ -210,11 +232,13 @@ class _Fields:
         return items
 
 
-def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
+def _wanted(
+    fields: _Fields, limit: int | None, *, logprobs: bool, likely: int, echo: bool = False, fewest: int = 1
+) -> Wanted:
     model = fields.text("model")
     if model is None:
         raise ApiError("model is missing; /v1/models lists it", code="missing_required_parameter", param="model")
-    given = fields.integer("max_tokens", low=1)
+    given = fields.integer("max_tokens", low=fewest)
     temperature = fields.number("temperature", 1.0, "a number in [0, 2]", lambda value: 0 <= value <= 2)
     top_p = fields.number("top_p", 1.0, "a number in (0, 1]", lambda value: 0 < value <= 1)
     top_k = fields.integer("top_k", low=-1) or 0
@@ -235,6 +259,14 @@ def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
     stops = _stops(fields.get("stop"))
     if stops and sampling.min_tokens:
         raise unsupported("min_tokens with stop: stop texts count from the first token; give only one", "min_tokens")
+    schema, stream = _schema(fields), fields.boolean("stream")
+    ignore_eos = fields.boolean("ignore_eos")
+    for name, is_set in (("min_tokens", sampling.min_tokens), ("ignore_eos", ignore_eos)):
+        if schema is not None and is_set:
+            raise unsupported(f"{name} with response_format, whose JSON ends an answer; give one of them", name)
+    if likely and stream:
+        name = "top_logprobs" if "top_logprobs" in fields else "logprobs"
+        raise unsupported(f"{name}={likely} with stream: likely tokens are known at the end; give one of them", name)
     return Wanted(
         model=model,
         sampling=sampling,
@@ -242,11 +274,34 @@ def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
         n=fields.integer("n", low=1) or 1,
         seed=None if seed is None else seed % 2**32,
         stop=stops,
-        stream=fields.boolean("stream"),
+        ignore_eos=ignore_eos,
+        schema=schema,
+        stream=stream,
         usage=bool(options.get("include_usage")),
         logprobs=logprobs,
+        likely=likely,
+        echo=echo,
         token_ids=fields.boolean("return_token_ids"),
     )
+
+
+def _schema(fields: _Fields) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a response format; None for text."""
+    given = fields.get("response_format")
+    kind = given.get("type") if isinstance(given, dict) else None
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = given.get("json_schema") if kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        raise unsupported(
+            f"response_format={given!r:.80}; expected type 'text', 'json_object', or 'json_schema' with "
+            "json_schema.schema",
+            "response_format",
+        )
+    return schema
 
 
 def _stops(given: Any) -> tuple[str, ...]:
@@ -261,31 +316,6 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str, Any]:
-    """Convert a message to the form of chat templates: contents are texts, arguments of calls are objects.
-
-    Args:
-      images: List that images in messages of users and tools are appended to.
-    """
-    place = f"messages[{number}]"
-    role = given.get("role")
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise invalid(f"{place}.role is {role!r}; expected system, developer, user, assistant or tool", "messages")
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(given.get("content"), place, images if role in ("user", "tool") else None)
-    reasoning = given.get("reasoning_content", given.get("reasoning"))
-    if reasoning:
-        message["reasoning_content"] = _content(reasoning, place)
-    for name in ("tool_call_id", "name"):
-        if given.get(name) is not None:
-            message[name] = _content(given[name], place)
-    if role == "tool" and "tool_call_id" not in message:
-        raise invalid(f"{place} has no tool_call_id", "messages")
-    if given.get("tool_calls"):
-        message["tool_calls"] = _calls(given["tool_calls"], place)
-    return message
-
-
 def _variables(fields: _Fields) -> dict[str, Any]:
     """Return the variables of the chat template that a request sets."""
     given = fields.get("chat_template_kwargs")
@@ -293,81 +323,6 @@ def _variables(fields: _Fields) -> dict[str, Any]:
         raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
     effort = fields.text("reasoning_effort")
     return {**(given or {}), **({} if effort is None else {"reasoning_effort": effort})}
-
-
-def _one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Merge consecutive system messages into one message each; developer messages are system messages here."""
-    told: list[dict[str, Any]] = []
-    for message in messages:
-        if told and message["role"] == told[-1]["role"] == "system":
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
-        else:
-            told.append(message)
-    return tuple(told)
-
-
-def _content(given: Any, place: str, images: list[str] | None = None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return "".join(_part(part, place, images) for part in (given if isinstance(given, list) else [given]))
-
-
-def _part(part: Any, place: str, images: list[str] | None) -> str:
-    """Return the text of a content part; an image is appended to `images` and becomes a `MARK`.
-
-    Args:
-      images: List that receives images; None refuses images.
-    """
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("text", "output_text"):
-        if not isinstance(part.get("text"), str):
-            raise invalid(f"{place}.content has a part of type {kind!r} without a text", "messages")
-        return part["text"]
-    if kind != "image_url":
-        raise unsupported(f"{place}.content must be a text or a list of parts, each a text or an image_url", "messages")
-    if images is None:
-        raise unsupported(f"{place}.content has an image; users' and tools' messages may have some", "messages")
-    url = part["image_url"].get("url") if isinstance(part.get("image_url"), dict) else part.get("image_url")
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise unsupported(
-            f"{place}.content: the image_url {str(url)[:40]!r} is no data URL, and nothing is fetched here; send the "
-            "image as data:image/...;base64,...",
-            "messages",
-        )
-    images.append(url)
-    return MARK
-
-
-def _calls(given: Any, place: str) -> list[dict[str, Any]]:
-    calls = []
-    for call in given if isinstance(given, list) else [given]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"{place}.tool_calls must have function.name and function.arguments", "messages")
-        arguments = function.get("arguments") or "{}"
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError) as error:
-            raise invalid(
-                f"{place}.tool_calls: arguments of {function['name']} are no JSON ({error})", "messages"
-            ) from error
-        if not isinstance(arguments, dict):
-            raise invalid(f"{place}.tool_calls: arguments of {function['name']} are no object", "messages")
-        calls.append(
-            {
-                "type": "function",
-                "id": str(call.get("id") or ""),
-                "function": {"name": function["name"], "arguments": arguments},
-            }
-        )
-    return calls
-
-
-def _tool(given: dict[str, Any], number: int) -> dict[str, Any]:
-    function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
-    return {"type": "function", "function": {key: value for key, value in function.items() if key != "strict"}}
 
 
 def _prompt(given: Any) -> str | tuple[int, ...]:

@@ -65,7 +65,7 @@ def measure(flags: argparse.Namespace, rows: int) -> None:
         bytes_per_s=round(moved / decode_s),
         share_of_bandwidth=round(moved / decode_s / flags.bandwidth, 3),
         first_s=round(first_s, 1),
-        compilations=engine.compilations,
+        compilations=len(engine.compiled),
         peak_gb=round(memory.get("peak_bytes_in_use", 0) / 1e9, 2),
     )
 

@@ -117,7 +117,7 @@ def test_decoding_on_a_tpu_holds_its_cache_once():
     )
     engine.load(described(models.param_shapes(model, "lm", jnp.bfloat16), layout), version=0)
     engine.compile_ahead([512])
-    memory = engine.lowered["decode[64, 1024]"].compile().memory_analysis()
+    memory = engine.compiled.lowered["decode[64, 1024]"].compile().memory_analysis()
     cache = 2 * model.num_layers * 64 * 4 * 128 * 1024 * 4
     assert cache < memory.argument_size_in_bytes < 1.1 * cache
     assert memory.temp_size_in_bytes < 0.1 * cache

@@ -117,7 +117,7 @@ def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(page
     before = set(paged.compiled.programs)
     generate(paged)
     assert {sizes[:2] for sizes in set(paged.compiled.programs) - before} <= {("keep", 10), ("decode", 6)}
-    assert paged.compilations <= most_compilations(paged)
+    assert len(paged.compiled) <= most_compilations(paged)
 
 
 def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):

@@ -105,7 +105,7 @@ def test_responses_are_those_of_caches_that_keep_everything(name):
     ours = generated(ringed)
     assert max(len(completion.tokens) for completion in ours) > ENTRIES, "no response goes round its ring"
     same_responses(ours, generated(whole))
-    assert ringed.compilations <= most_compilations(ringed)
+    assert len(ringed.compiled) <= most_compilations(ringed)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_an_idle_engine_starts_with_few_rows_again(wide, ran):
 def test_slots_in_use_keep_their_rows(seed=0):
     rng, counts = np.random.default_rng(seed), (2, 4, 8)
     for replicas in (1, 2, 4):
-        book, own = SlotBook(slots=8 * replicas, tokens_per_dispatch=2, replicas=replicas), 8
+        book, own = SlotBook(8 * replicas, 2, replicas=replicas), 8
         contents = {}  # of each row of the device's arrays: the slot whose values are there
         for _ in range(300):
             kept_B = np.isin(np.arange(8 * replicas), [slot for slot in contents.values() if rng.random() < 0.4])

@@ -113,7 +113,7 @@ def follow_the_model(config, given, completions):
 def test_slots_of_all_lengths_follow_the_model(config, sizes):
     made, given = engine(config, sizes), requests()
     follow_the_model(config, given, made.generate(given, Sampling(greedy=True), seed=0))
-    assert made.compilations <= most_compilations(made)
+    assert len(made.compiled) <= most_compilations(made)
 
 
 @pytest.mark.parametrize(

@@ -274,16 +274,21 @@ def test_ids_are_made_where_none_is_drawn():
 
 TAKEN = [
     *({name: value} for name, value in (("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}))),
-    *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("echo", False))),
+    *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("ignore_eos", True))),
     *({name: value} for name, value in (("stop_token_ids", []), ("skip_special_tokens", True), ("best_of", None))),
     *({name: value} for name, value in (("chat_template_kwargs", {}), ("reasoning_effort", None))),
     {"parallel_tool_calls": True, "tools": F},
     {"parallel_tool_calls": False},
+    {"parallel_tool_calls": False, "tools": F},
+    {"prediction": {"type": "content", "content": "So?"}},
+    {"response_format": {"type": "text"}, "top_logprobs": 0},
     {"tools": F, "tool_choice": "auto"},
     {"add_generation_prompt": True, "continue_final_message": False, "include_stop_str_in_output": False},
 ]
 REFUSED = [
-    ("ignore_eos", {"ignore_eos": True}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("echo", {"echo": True}),
+    ("response_format", {"response_format": {"type": "grammar"}}),
     ("presence_penalty", {"presence_penalty": 0.5}),
     ("chat_template_kwargs", {"chat_template_kwargs": 3}),
     ("colours", {"chat_template_kwargs": {"colours": 3}}),
@@ -292,7 +297,7 @@ REFUSED = [
     ("reasoning_effort", {"reasoning_effort": "low"}),
     ("tool_choice", {"tools": F, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
     ("tool_choice", {"tools": F, "tool_choice": "required"}),
-    ("parallel_tool_calls", {"tools": F, "parallel_tool_calls": False}),
+    ("parallel_tool_calls", {"tools": F, "parallel_tool_calls": "no"}),
     ("stop_token_ids", {"stop_token_ids": [3]}),
     ("colour", {"colour": None}),
 ]
@@ -308,6 +313,18 @@ def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
     answer = Api(tokenizer_of("qwen3"), "So.").chat(**options)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert name in answer.json()["error"]["message"]
+
+
+def test_every_field_of_openais_client_is_known():
+    from openai.types import chat, completion_create_params
+
+    from jaxrlhf.serving.wire import chat_request, completion_request
+
+    for params, read, path in (
+        (chat.completion_create_params.CompletionCreateParamsBase, chat_request, {"model": "tiny", "messages": [USER]}),
+        (completion_create_params.CompletionCreateParamsBase, completion_request, {"model": "tiny", "prompt": "a"}),
+    ):
+        read({**dict.fromkeys({*params.__annotations__, "stream"}), **path})
 
 
 def test_variables_of_the_chat_template_are_set():

@@ -185,12 +185,17 @@ def script(model, monkeypatch, tokens) -> None:
 
 
 REFUSED = [
-    ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": True, "stream": True}, 400, "top_logprobs"),
     ({"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, 400, "tools"),
     ({"tools": [TOOL, TOOL], "stream": True}, 400, "tools"),
     ({"presence_penalty": 1.0}, 400, "presence_penalty"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}}, 400, "min_tokens"),
+    ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, 400, "ignore_eos"),
     ({"temperature": 3.0}, 400, "temperature"),
     ({"n": 1000}, 400, "n"),
     ({"stop": ["a"] * 40}, 400, "stop"),

@@ -169,6 +169,27 @@ def test_rewards_limits_late_calls_and_none(book):
     assert recorded.sequences == ()
 
 
+NOT_TRAINED = [
+    ("chat", "response_format", {"response_format": {"type": "json_object"}}),
+    ("chat", "top_logprobs", {"logprobs": True, "top_logprobs": 2}),
+    ("chat", "parallel_tool_calls", {"parallel_tool_calls": False, "tools": [TOOL]}),
+    ("chat", "ignore_eos", {"ignore_eos": True}),
+    ("completion", "logprobs", {"logprobs": 1}),
+    ("completion", "echo", {"echo": True, "logprobs": 0}),
+    ("completion", "max_tokens", {"max_tokens": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "options"), NOT_TRAINED, ids=[name for _, name, _ in NOT_TRAINED])
+def test_what_would_train_wrongly_is_refused_by_its_name(book, kind, name, options):
+    url, key = book.open("narrowed", 1)
+    fields = {"messages": FIRST} if kind == "chat" else {"prompt": "Tom has"}
+    path = "/chat/completions" if kind == "chat" else "/completions"
+    answer = httpx2.post(url + path, json={**ASK, **fields, **options}, headers={"Authorization": f"Bearer {key}"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert book.close("narrowed").sequences == ()
+
+
 def test_choices_share_the_tokens_that_are_left_to_an_episode(book):
     url, key = book.open("shared", 1, SessionLimits(tokens=10))
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
@@ -200,7 +221,7 @@ def test_an_episode_may_have_thousands_of_calls():
 def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch):
     [word, *_], _ = episode(book, "stops", turns=1)
     stop, engine = word[2:4], model.service.engine
-    monkeypatch.setattr(engine, "_limits", replace(engine._limits, stop_texts=(stop,)))
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, stop_texts=(stop,)))
     [said], _ = episode(book, "stops", turns=1)
     assert stop in said and word.startswith(said) and said != word
 

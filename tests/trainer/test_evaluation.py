@@ -1,5 +1,6 @@
-"""Accuracy on held-out problems is of the first reward."""
+"""Accuracy on held-out problems is of the first reward; tasks of lm_eval are asked of what can be loaded."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 from made_steps import done, problem, rollout_of
 from tiny_runs import get_config
 
+from jaxrlhf import evaluate as evaluate_command
 from jaxrlhf.batch import Scores
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import ArithmeticReward, FormatReward, Rewards
@@ -29,3 +31,18 @@ def test_accuracy_is_of_the_first_reward_also_where_several_processes_score():
     together = join([scored(0.0), scored(0.25)])
     metrics, _ = evaluate(roles(together), config, [problem(number) for number in range(4)], str)
     assert metrics["eval/accuracy"] == 0.5
+
+
+def test_tasks_that_cannot_be_asked_are_refused_before_anything_is_loaded(refused, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # not installed
+    for words in (
+        ["--tasks", ","],
+        ["--tasks=a", "--limit", "0"],
+        ["--tasks=a", "--num-fewshot", "-1"],
+        ["--tasks=a", "--include-path", str(tmp_path / "none")],
+        ["--tasks=a", "--output-path", "scores.txt"],
+        ["--tasks=a"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["evaluate", "no_policy", *words])
+        with refused():
+            evaluate_command.main()

@@ -169,14 +169,14 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
 def test_no_program_is_compiled_once_responses_go_on():
     engine = load(build(slots=8, most_kept=3), 1.0, 0)
     engine.compile_ahead([3, 48, *range(49, 63)])
-    compiled = engine.compilations
+    compiled = len(engine.compiled)
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
     under_way = unstarted_groups(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
     for complete in (1, 2, 3, 4):
         until = Round(complete, len(long), due=-1)
         under_way = sampler_of(engine).continue_sequences(long, under_way, Sampling(top_k=3), until)
     assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
-    assert engine.compilations == compiled
+    assert len(engine.compiled) == compiled
 
 
 @pytest.mark.parametrize("failing", ["step", "enqueue"])
