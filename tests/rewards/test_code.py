@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from jaxrlhf import config
-from jaxrlhf.rewards.sandbox import programs, sandbox
-from jaxrlhf.rewards.sandbox.sandbox import Ended, Limits, check_sandbox, run
+from jaxrlhf.rewards.sandbox import confined, programs, sandbox
+from jaxrlhf.rewards.sandbox.sandbox import MOST_CREATED, Ended, Limits, check_sandbox, run
 from jaxrlhf.rewards.scorer import Scorer
 
 LIMITS = Limits(time_s=5.0, memory_bytes=1 << 28, output_bytes=1 << 16)
@@ -81,6 +82,9 @@ WAYS_OUT = [
     "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
     "import socket; socket.socket(socket.AF_UNIX)",
     "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+    "import os; os.listdir(os.path.dirname('{outside}'))",
+    "import fcntl; fcntl.fcntl(open('/usr/bin/env'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "import fcntl, os; fcntl.fcntl(os.open('/usr/lib', 0), fcntl.F_NOTIFY, fcntl.DN_CREATE)",
     "import os; os.fork()",
     "import subprocess; subprocess.run(['/bin/true'])",
     "import os; os.execv('/bin/true', ['true'])",
@@ -169,6 +173,43 @@ def test_shared_memory_semaphores_and_queues_of_others_are_not_reached_by_their_
         libc.msgctl(ids["queue"], 0, None)
 
 
+@pytest.mark.parametrize("name", ["inotify_init1", "fanotify_init", "io_setup", "syslog", "seccomp"])
+def test_what_watches_others_or_uses_up_what_all_share_is_refused(name):
+    number = confined.REFUSED[name][confined.MACHINES[platform.machine()][0]]
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.syscall({number}, 0, 0, 0, 0), ctypes.get_errno())
+"""
+    assert run(program, limits=LIMITS).output == f"-1 {errno.EPERM}\n"
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "open(str(created), 'w').close()",
+        "os.mkdir(str(created))",
+        "os.symlink('nothing', str(created))",
+        "os.close(os.open('.', os.O_TMPFILE | os.O_RDWR))",
+    ],
+)
+def test_threads_and_files_are_counted(create):
+    program = f"""
+import os, threading, time
+threading.stack_size(1 << 15)
+created = 0
+try:
+    while True:
+        {create}
+        created += 1
+except (OSError, RuntimeError):
+    print(created, flush=True)
+    os._exit(0)
+"""
+    assert run(program, limits=replace(LIMITS, memory_bytes=1 << 31)) == Ended(0, f"{MOST_CREATED}\n", False)
+
+
 def test_a_program_cannot_claim_that_it_could_not_be_confined():
     """It finds the job with its secret in the frames above, and writes to every file that is open."""
     program = """
@@ -205,6 +246,7 @@ def test_limits_hold_and_cannot_be_raised():
         "bytearray(1 << 29)": "MemoryError",
         "[bytearray(1 << 20) for _ in range(1 << 10)]": "MemoryError",
         "open('file', 'w').write('x' * (1 << 20))": "OSError",
+        "import resource; assert resource.getrlimit(resource.RLIMIT_SIGPENDING)[1] > 64": "AssertionError",
     }
     assert attempt(*expected) == expected
     flood = run("while True: print('x' * 1000)", limits=LIMITS)
@@ -257,7 +299,7 @@ def test_a_crash_and_a_quiet_end_are_no_success():
         ("LANDLOCK_ABI = 3", "LANDLOCK_ABI = 99", r"write isolation: .* version 99"),
         ("_restrict_files, _restrict_calls", "_restrict_calls", r"write isolation: .* does not hold"),
         ('"socket": (41, 198),', "", r"network isolation: .* does not hold"),
-        ("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 77,", r"network isolation: .* not possible here"),
+        ("[column], 1, 8, header", "[column], 77, 8, header", r"network isolation: .* not possible here"),
         (*ELSEWHERE, r"takes Linux on x86_64 or aarch64"),
     ],
 )
