@@ -122,6 +122,34 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed
 
 
 @pytest.mark.slow
+def test_a_full_disk_is_one_message_and_a_copy_goes_on(start, undisturbed, tmp_path):
+    """On a file system of 1.2 MB, while two checkpoints of 0.6 MB would be kept."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = [
+        "unshare",
+        "-Urm",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1200k tmpfs "$1" && shift && "$@"',
+        "sh",
+        str(small),
+    ]
+    if subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("this user can mount nothing")
+    train = [sys.executable, "-m", "jaxrlhf.train", "--config", str(SUPPORT / "tiny_runs.py"), "--workdir", "$0/run"]
+    script = f'{" ".join(train)}; code=$?; cp -r "$0/run" {tmp_path}/copy; exit $code'
+    environment = {**os.environ, "PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
+    done = subprocess.run([*mounted, "sh", "-c", script, str(small)], env=environment, capture_output=True, text=True)
+    first, *others = done.stderr.splitlines()
+    assert done.returncode == 1 and first.startswith(f"error: no space left to write {small}/run/")
+    assert len(others) <= 2 and "copy the workdir to another disk, and give the same command" in others[-1]
+    done = start(tmp_path / "copy")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "copy", undisturbed)
+
+
+@pytest.mark.slow
 def test_stopped_three_times(start, undisturbed, tmp_path):
     # In the first step of the cold start.
     done = start(tmp_path, "SIGTERM", "update", 1)
