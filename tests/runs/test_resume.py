@@ -126,15 +126,8 @@ def test_a_full_disk_is_one_message_and_a_copy_goes_on(start, undisturbed, tmp_p
     """On a file system of 1.2 MB, while two checkpoints of 0.6 MB would be kept."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = [
-        "unshare",
-        "-Urm",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o size=1200k tmpfs "$1" && shift && "$@"',
-        "sh",
-        str(small),
-    ]
+    mount = 'mount -t tmpfs -o size=1200k tmpfs "$1" && shift && "$@"'
+    mounted = ["unshare", "-Urm", "sh", "-c", mount, "sh", str(small)]
     if subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("this user can mount nothing")
     train = [sys.executable, "-m", "jaxrlhf.train", "--config", str(SUPPORT / "tiny_runs.py"), "--workdir", "$0/run"]
