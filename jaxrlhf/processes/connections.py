@@ -1,4 +1,4 @@
-"""Limits on the connections of an HTTP server: their number, and the time that a client has for its headers."""
+"""Limits on the connections of an HTTP server: their number, and a client's time for its headers and for reading."""
 
 import asyncio
 import resource
@@ -8,7 +8,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from jaxrlhf.config import Refusal
 
-CONNECTIONS, HEADERS_S = 1024, 10.0
+CONNECTIONS, HEADERS_S, UNREAD_S = 1024, 10.0, 30.0
 _OTHER_FILES, _FEWEST = 128, 16
 """Files that the process opens besides connections, and the fewest connections of a useful server."""
 
@@ -18,6 +18,7 @@ class ConnectionLimits:
 
     A connection without a request under way is idle. If there are too many connections, the connection that is idle for
     longest is closed: clients that send nothing cannot keep others out. If none is idle, the new connection is closed.
+    A connection whose client reads none of its answer for `UNREAD_S` seconds is closed, too.
 
     Args:
       connections: Maximum number of open connections; fewer if the process may open fewer files.
@@ -53,6 +54,14 @@ class ConnectionLimits:
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
                 limits._heard(self)
+
+            def pause_writing(self) -> None:
+                super().pause_writing()
+                self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+            def resume_writing(self) -> None:
+                self._unread.cancel()
+                super().resume_writing()
 
             def connection_lost(self, exc: Exception | None) -> None:
                 limits._closed(self)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,23 @@ def test_killed_five_times(start, undisturbed, tmp_path):
     assert "tiny: step " in done.stdout
     assert "step 1/6" not in done.stdout
     assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.seeds
+def test_killed_25_times_at_random(start, undisturbed, tmp_path):
+    drawn, begun = random.Random(0), time.monotonic()
+    assert start(tmp_path / "whole").returncode == 0
+    ticks, kills, workdir = int(100 * (time.monotonic() - begun)), 0, tmp_path / "0"
+    while kills < 25:
+        done = start(workdir, "SIGKILL", "clock", drawn.randint(1, ticks))
+        if done.returncode:
+            assert done.returncode == KILLED, done.stderr
+            kills += 1
+        else:  # begun anew, as a run that has ended has nothing to lose
+            assert_same_run(workdir, undisturbed)
+            workdir = tmp_path / str(kills)
+    assert start(workdir).returncode == 0
+    assert_same_run(workdir, undisturbed)
 
 
 @pytest.mark.slow
