@@ -16,9 +16,11 @@ _OTHER_FILES, _FEWEST = 128, 16
 class ConnectionLimits:
     """Open connections of one server.
 
-    A connection without a request under way is idle. If there are too many connections, the connection that is idle for
-    longest is closed: clients that send nothing cannot keep others out. If none is idle, the new connection is closed.
-    A connection whose client reads none of its answer for `UNREAD_S` seconds is closed, too.
+    A connection without a request under way is idle. If there are too many connections, one of them is closed: the one
+    that has been silent for longest of those that are idle, whose client does not read its answer, or whose client
+    sends requests before the answer to the one before. So clients that send or read nothing, or send very much, cannot
+    keep others out. If there is none, the new connection is closed. An answer that stays unread for `UNREAD_S` seconds
+    closes its connection.
 
     Args:
       connections: Maximum number of open connections; fewer if the process may open fewer files.
@@ -72,9 +74,9 @@ class ConnectionLimits:
     def _opened(self, connection: Any) -> None:
         self._open[connection] = self._timer(connection)
         if len(self._open) > self._most:
-            idle = next((each for each in self._open if _is_idle(each)), connection)
-            self._closed(idle)  # now, because asyncio tells of the end only later, after further connections
-            idle.transport.abort()
+            ended = next((each for each in self._open if _may_end(each)), connection)
+            self._closed(ended)  # now, because asyncio tells of the end only later, after further connections
+            ended.transport.abort()
 
     def _heard(self, connection: Any) -> None:
         """Start the time limit at the first bytes of a request, and end it once the headers are there."""
@@ -100,3 +102,9 @@ class ConnectionLimits:
 def _is_idle(connection: Any) -> bool:
     """Return True if a connection has no request whose headers are complete and whose answer is not."""
     return connection.cycle is None or connection.cycle.response_complete
+
+
+def _may_end(connection: Any) -> bool:
+    """Return True if a connection is idle, its answer is not read, or further requests wait for its answer."""
+    flow = connection.flow
+    return _is_idle(connection) or flow.write_paused or (flow.read_paused and not connection.cycle.more_body)

@@ -225,6 +225,37 @@ def test_clients_that_send_nothing_keep_nobody_out():
         assert time.monotonic() - start < 20
 
 
+def flooding(address: str) -> socket.socket:
+    """A connection whose client has sent requests until the server takes no more, and reads no answer."""
+    host, port = address.removeprefix("http://").split(":")
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect((host, int(port)))
+    one.settimeout(0.3)
+    with contextlib.suppress(OSError):
+        while True:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+    return one
+
+
+def test_clients_that_send_without_end_and_read_nothing_keep_nobody_out(monkeypatch):
+    with (
+        served(ServingLimits(connections=16), engine=build_engine(embedded_tokenizer())) as (server, _),
+        contextlib.ExitStack() as greedy,
+    ):
+        for _ in range(20):
+            greedy.enter_context(flooding(server.address))
+        for _ in range(4):
+            assert httpx.get(f"{server.address}/health", timeout=30).status_code == 200
+        greedy.close()
+        monkeypatch.setattr("jaxrlhf.processes.connections.UNREAD_S", 0.5)
+        end = time.monotonic() + 60
+        with flooding(server.address) as one, pytest.raises(ConnectionError):  # it is closed before long
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    one.sendall(b"GET /health HTTP/1.1\r\n")
+
+
 def test_a_kept_connection_may_be_quiet_between_requests_but_not_within_headers():
     with served(ServingLimits(headers_s=0.5), engine=build_engine(embedded_tokenizer())) as (server, _):
         host, port = server.address.removeprefix("http://").split(":")
