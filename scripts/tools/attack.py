@@ -25,7 +25,7 @@ ATTACKS = {
     "pictures": ["tests/data/test_pictures.py", "tests/data/test_images.py"],
     "connections and requests": ["tests/serving/test_limits.py", "tests/serving/test_load.py"],
     "files of a viewed folder": ["tests/viewer/test_files.py"],
-    "programs in the sandbox": ["tests/rewards/test_code.py"],
+    "programs in the sandbox": ["tests/rewards/test_sandbox.py", "tests/rewards/test_code.py"],
     "rewards": ["tests/rewards/test_pool.py", "tests/rewards/test_failing.py"],
     "tools and environments": ["tests/environments/test_hostile.py", "tests/processes"],
 }

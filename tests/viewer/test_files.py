@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from viewed_runs import append_steps, write_runs
@@ -90,6 +91,13 @@ def test_no_other_site_reads_it_and_the_page_runs_no_script_but_its_own(runs):
     status, text, headers = get(f"{runs[1]}/")
     assert status == 200 and "script-src 'self'" in headers["content-security-policy"]
     assert re.findall(r"(?:src|href)=\"(.*?)\"", text) == ["data:,", "view.css", "view.js"]
+
+
+def test_a_script_prints_what_listens(runs):
+    script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
+    done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
+    port = runs[1].rpartition(":")[2]
+    assert re.search(rf"{os.getpid()}  127\.0\.0\.1:{port} +this machine only", done.stdout)
 
 
 def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
