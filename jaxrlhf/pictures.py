@@ -4,6 +4,8 @@ PIL and NumPy are only imported when there is a picture, because environment pro
 """
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _WHITE = (255, 255, 255, 255)
@@ -25,6 +27,18 @@ def opened_rgb(content: bytes) -> Any:
       ValueError: The picture has too many pixels, or values of unknown range.
       OSError: The content is damaged, or of another format (`PIL.UnidentifiedImageError`).
     """
+    with _header(content) as picture:
+        return upright_rgb(picture)
+
+
+def pixels_of(content: bytes) -> int:
+    """Return the number of pixels that the header of an encoded picture names; raises the errors of `opened_rgb`."""
+    with _header(content) as picture:
+        return picture.width * picture.height
+
+
+@contextmanager
+def _header(content: bytes) -> Iterator[Any]:
     import PIL.Image
 
     PIL.Image.init()  # registers the formats
@@ -32,7 +46,7 @@ def opened_rgb(content: bytes) -> Any:
     with PIL.Image.open(io.BytesIO(content), formats=known) as picture:
         if picture.width * picture.height > MOST_PIXELS:
             raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS}")
-        return upright_rgb(picture)
+        yield picture
 
 
 def upright_rgb(picture: Any) -> Any:

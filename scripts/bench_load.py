@@ -4,7 +4,8 @@
 
 Each load has a separate process and runs twice: the first time compiles. Files are in the page cache, as they
 have just been written. `extra_mb` is the peak memory of a process, minus its memory before the measurement and minus
-the size of the model.
+the size of the model. `checkpoint` saves and restores the parameters as an item of a run's checkpoint; `checksums` and
+`check` are the parts of both that checksums take, measured once more on the same files.
 """
 
 import argparse
@@ -47,6 +48,31 @@ def make(folder: Path, gigabytes: float) -> dict[str, Any]:
     for kind, file_bytes in KINDS.items():
         save = partial(models.save_params, params, config, folder / kind, max_shard_bytes=file_bytes)
         figures[f"save_{kind}"] = taken(save)
+    return figures
+
+
+def checkpoint(folder: Path, gigabytes: float) -> dict[str, Any]:
+    """Save and restore the parameters as an item of a checkpoint; return the figures of each part."""
+    import jax
+
+    from jaxrlhf import models
+    from jaxrlhf.checkpoint import Checkpoints
+    from jaxrlhf.checkpoint.checksums import damage_of, write_checksums
+    from jaxrlhf.checkpoint.items import TreeItem
+
+    config = model(gigabytes)
+    held = [jax.block_until_ready(jax.jit(models.init_params, static_argnums=(0, 1))(config, "lm", jax.random.key(0)))]
+    checkpoints = Checkpoints(folder / "checkpoints")
+    item = TreeItem(lambda: held[0], lambda tree: held.__setitem__(0, jax.block_until_ready(tree)))
+
+    def save() -> None:
+        checkpoints.save(1, {"actor": item}, {})
+        checkpoints.wait()
+
+    figures = {"save": taken(save), "checksums": taken(partial(write_checksums, checkpoints.folder(1, "actor")))}
+    figures["restore"] = taken(lambda: checkpoints.restore(1, {"actor": item}) and None)
+    figures["check"] = taken(partial(damage_of, checkpoints.folder(1, "actor"), checked=True))
+    checkpoints.close()
     return figures
 
 
@@ -97,15 +123,17 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.part:
         part, place = flags.part[0], Path(flags.part[1])
-        print(json.dumps(make(place, flags.gigabytes) if part == "make" else measure(LOADS[part], place)))
+        made = {"make": make, "checkpoint": checkpoint}.get(part)
+        print(json.dumps(made(place, flags.gigabytes) if made else measure(LOADS[part], place)))
         return
 
     command = [sys.executable, __file__, "--gigabytes", str(flags.gigabytes), "--part"]
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        parts = [("make", Path(folder)), *((part, Path(folder) / kind) for kind in KINDS for part in LOADS)]
+        parts = [(part, Path(folder)) for part in ("checkpoint", "make")]
+        parts += [(part, Path(folder) / kind) for kind in KINDS for part in LOADS]
         for part, place in parts:
-            name = part if part == "make" else f"{part}_{place.name}"
+            name = part if place == Path(folder) else f"{part}_{place.name}"
             figures[name] = bench_peers.run([*command, part, str(place)], limit_s=LIMIT_S, settings={})
     print(json.dumps({"bench": "load", "gigabytes": flags.gigabytes, "machine": bench.processor(), **figures}))
 

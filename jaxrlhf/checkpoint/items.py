@@ -1,6 +1,7 @@
 """Trees of arrays in a checkpoint, each written and read by the processes that hold it."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrlhf.config import Refusal
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for an error that a thread of orbax logs: whoever waits for the save gets the error, too."""
+    return record.exc_info is None or "orbax" not in record.pathname
+
+
+logging.getLogger("absl").addFilter(_is_news)  # of orbax, which is imported above
 
 
 class Item(Protocol):

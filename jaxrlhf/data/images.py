@@ -8,7 +8,8 @@ import base64
 import binascii
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxrlhf.data.chats.parts import held, pictures_named
 from jaxrlhf.data.records import field_of, record_at
 from jaxrlhf.data.shapes import PICTURE, draw_shapes
 from jaxrlhf.episode import ShownImage
-from jaxrlhf.pictures import FORMATS, opened_rgb
+from jaxrlhf.pictures import FORMATS, MOST_PIXELS, opened_rgb, pixels_of
 
 MARK = "<image>"
 """Text in a prompt that stands for the next image of its record."""
@@ -145,8 +146,6 @@ def opened(source: Hashable, *, place: str) -> Any:
     Raises:
       Refusal: The image is missing or damaged.
     """
-    import PIL.Image
-
     source = source.load() if isinstance(source, ShownImage) else str(source)
     kind, _, rest = source.partition(":")
     if kind == "shapes":
@@ -156,11 +155,38 @@ def opened(source: Hashable, *, place: str) -> Any:
         content = _content(source, Path(), place=place)
     elif kind == "record":
         content = _of_record(rest, place=place)
-    try:
+    with _refused(place, content):
         return opened_rgb(content.read_bytes() if isinstance(content, Path) else content)
+
+
+def check_pixels(urls: Sequence[str], *, place: str) -> None:
+    """Refuse images with more pixels together than one picture may have; only the headers are read.
+
+    Args:
+      urls: Data URLs.
+
+    Raises:
+      Refusal: There are too many pixels, or an image is damaged.
+    """
+    total = 0
+    for url in urls:
+        content = _content(url, Path(), place=place)
+        with _refused(place, content):
+            total += pixels_of(content)
+    if total > MOST_PIXELS:
+        raise Refusal(f"{place}: the images have {total} pixels together, more than {MOST_PIXELS}; send smaller ones")
+
+
+@contextmanager
+def _refused(place: str, content: bytes | Path) -> Iterator[None]:
+    """Turn any error of the block into a `Refusal`: damage makes libraries raise errors of many classes."""
+    import PIL.Image
+
+    try:
+        yield
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
-    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+    except Exception as error:
         unknown = isinstance(error, PIL.UnidentifiedImageError)  # its message is a memory address
         reason = f"of none of the formats {', '.join(FORMATS)}" if unknown else reason_of(error)
         raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error

@@ -1,4 +1,4 @@
-"""Limits on the connections of an HTTP server: their number, and the time that a client has for its headers."""
+"""Limits on the connections of an HTTP server: their number, and a client's time for its headers and for reading."""
 
 import asyncio
 import resource
@@ -8,7 +8,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from jaxrlhf.config import Refusal
 
-CONNECTIONS, HEADERS_S = 1024, 10.0
+CONNECTIONS, HEADERS_S, UNREAD_S = 1024, 10.0, 30.0
 _OTHER_FILES, _FEWEST = 128, 16
 """Files that the process opens besides connections, and the fewest connections of a useful server."""
 
@@ -16,8 +16,11 @@ _OTHER_FILES, _FEWEST = 128, 16
 class ConnectionLimits:
     """Open connections of one server.
 
-    A connection without a request under way is idle. If there are too many connections, the connection that is idle for
-    longest is closed: clients that send nothing cannot keep others out. If none is idle, the new connection is closed.
+    A connection without a request under way is idle. Beyond the maximum, the connection that has been silent for longest
+    is closed, among the idle connections, connections whose client does not read its answer, and connections whose
+    client sends requests before the answer to the one before. So clients that send or read nothing, or send without
+    end, cannot keep others out. If there is no such connection, the new connection is closed. An answer that stays
+    unread for `UNREAD_S` seconds closes its connection.
 
     Args:
       connections: Maximum number of open connections; fewer if the process may open fewer files.
@@ -54,6 +57,14 @@ class ConnectionLimits:
                 super().data_received(data)
                 limits._heard(self)
 
+            def pause_writing(self) -> None:
+                super().pause_writing()
+                self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+            def resume_writing(self) -> None:
+                self._unread.cancel()
+                super().resume_writing()
+
             def connection_lost(self, exc: Exception | None) -> None:
                 limits._closed(self)
                 super().connection_lost(exc)
@@ -63,9 +74,9 @@ class ConnectionLimits:
     def _opened(self, connection: Any) -> None:
         self._open[connection] = self._timer(connection)
         if len(self._open) > self._most:
-            idle = next((each for each in self._open if _is_idle(each)), connection)
-            self._closed(idle)  # now, because asyncio tells of the end only later, after further connections
-            idle.transport.abort()
+            ended = next((each for each in self._open if _may_end(each)), connection)
+            self._closed(ended)  # now, because asyncio tells of the end only later, after further connections
+            ended.transport.abort()
 
     def _heard(self, connection: Any) -> None:
         """Start the time limit at the first bytes of a request, and end it once the headers are there."""
@@ -91,3 +102,9 @@ class ConnectionLimits:
 def _is_idle(connection: Any) -> bool:
     """Return True if a connection has no request whose headers are complete and whose answer is not."""
     return connection.cycle is None or connection.cycle.response_complete
+
+
+def _may_end(connection: Any) -> bool:
+    """Return True if a connection is idle, its answer is not read, or further requests wait for its answer."""
+    flow = connection.flow
+    return _is_idle(connection) or flow.write_paused or (flow.read_paused and not connection.cycle.more_body)

@@ -23,7 +23,7 @@ class ProcessState:
     """Snapshot of the state of this process that calls can change, restored for the next call.
 
     The state is the builtins, the working directory, the environment variables, the temporary folder, the resource
-    limits, the recursion limit, and the output streams.
+    limits, the recursion limit, the mask of new files, timers, and the output streams.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,9 @@ class ProcessState:
         limits = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
         self._limits = {limit: resource.getrlimit(limit) for limit in limits}
         self._recursion = sys.getrecursionlimit()
-        self._streams = sys.stdout, sys.stderr
+        self._streams, self._files = (sys.stdout, sys.stderr), _standard_files()
+        self._mask = os.umask(0o22)
+        os.umask(self._mask)
 
     def restore_builtins(self) -> str:
         """Restore the builtins, before other code uses them, and return the names of the changed ones."""
@@ -47,6 +49,9 @@ class ProcessState:
         """Restore the other state; return a description of what cannot be restored, or an empty text."""
         sys.stdout, sys.stderr = self._streams
         sys.setrecursionlimit(self._recursion)
+        os.umask(self._mask)
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
         tempfile.tempdir = self._temporary
         if dict(os.environ) != self._environment:
             os.environ.clear()
@@ -54,6 +59,8 @@ class ProcessState:
         try:
             os.fchdir(self._folder)
             os.makedirs(self._own, exist_ok=True)
+            next_file = os.dup(self._folder)  # the lowest number that is free
+            os.close(next_file)
         except OSError as error:
             return f"its folders ({error})"
         try:
@@ -62,7 +69,22 @@ class ProcessState:
                     resource.setrlimit(limit, kept)
         except (ValueError, OSError):  # a hard limit was lowered
             return "a resource limit"
-        return "its output" if sys.stdout.closed or sys.stderr.closed else ""
+        if next_file > self._limits[resource.RLIMIT_NOFILE][0] // 2 > 0:  # -1 is no limit
+            return f"its number of open files, {next_file},"
+        changed = sys.stdout.closed or sys.stderr.closed or _standard_files() != self._files
+        return "its output" if changed else ""
+
+
+def _standard_files() -> list[tuple[int, int] | None]:
+    """Identify the files that are standard input, output and error; None for a closed one."""
+    found: list[tuple[int, int] | None] = []
+    for number in range(3):
+        try:
+            state = os.fstat(number)
+            found.append((state.st_dev, state.st_ino))
+        except OSError:
+            found.append(None)
+    return found
 
 
 class Printed(io.TextIOWrapper):

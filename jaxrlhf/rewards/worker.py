@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,9 @@ class RewardCode:
         else:
             calls.answer_in_turn((index, functools.partial(make_call, one)) for index, one in enumerate(examples))
         calls.restore()
-        if calls.spoilt:
+        if not calls.spoilt:
+            return
+        with suppress(OSError):  # standard error may be what was closed
             print(f"this reward process ends, and another one replaces it: {calls.spoilt}", file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
+from jaxrlhf.data.images import check_pixels
 from jaxrlhf.engine import Completion
 from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.episode import Reply, ToolSchema
@@ -152,6 +153,8 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
         form.check_tools(request.tools)
         _check_shown(form, model.name, request)
     with refusals("messages"):
+        if model.images is not None:
+            check_pixels(request.images, place="messages")
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is not None:
             with session.lock:

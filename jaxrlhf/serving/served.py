@@ -177,7 +177,7 @@ class ServedModel:
 def check_model(model: ServedModel, wanted: str) -> None:
     """Raise `ApiError` if a request names another model."""
     if wanted != model.name:
-        message = f"no model {wanted!r}; this server has {model.name!r}"
+        message = f"no model {wanted!r:.80}; this server has {model.name!r}"
         raise ApiError(message, status=404, code="model_not_found", param="model")
 
 

@@ -96,8 +96,9 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             end += len(line)
             try:
                 record = json.loads(line)
-                record["step"] + 0
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                if not math.isfinite(record["step"]):
+                    raise ValueError("the step is not finite")
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 if not file.peek(1) and not isinstance(error, RecursionError):  # the last line
                     return
                 said = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"

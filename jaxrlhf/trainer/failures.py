@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.batch import Diverged
 from jaxrlhf.rewards import RewardsFailing
@@ -76,6 +77,7 @@ def one_message() -> Iterator[None]:
 
     JAXRLHF_DEBUG=1 keeps the traceback.
     """
+    before, sys.unraisablehook = sys.unraisablehook, _print
     try:
         yield
     except (DiskFull, Diverged, HostFailure, RewardsFailing) as failure:
@@ -86,3 +88,11 @@ def one_message() -> Iterator[None]:
             sys.stdout.flush()
             os._exit(1)  # at the interpreter's end libraries would try to write once more, and print tracebacks
         sys.exit(1)
+    finally:
+        sys.unraisablehook = before
+
+
+def _print(unraisable: Any) -> None:
+    """Print an error that nothing can catch, unless it repeats a failed save, whose event loop is closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)

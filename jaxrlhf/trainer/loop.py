@@ -102,7 +102,10 @@ class Loop:
         except DiskFull as full:
             latest = self.checkpoints.latest()
             kept = "no checkpoint is whole yet" if latest is None else f"the last whole checkpoint is of step {latest}"
-            full.add_note(f"{kept}; free some space, or copy the workdir to another disk, and give the same command")
+            full.add_note(
+                f"{kept}, and what came after is lost; free some space, or copy the workdir to another disk, and give "
+                "the same command"
+            )
             raise
 
     @contextmanager

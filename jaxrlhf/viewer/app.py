@@ -1,5 +1,6 @@
 """Web application of the viewer: one page, and the runs' files as JSON."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrlhf.processes.http_server import HttpServer
+from jaxrlhf.tracking.records import jsonable
 from jaxrlhf.viewer.explanations import explanations
 from jaxrlhf.viewer.run_files import RunFiles
 
@@ -74,13 +76,23 @@ def _file(path: Path) -> Callable[[Request], Response]:
     return lambda _: FileResponse(path, headers=HEADERS)
 
 
+class _Answer(JSONResponse):
+    """JSON of any content: numbers that are not finite are null, and names that are no Unicode are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return json.dumps(content, allow_nan=False).encode()
+        except ValueError:  # much slower, and rare
+            return json.dumps(jsonable(content)).encode()
+
+
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     def respond(request: Request) -> Response:
         try:
-            return JSONResponse(answer(request), headers=HEADERS)
+            return _Answer(answer(request), headers=HEADERS)
         except FileNotFoundError as error:
-            return JSONResponse({"error": f"not there: {error}"}, 404, HEADERS)
-        except (KeyError, ValueError, RecursionError) as error:
-            return JSONResponse({"error": f"not understood: {error!r}"}, 400, HEADERS)
+            return _Answer({"error": f"not there: {error}"}, 404, HEADERS)
+        except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
+            return _Answer({"error": f"not understood: {error!r:.500}"}, 400, HEADERS)
 
     return respond

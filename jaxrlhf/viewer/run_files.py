@@ -152,7 +152,8 @@ class StepIndex:
         begin, end = self._places().get(step, (0, 0))
         with open(self._file, "rb") as file:
             file.seek(begin)
-            return [json.loads(line) for line in file.read(end - begin).splitlines()]
+            found = map(_record, file.read(end - begin).splitlines())
+            return [record for record in found if record is not None]
 
     def _places(self) -> dict[int, tuple[int, int]]:
         """Return the offsets of the start and the end of each step."""
@@ -171,10 +172,20 @@ class StepIndex:
                 if not line.endswith(b"\n"):  # being written
                     break
                 found = _STEP.match(line)
-                step = int(found[1]) if found else json.loads(line)["step"]
-                self._begins.setdefault(step, self._end)
+                record = {"step": int(found[1])} if found else _record(line)
+                if record is not None:  # else it belongs to the step before
+                    self._begins.setdefault(record["step"], self._end)
                 self._end += len(line)
                 self._last_line = line
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None for a damaged line."""
+    try:
+        record = json.loads(line)
+        return record if isinstance(record["step"], int) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _flat(settings: Any, prefix: str = "") -> list[tuple[str, Any]]:

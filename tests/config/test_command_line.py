@@ -357,6 +357,13 @@ def test_a_package_that_is_missing_is_one_line(package, refused, capsys, monkeyp
     assert (end.value.code, shown.count("\n")) == (2, 1)
 
 
+def test_a_limit_of_few_open_files_is_one_line(refused):
+    limited = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh", sys.executable, "-c", SHOW, "--config", "ppo_arithmetic"]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    refused.check(done.stderr)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
 @pytest.mark.parametrize("error", [Refusal("devices do not fit"), Infeasible("devices do not fit")])
 def test_a_refusal_of_another_process_is_one_line_here(error, capsys):
     def again():

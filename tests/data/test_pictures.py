@@ -1,8 +1,10 @@
 """Pictures as policies see them: upright, on white, in eight bits, from each place that a record may name."""
 
 import base64
+import contextlib
 import io
 import json
+import random
 import struct
 import zlib
 
@@ -282,6 +284,27 @@ def test_pictures_are_read_in_the_named_formats_alone():
         content = encoded(corners(), kind)
         with pytest.raises(Refusal, match=r"the picture.*of none of the formats PNG, JPEG, "):
             opened(url_of(content), place="the picture")
+
+
+@pytest.mark.parametrize("error", [struct.error("a"), RuntimeError("a"), TypeError("a"), KeyError("a")])
+def test_whatever_a_damaged_picture_raises_is_a_refusal_with_its_place(error, monkeypatch):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", fails)
+    with pytest.raises(Refusal, match="the picture: the image is damaged or no image"):
+        opened(url_of(encoded(corners())), place="the picture")
+
+
+def test_changed_bytes_are_read_or_refused():
+    drawn = random.Random(0)
+    kinds = [encoded(corners(), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")]
+    for _ in range(1000):
+        content = bytearray(drawn.choice(kinds))
+        for _ in range(drawn.choice([1, 3, 9])):
+            content[drawn.randrange(len(content))] = drawn.randrange(256)
+        with contextlib.suppress(Refusal):
+            assert opened(url_of(bytes(content)), place="the picture").mode == "RGB"
 
 
 def test_a_small_file_of_huge_pixels_is_refused_before_they_are_made():

@@ -206,7 +206,9 @@ def test_a_forged_answer_costs_its_example_and_is_never_executed(run, tmp_path, 
     )
 
 
-@pytest.mark.parametrize("extent", ["", " for good"], ids=["restored", "replaced"])
+@pytest.mark.parametrize(
+    "extent", ["", " for good", " streams", " files"], ids=["restored", "limit", "streams", "files"]
+)
 def test_what_a_call_changes_of_the_process_is_restored_for_the_next(run, extent):
     spoilt = f"spoilt {Path.cwd()}"
     values, _, _ = run("single", ["pid", spoilt, f"spoil{extent}", spoilt, "pid"], workers=1)

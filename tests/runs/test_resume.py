@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,23 @@ def test_killed_five_times(start, undisturbed, tmp_path):
     assert_same_run(tmp_path, undisturbed)
 
 
+@pytest.mark.seeds
+def test_killed_25_times_at_random(start, undisturbed, tmp_path):
+    drawn, begun = random.Random(0), time.monotonic()
+    assert start(tmp_path / "whole").returncode == 0
+    ticks, kills, workdir = int(100 * (time.monotonic() - begun)), 0, tmp_path / "0"
+    while kills < 25:
+        done = start(workdir, "SIGKILL", "clock", drawn.randint(1, ticks))
+        if done.returncode:
+            assert done.returncode == KILLED, done.stderr
+            kills += 1
+        else:  # begun anew, as a run that has ended has nothing to lose
+            assert_same_run(workdir, undisturbed)
+            workdir = tmp_path / str(kills)
+    assert start(workdir).returncode == 0
+    assert_same_run(workdir, undisturbed)
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed, tmp_path):
     # The cold start has two updates and each step two: this is the first of step 5, which is saved at its end.
@@ -119,6 +138,27 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed
     assert done.returncode == 0, done.stderr
     assert f"moved it to {tmp_path}/checkpoints_damaged/step_5" in done.stdout
     assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message_and_a_copy_goes_on(start, undisturbed, tmp_path):
+    """On a file system of 1.2 MB, while two checkpoints of 0.6 MB would be kept."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = 'mount -t tmpfs -o size=1200k tmpfs "$1" && shift && "$@"'
+    mounted = ["unshare", "-Urm", "sh", "-c", mount, "sh", str(small)]
+    if subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("this user can mount nothing")
+    train = [sys.executable, "-m", "jaxrlhf.train", "--config", str(SUPPORT / "tiny_runs.py"), "--workdir", "$0/run"]
+    script = f'{" ".join(train)}; code=$?; cp -r "$0/run" {tmp_path}/copy; exit $code'
+    environment = {**os.environ, "PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}"}
+    done = subprocess.run([*mounted, "sh", "-c", script, str(small)], env=environment, capture_output=True, text=True)
+    first, *others = done.stderr.splitlines()
+    assert done.returncode == 1 and first.startswith(f"error: no space left to write {small}/run/")
+    assert len(others) <= 2 and "copy the workdir to another disk, and give the same command" in others[-1]
+    done = start(tmp_path / "copy")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "copy", undisturbed)
 
 
 @pytest.mark.slow

@@ -204,11 +204,11 @@ def test_tokenize_gives_the_ids_that_a_prompt_has(client, serving):
 
 
 def test_clients_that_send_nothing_keep_nobody_out():
-    """Three times as many half-open connections as there may be, without a key, and one client that asks."""
+    """300 half-open connections, where there may be 16, without a key, and one client that asks."""
     limits = ServingLimits(connections=16, headers_s=1.0, requests=4)
     with served(limits, engine=build_engine(embedded_tokenizer())) as (server, _):
         host, port = server.address.removeprefix("http://").split(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(48)]
+        silent = [socket.create_connection((host, int(port))) for _ in range(300)]
         for number, one in enumerate(silent):
             if number % 2:
                 with contextlib.suppress(ConnectionError):
@@ -223,6 +223,37 @@ def test_clients_that_send_nothing_keep_nobody_out():
                 assert one.recv(1000) == b""
             one.close()
         assert time.monotonic() - start < 20
+
+
+def flooding(address: str) -> socket.socket:
+    """A connection whose client has sent requests until the server takes no more, and reads no answer."""
+    host, port = address.removeprefix("http://").split(":")
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect((host, int(port)))
+    one.settimeout(0.3)
+    with contextlib.suppress(OSError):
+        while True:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+    return one
+
+
+def test_clients_that_send_without_end_and_read_nothing_keep_nobody_out(monkeypatch):
+    with (
+        served(ServingLimits(connections=16), engine=build_engine(embedded_tokenizer())) as (server, _),
+        contextlib.ExitStack() as greedy,
+    ):
+        for _ in range(20):
+            greedy.enter_context(flooding(server.address))
+        for _ in range(4):
+            assert httpx.get(f"{server.address}/health", timeout=30).status_code == 200
+        greedy.close()
+        monkeypatch.setattr("jaxrlhf.processes.connections.UNREAD_S", 0.5)
+        end = time.monotonic() + 60
+        with flooding(server.address) as one, pytest.raises(ConnectionError):  # it is closed before long
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    one.sendall(b"GET /health HTTP/1.1\r\n")
 
 
 def test_a_kept_connection_may_be_quiet_between_requests_but_not_within_headers():

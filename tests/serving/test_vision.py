@@ -38,6 +38,12 @@ def url(seed=0):
     return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
 
 
+def wide():
+    written = io.BytesIO()
+    PIL.Image.new("1", (8192, 5456)).save(written, "PNG")
+    return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
+
+
 @contextmanager
 def seeing_server():
     shipped = load_configuration("grpo_shapes")
@@ -142,6 +148,7 @@ def test_a_session_goes_on_where_the_same_images_were_seen(sees):
         (parts("data:image/png;base64,????"), "base64"),
         (parts("data:image/png;base64," + base64.b64encode(b"none").decode()), "damaged"),
         (parts("<image>", url()), "must not spell"),
+        (parts(*[wide() for _ in range(2)]), "have 89391104 pixels together, more than 67108864"),
         ([{"role": "system", "content": parts(url())[0]["content"]}], "users' and tools'"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "image_url"),
     ],

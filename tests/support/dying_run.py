@@ -14,6 +14,7 @@ MOMENT is a place that the run reaches again and again; the signal comes the COU
     update   a gradient of the actor is computed and not applied yet
     write    a checkpoint's files are being written
     commit   a checkpoint is complete but for its last rename
+    clock    a hundredth of a second has passed
 """
 
 import gc
@@ -22,6 +23,8 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import tensorboardX  # noqa: F401 - runs import it, and with it torch where that is there
@@ -66,7 +69,8 @@ def main(name: str, moment: str, count: str, *arguments: str) -> None:
             os.kill(os.getpid(), signal.Signals[name])
 
     if name:
-        {"update": watch_updates, "write": watch_writes, "commit": watch_commits}[moment](reached)
+        watched = {"update": watch_updates, "write": watch_writes, "commit": watch_commits, "clock": watch_clock}
+        watched[moment](reached)
     sys.argv = ["jaxrlhf.train", *arguments]
     runpy.run_module("jaxrlhf.train", run_name="__main__", alter_sys=True)
 
@@ -100,6 +104,15 @@ def watch_commits(reached) -> None:
             reached()
 
     sys.addaudithook(hook)
+
+
+def watch_clock(reached) -> None:
+    def tick():
+        while True:
+            time.sleep(0.01)
+            reached()
+
+    threading.Thread(target=tick, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Source of reward functions that do what no function should."""
 
 HOSTILE = """
-import asyncio, ctypes, gc, json, os, pickle, resource, struct, sys, tempfile, time
+import asyncio, ctypes, gc, json, os, pickle, resource, signal, struct, sys, tempfile, time
 from jaxrlhf.rewards import batched
 
 CORE = resource.getrlimit(resource.RLIMIT_CORE)
+MASK = os.umask(0o22)
+os.umask(MASK)
 
 
 class Executed:
@@ -48,6 +50,16 @@ def misbehave(response):
                 pass
         return 1.0
     if kind == "spoil":
+        if detail == "files":
+            try:
+                while True:
+                    os.dup(0)
+            except OSError:
+                pass
+        if detail == "streams":
+            os.closerange(0, 3)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        os.umask(0o777)
         os.chdir("/")
         os.environ["SPOILT"] = "1"
         tempfile.tempdir = "/nowhere"
@@ -66,6 +78,10 @@ def misbehave(response):
             resource.getrlimit(resource.RLIMIT_CORE) != CORE,
             sys.getrecursionlimit() == 200,
             sys.stdout is None,
+            signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+            os.umask(MASK) != MASK,
+            open("/dev/null").fileno() > 100,
+            print("printed") is not None,
         ])
     if kind == "pid":
         return os.getpid()

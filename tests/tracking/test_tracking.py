@@ -104,7 +104,9 @@ for step in itertools.count(1):
     assert steps_of(path) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("damaged", [b'{"step": ', b"\0" * 4096, b'"step"', b'{"step": "2"}', b"[" * 100_000, b"\xff"])
+@pytest.mark.parametrize(
+    "damaged", [b'{"step": ', b"\0" * 4096, b'"step"', b'{"step": "2"}', b'{"step": NaN}', b"[" * 100_000, b"\xff"]
+)
 def test_a_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"step": 4}\n')

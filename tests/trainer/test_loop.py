@@ -345,7 +345,7 @@ def test_a_full_disk_is_said_in_one_message(target, error, named, tmp_path, monk
     assert end.value.code == 1
     assert end.value.__context__.__cause__ is error
     assert re.match(rf"error: no space left to write {tmp_path}/{named}: [0-9.]+ of [0-9]+ MB are free there\n", shown)
-    assert "no checkpoint is whole yet; free some space, or copy the workdir to another disk, and give" in shown
+    assert "no checkpoint is whole yet, and what came after is lost; free some space, or copy the workdir to" in shown
 
 
 def test_a_full_disk_says_what_the_run_goes_on_from():
@@ -363,7 +363,7 @@ def test_a_full_disk_says_what_the_run_goes_on_from():
     with pytest.raises(DiskFull) as info:
         run([], checkpoints=made, every_steps=1)
     assert info.value.__notes__[0] == "in step 2 of made, while saving"
-    assert info.value.__notes__[1].startswith("the last whole checkpoint is of step 1; free some space")
+    assert info.value.__notes__[1].startswith("the last whole checkpoint is of step 1, and what came after is")
 
 
 def test_two_failures_that_come_from_each_other_end_a_write(tmp_path):

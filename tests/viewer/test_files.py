@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from viewed_runs import append_steps, write_runs
@@ -92,6 +93,13 @@ def test_no_other_site_reads_it_and_the_page_runs_no_script_but_its_own(runs):
     assert re.findall(r"(?:src|href)=\"(.*?)\"", text) == ["data:,", "view.css", "view.js"]
 
 
+def test_a_script_prints_what_listens(runs):
+    script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
+    done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
+    port = runs[1].rpartition(":")[2]
+    assert re.search(rf"{os.getpid()}  127\.0\.0\.1:{port} +this machine only", done.stdout)
+
+
 def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
     files = RunFiles(write_runs(tmp_path, steps=5))
     assert len(files.samples("one", "samples", 5)) == 8
@@ -145,6 +153,38 @@ def test_a_file_of_another_program_hides_no_run(tmp_path):
     assert runs.keys() - {"one", "two"} == {"other", "folder", "deep", "pipe"}
     assert "no regular file" in runs["pipe"]["unreadable"]
     assert "line 1, is not a JSON object with a 'step'" in runs["other"]["unreadable"]
+
+
+def test_a_run_of_odd_files_hides_no_other(tmp_path):
+    write_runs(tmp_path, steps=2)
+    for name, line in (
+        (b"endless", '{"step": Infinity}'),
+        (b"\xff", '{"step": 1}'),
+        (b"large", f'{{"step": {10**400}}}'),
+    ):
+        folder = os.path.join(os.fsencode(tmp_path), name)
+        os.mkdir(folder)
+        with open(os.path.join(folder, b"metrics.jsonl"), "w") as file:
+            file.write(f"{line}\n" * 2)
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "\\ud800": [1]}\n')
+    (odd / "timeline.json").write_text('[\n["X"],\n{"ph": "X"},\n')
+    (odd / "config.json").write_text("[" * 100_000)
+    samples = (tmp_path / "one" / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = [b"\0" * 99 + b"\n", b"[1]\n", b'{"step": 1, "prom\n', b'{"step": "1"}\n']
+    (tmp_path / "one" / "samples.jsonl").write_bytes(b"".join([*samples[:3], *damaged, *samples[3:]]))
+    with ViewServer(RunFiles(tmp_path), port=0) as server:
+        status, text, _ = get(f"{server.address}/api/runs")
+        runs = {run["run"]: run for run in json.loads(text)["runs"]}
+        assert status == 200 and {"one", "two", "odd", "\udcff"} <= runs.keys()
+        assert all("no regular file" not in runs[name]["unreadable"] for name in ("endless", "large"))
+        assert get(f"{server.address}/api/metrics?run=odd")[0] == 200
+        for path in ("timeline?run=odd", "settings?run=odd", "steps?run=odd&kind=samples", "metrics?run=%00"):
+            status, text, _ = get(f"{server.address}/api/{path}")
+            assert status in (400, 404) and json.loads(text)["error"], path
+        found = json.loads(get(f"{server.address}/api/samples?run=one&kind=samples&step=1")[1])
+        assert found == [one for line in samples if (one := json.loads(line))["step"] == 1]
 
 
 def test_every_name_on_the_page_of_metrics_is_explained_by_its_row():

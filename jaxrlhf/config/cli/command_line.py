@@ -32,6 +32,8 @@ _EXTRAS = {"starlette": "serve", "uvicorn": "serve", "openai": "serve"}
 """Extras of jaxrlhf, by the package that each installs."""
 _OF_UNIX = ("fcntl", "resource")
 """Modules of Python's standard library that Windows lacks."""
+_FILES = 128
+"""Open files that a command takes: with fewer, libraries fail at any place."""
 
 
 def on_cluster(flags: Namespace) -> list[str]:
@@ -54,6 +56,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _until_the_reader_leaves(exit_code=1):
+            _check_files()
             main()
     except KeyboardInterrupt as interrupt:
         with contextlib.suppress(OSError):  # the same Ctrl-C ends a `tee` that reads both streams
@@ -67,6 +70,17 @@ def run_command(main: Callable[[], None]) -> None:
         said = "; ".join([reason, *getattr(error, "__notes__", [])])
         print("error:", " ".join(said.split()), file=sys.stderr)
         sys.exit(2)
+
+
+def _check_files() -> None:
+    import resource  # Windows lacks it
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < _FILES:  # -1 is no limit
+        raise Refusal(
+            f"this process may open {files} files, and a command needs {_FILES}; raise the limit, such as by "
+            "ulimit -n 4096"
+        )
 
 
 def _missing(error: ModuleNotFoundError) -> str | None:

@@ -1,9 +1,10 @@
 """Sandbox entry program, started by `sandbox.py`: confines its own process for good, then runs foreign code in it.
 
 Nothing here needs root. Landlock denies access to files other than the process's directory and the interpreter's
-files. A seccomp filter refuses system calls that create sockets, processes or shared memory, that signal or control
-other processes, or that change a file's permissions. The code cannot start processes, so the limits below hold for all
-that it does. This program is started as a file, so it imports nothing of the package.
+files. A seccomp filter refuses system calls that create sockets, processes or shared memory, that signal, control or
+watch others, or that change a file's permissions. The code cannot start processes, so the limits below hold for all
+that it does. The filter has the parent count the calls that no limit bounds: new threads, files and folders. This
+program is started as a file, so it imports nothing of the package.
 """
 
 import ctypes
@@ -25,11 +26,12 @@ WRITE_FILE = 1 << 1
 EVERYTHING = (1 << 15) - 1  # execute, read, write, make, remove, link, truncate
 DEVICES = 1 << 6 | 1 << 11  # rights in `EVERYTHING` to make device files
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+ALLOW, ASK, KILL, REFUSE = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
 LOAD, AND, EQUAL, ANY_BIT, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06  # operations of the filter
 X32 = 0x40000000
 CLONE_THREAD = 0x10000
+NEW_FILE = os.O_CREAT | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, kernel's architecture id
 # fmt: off
@@ -51,48 +53,62 @@ REFUSED = {  # call numbers on x86-64 and on arm64; None where the call does not
     "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
+    "userfaultfd": (323, 282), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "io_setup": (206, 0), "syslog": (103, 116), "seccomp": (317, 277),
+}
+COUNTED = {
+    "creat": (85, None), "mkdir": (83, None), "mkdirat": (258, 34), "mknod": (133, None), "mknodat": (259, 33),
+    "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
 }
 # fmt: on
-CLONE3, CAPSET = (435, 435), (126, 91)
+# The filter cannot see flags behind a pointer; if a call is reported missing, the C library uses an older one.
+MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
+CAPSET = (126, 91)
 
 DENY, PASS = (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, ALLOW)
-FIRST, SECOND = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24)  # load an argument of the call
+COUNT, LACK = (RETURN, 0, 0, ASK), (RETURN, 0, 0, REFUSE | errno.ENOSYS)
+FIRST, SECOND, THIRD = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24), (LOAD, 0, 0, 32)  # load an argument of the call
 EXAMINED = {  # calls that are allowed except for some arguments
-    "clone": ((56, 220), [FIRST, (ANY_BIT, 1, 0, CLONE_THREAD), DENY]),  # a thread, not a process
+    "clone": ((56, 220), [FIRST, (ANY_BIT, 1, 0, CLONE_THREAD), DENY, COUNT]),  # a thread, not a process
+    "open": ((2, None), [SECOND, (ANY_BIT, 0, 1, NEW_FILE), COUNT]),
+    "openat": ((257, 56), [THIRD, (ANY_BIT, 0, 1, NEW_FILE), COUNT]),
     "prlimit": ((302, 261), [FIRST, (EQUAL, 1, 0, 0), DENY]),  # only for this process
     "prctl": ((157, 167), [FIRST, (EQUAL, 0, 1, PR_SET_PDEATHSIG), DENY]),
     "socketpair": (
         (53, 199),  # two local ends; as streams they can reach no other socket
         [FIRST, (EQUAL, 1, 0, socket.AF_UNIX), DENY, SECOND, (AND, 0, 0, 15), (EQUAL, 1, 0, socket.SOCK_STREAM), DENY],
     ),
-    "fcntl": ((72, 25), [SECOND, (EQUAL, 0, 1, 8), DENY, (EQUAL, 0, 1, 15), DENY]),  # sets a file's signal receiver
-    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # does so too
+    # 8 and 15 set a file's signal receiver, 1024 makes others wait for their writes, 1026 watches a folder
+    "fcntl": ((72, 25), [SECOND, *[step for way in (8, 15, 1024, 1026) for step in ((EQUAL, 0, 1, way), DENY)]]),
+    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # the receiver too
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(fd: int, problem_fd: int) -> None:
+def main(fd: int, parent_fd: int) -> None:
     """Run the job in the file `fd`; afterwards the file holds the job's secret if the whole job ran.
 
     Args:
-      problem_fd: Pipe that gets the reason if this machine cannot confine the program. It is closed before the program
-        runs, so that a program cannot claim this.
+      parent_fd: Socket that gets the reason if this machine cannot confine the program, or else the file descriptor by
+        which the parent is asked. It is closed before the program runs, so that a program can claim neither.
     """
     with open(fd, "r+b", buffering=0, closefd=False) as file:
         job = json.loads(file.read())
         file.seek(0)
         file.truncate()
         _limit(job)
-        for step in (_give_up_privileges, _restrict_files, _restrict_calls, _check_closed):
-            try:
-                step(job)
-            except OSError as error:
-                if not job["allow_unsandboxed"]:
-                    os.write(problem_fd, str(error).encode()[:4096])
-                    return
-        os.close(problem_fd)
+        with socket.socket(fileno=parent_fd) as parent:
+            for step in (_give_up_privileges, _restrict_files, _restrict_calls, _check_closed):
+                try:
+                    step(job)
+                except OSError as error:
+                    if not job["allow_unsandboxed"]:
+                        parent.send(str(error).encode()[:4096])
+                        return
+            if (asks := job.get("asks")) is not None:
+                socket.send_fds(parent, [b"\0"], [asks])
+                os.close(asks)
         _run(job)
         file.write(job["secret"].encode())
 
@@ -105,6 +121,8 @@ def _limit(job: dict) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
+    if sys.platform == "linux":
+        limits[resource.RLIMIT_SIGPENDING] = 64  # timers, of which a user's processes have a number together
     for limit, wanted in limits.items():
         hard = resource.getrlimit(limit)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -154,28 +172,27 @@ def _restrict_files(job: dict) -> None:
 
 
 def _restrict_calls(job: dict) -> None:
-    """Refuse the system calls that are listed, and allow the rest."""
+    """Refuse or count the system calls that are listed, and allow the rest."""
     column, architecture = _machine()
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL)]
     steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), DENY]
-    for numbers in REFUSED.values():
-        number = numbers[column]
-        if number is not None:
-            steps += [(EQUAL, 0, 1, number), DENY]
-    # The filter cannot see clone3's flags behind a pointer; if clone3 is reported missing, the C library uses clone.
-    steps += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
+    for calls, result in ((REFUSED, DENY), (MISSING, LACK), (COUNTED, COUNT)):
+        for numbers in calls.values():
+            if numbers[column] is not None:
+                steps += [(EQUAL, 0, 1, numbers[column]), result]
     for numbers, examination in EXAMINED.values():
-        steps += [(EQUAL, 0, len(examination) + 1, numbers[column]), *examination, PASS]
+        if numbers[column] is not None:
+            steps += [(EQUAL, 0, len(examination) + 1, numbers[column]), *examination, PASS]
     code = b"".join(struct.pack("HBBI", *step) for step in [*steps, PASS])
     held = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held))
-    _call("prctl", PR_SET_SECCOMP, 2, header, what="network isolation: a seccomp filter")
+    job["asks"] = _call("syscall", REFUSED["seccomp"][column], 1, 8, header, what="network isolation: a seccomp filter")
 
 
 def _check_closed(job: dict) -> None:
-    """Check that neither a socket nor a file outside the directory can be created."""
+    """Check that neither a socket can be created nor a file outside the directory be written."""
     try:
-        os.close(os.open(job["outside"], os.O_WRONLY | os.O_CREAT))
+        os.close(os.open(job["outside"], os.O_WRONLY))
     except PermissionError:
         pass
     else:
