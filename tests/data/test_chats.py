@@ -16,6 +16,9 @@ from jaxrlhf.data.tokenizer import embedded_tokenizer
 SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5", "gpt-oss", "lfm2", "mistral")
 """Families whose templates write calls behind the opened turn of the assistant."""
 
+SILENT = ("llama 3.1", "mistral")
+"""Families whose templates drop words beside calls."""
+
 
 def said(role, content, **more):
     return {"role": role, "content": content, **more}
@@ -27,6 +30,7 @@ def call(arguments):
 
 SKY = said("user", "sky?")
 CALLED = said("assistant", "I add.", tool_calls=[call({"a": 1})])
+CALLED_ALONE = CALLED | {"content": ""}
 RESULT = said("tool", "4", tool_call_id="abcdefghi", name="add")
 FOUR = said("assistant", "It is 4.")
 THOUGHT = said("assistant", "4", reasoning_content="two and two")
@@ -64,10 +68,10 @@ def of_trl(tokenizer, prompt, completion):
 @pytest.mark.parametrize("family", SEEN_BY_ALL)
 @pytest.mark.parametrize("key", ["completion", "messages"])
 def test_a_last_message_with_calls_is_learned_as_the_template_writes_it(tmp_path, family, key):
-    tokenizer = tokenizer_of(family)
-    record = {"prompt": [SKY], "completion": [CALLED]} if key == "completion" else {"messages": [SKY, CALLED]}
+    tokenizer, called = tokenizer_of(family), CALLED_ALONE if family in SILENT else CALLED
+    record = {"prompt": [SKY], "completion": [called]} if key == "completion" else {"messages": [SKY, called]}
     text, _ = solution(tokenizer, tmp_path / "a.jsonl", key=key, **record)
-    right = of_trl(tokenizer, [SKY], [CALLED])
+    right = of_trl(tokenizer, [SKY], [called])
     assert text.removesuffix(tokenizer.eos_token) == right.rstrip().removesuffix(tokenizer.eos_token)
     assert "add" in text.replace("I add.", "")
 
@@ -83,7 +87,10 @@ def test_reasoning_is_learned(tmp_path, family, name):
     assert "two and two" in text
 
 
-@pytest.mark.parametrize(("family", "message"), [("qwen2.5", THOUGHT), ("gemma 3", CALLED), ("phi 3.5", CALLED)])
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("qwen2.5", THOUGHT), ("gemma 3", CALLED), ("phi 3.5", CALLED), ("llama 3.1", CALLED), ("mistral", CALLED)],
+)
 def test_what_a_template_leaves_out_is_refused(refused, tmp_path, family, message):
     path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR]}, {"messages": [SKY, message]})
     with refused():
@@ -110,7 +117,7 @@ TURNS = [FOUR, said("user", "sure?"), said("assistant", "Yes.")]
         ),
         (
             "mistral",
-            FLOW,
+            [CALLED_ALONE, RESULT, FOUR],
             ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>', "It is 4.</s>"],
         ),
     ],
@@ -166,6 +173,91 @@ def test_a_completion_that_repeats_its_prompt_is_what_stands_behind_it(tmp_path)
     for prompt in ("sky?", [SKY]):
         text, _ = solution(tokenizer_of("qwen2.5"), tmp_path / "a.jsonl", prompt=prompt, completion=[SKY, FOUR])
         assert text == "It is 4.<|im_end|>"
+
+
+REASONED = {"reasoning and calls", "reasoning twice", "reasoning in turns"}
+THOUGHTFUL = CALLED_ALONE | {"reasoning_content": "two and two"}
+FLOWS = {
+    "calls": FLOW,
+    "calls alone": [CALLED_ALONE, RESULT, FOUR],
+    "calls twice": [CALLED_ALONE, RESULT, CALLED_ALONE, RESULT, FOUR],
+    "reasoning and calls": [THOUGHTFUL, RESULT, FOUR],
+    "reasoning twice": [THOUGHTFUL, RESULT, THOUGHT],
+    "turns": TURNS,
+    "reasoning in turns": [THOUGHT, said("user", "sure?"), THOUGHT],
+}
+REFUSED = {
+    "deepseek v3": set(FLOWS),  # it opens thinking, and shows none
+    "glm 4.5": set(FLOWS),  # nothing ends a turn but the next header
+    "llama 3.1": {"calls", *REASONED},  # it drops words beside calls
+    "mistral": {"calls", *REASONED},
+    "gemma 4": {"calls", "reasoning twice", "reasoning in turns"},  # it moves words behind a tool's answer
+    "qwen2.5": REASONED,
+    "lfm2": REASONED,
+    "qwen3": {"reasoning in turns"},  # it drops the reasoning of earlier turns
+    "qwen3 without thinking": {"reasoning in turns"},
+    "qwen3.5": {"turns", "reasoning in turns"},
+    "gpt-oss": {"turns", "reasoning in turns"},  # its end of an earlier turn is not what the policy writes
+}
+"""Chats that the templates drop parts of, or write in another way once more messages follow."""
+
+
+@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_each_answer_is_learned_after_what_the_policy_sees_there(tmp_path, family, flow):
+    tokenizer, chat = tokenizer_of(family), [SKY, *FLOWS[flow]]
+    path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": chat[1:]})
+    data = PromptFile(path, answer_key=None, solution_key="completion")
+    if flow in REFUSED[family]:
+        with pytest.raises(Refusal, match="chat template"):
+            load(tokenizer, data)
+        return
+    (problem,) = load(tokenizer, data)
+    ids = [*problem.prompt_tokens, *problem.solution_tokens]
+    mask = problem.solution_mask or [True] * len(problem.solution_tokens)
+    begins = [n for n, own in enumerate(mask) if own and (n == 0 or not mask[n - 1])]
+    given = [{**message, "thinking": message.get("reasoning_content", "")} for message in chat]
+    answers = [n for n, message in enumerate(given) if message["role"] == "assistant"]
+    for begin, n in zip(begins, answers, strict=True):
+        before = tokenizer.decode(ids[: len(problem.prompt_tokens) + begin])
+        right = tokenizer.apply_chat_template(given[:n], tokenize=False, add_generation_prompt=True)
+        assert before[before.index("sky?") :] == right[right.index("sky?") :]  # gpt-oss writes the date before
+    special = {tokenizer.convert_tokens_to_ids(text) for text in FAMILIES[family].special}
+    ends = [n for n, own in enumerate(mask) if own and (n + 1 == len(mask) or not mask[n + 1])]
+    assert all(problem.solution_tokens[n] in special for n in ends)
+
+
+def test_reasoning_is_kept_where_a_final_answer_makes_the_template_drop_it(tmp_path):
+    completion = [THOUGHTFUL, RESULT, THOUGHT]
+    text, learned = solution(tokenizer_of("gpt-oss"), tmp_path / "a.jsonl", prompt=[SKY], completion=completion)
+    assert learned == [
+        "<|channel|>analysis<|message|>two and two<|end|><|start|>assistant to=functions.add<|channel|>commentary json"
+        '<|message|>{"a": 1}<|call|>',
+        "<|channel|>analysis<|message|>two and two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+    ]
+    told = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"4"<|end|><|start|>assistant'
+    assert text == told.join(learned)
+
+
+def test_reasoning_follows_the_thinking_that_a_prompt_opens(tmp_path):
+    tokenizer = tokenizer_of("deepseek v3")
+    text, _ = solution(tokenizer, tmp_path / "a.jsonl", prompt=[SKY], completion=[THOUGHT])
+    assert text == "two and two\n</think>\n\n4<｜end▁of▁sentence｜>"
+    called = said("assistant", "", tool_calls=[call('{"a": 1}')])
+    text, _ = solution(tokenizer, tmp_path / "b.jsonl", prompt=[SKY, called, RESULT], completion="It is 4.")
+    assert text == "It is 4.<｜end▁of▁sentence｜>"  # after a tool's answer the template opens no thinking
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "gpt-oss"])
+def test_control_tokens_of_messages_are_tokens_also_where_texts_keep_theirs_as_text(tmp_path, family):
+    tokenizer = tokenizer_of(family)
+    path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": [CALLED_ALONE, RESULT, FOUR]})
+    kept, parsed = (
+        load(tokenizer, PromptFile(path, answer_key=None, solution_key="completion", control_tokens=how))[0]
+        for how in ("text", "parse")
+    )
+    assert kept.solution_tokens == parsed.solution_tokens
+    assert kept.solution_tokens[-1] == tokenizer.convert_tokens_to_ids(FAMILIES[family].ends[0])
 
 
 # Pairs

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.data.tokenizer import render_chat
+from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS, render_chat
 
 _CALL, _ANSWER = "wq7vcall", "wq7vanswer"
 
@@ -50,5 +49,5 @@ class ShownTools:
             for end in (2, 3):
                 try:
                     yield str(render_chat(self._tokenizer, chat[:end]))
-                except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError):
+                except TEMPLATE_ERRORS:
                     continue  # the template does not accept this form
