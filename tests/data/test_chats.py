@@ -1,16 +1,26 @@
 """Messages of records: what of an answer is learned, what a prompt ends with, and calls, against TRL and the server."""
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from chat_families import FAMILIES, tokenizer_of
+from chat_records import (
+    CALLED,
+    CALLED_ALONE,
+    FLOW,
+    FOUR,
+    RESULT,
+    SKY,
+    THOUGHT,
+    TURNS,
+    call,
+    load,
+    said,
+    solution,
+    write,
+)
 from trl.data_utils import apply_chat_template, maybe_extract_prompt
 
 from jaxrlhf.config import Generated, PairFile, PromptFile, Refusal
 from jaxrlhf.conversations.chat_format import ChatFormat
-from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5", "gpt-oss", "lfm2", "mistral")
@@ -18,44 +28,6 @@ SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5",
 
 SILENT = ("llama 3.1", "mistral")
 """Families whose templates drop words beside calls."""
-
-
-def said(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-def call(arguments):
-    return {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": arguments}}
-
-
-SKY = said("user", "sky?")
-CALLED = said("assistant", "I add.", tool_calls=[call({"a": 1})])
-CALLED_ALONE = CALLED | {"content": ""}
-RESULT = said("tool", "4", tool_call_id="abcdefghi", name="add")
-FOUR = said("assistant", "It is 4.")
-THOUGHT = said("assistant", "4", reasoning_content="two and two")
-
-
-def load(tokenizer, data):
-    return load_problems(data, tokenizer, split="train", max_prompt_tokens=2000).problems
-
-
-def write(path, *records):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pa.Table.from_pylist(list(records)), path)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def solution(tokenizer, path, *, key="completion", **record):
-    """Text of a solution, and the parts of it that are imitated."""
-    data = PromptFile(write(path, record), answer_key=None, solution_key=key)
-    (problem,) = load(tokenizer, data)
-    ids, mask = problem.solution_tokens, problem.solution_mask or (True,) * len(problem.solution_tokens)
-    assert len(ids) == len(mask)
-    learned = "".join(tokenizer.decode([i]) if m else "\0" for i, m in zip(ids, mask, strict=True))
-    return tokenizer.decode(ids), [part for part in learned.split("\0") if part]
 
 
 def of_trl(tokenizer, prompt, completion):
@@ -95,10 +67,6 @@ def test_what_a_template_leaves_out_is_refused(refused, tmp_path, family, messag
     path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR]}, {"messages": [SKY, message]})
     with refused():
         load(tokenizer_of(family), PromptFile(path, answer_key=None, solution_key="messages"))
-
-
-FLOW = [CALLED, RESULT, FOUR]
-TURNS = [FOUR, said("user", "sure?"), said("assistant", "Yes.")]
 
 
 @pytest.mark.parametrize(
@@ -173,91 +141,6 @@ def test_a_completion_that_repeats_its_prompt_is_what_stands_behind_it(tmp_path)
     for prompt in ("sky?", [SKY]):
         text, _ = solution(tokenizer_of("qwen2.5"), tmp_path / "a.jsonl", prompt=prompt, completion=[SKY, FOUR])
         assert text == "It is 4.<|im_end|>"
-
-
-REASONED = {"reasoning and calls", "reasoning twice", "reasoning in turns"}
-THOUGHTFUL = CALLED_ALONE | {"reasoning_content": "two and two"}
-FLOWS = {
-    "calls": FLOW,
-    "calls alone": [CALLED_ALONE, RESULT, FOUR],
-    "calls twice": [CALLED_ALONE, RESULT, CALLED_ALONE, RESULT, FOUR],
-    "reasoning and calls": [THOUGHTFUL, RESULT, FOUR],
-    "reasoning twice": [THOUGHTFUL, RESULT, THOUGHT],
-    "turns": TURNS,
-    "reasoning in turns": [THOUGHT, said("user", "sure?"), THOUGHT],
-}
-REFUSED = {
-    "deepseek v3": set(FLOWS),  # it opens thinking, and shows none
-    "glm 4.5": set(FLOWS),  # nothing ends a turn but the next header
-    "llama 3.1": {"calls", *REASONED},  # it drops words beside calls
-    "mistral": {"calls", *REASONED},
-    "gemma 4": {"calls", "reasoning twice", "reasoning in turns"},  # it moves words behind a tool's answer
-    "qwen2.5": REASONED,
-    "lfm2": REASONED,
-    "qwen3": {"reasoning in turns"},  # it drops the reasoning of earlier turns
-    "qwen3 without thinking": {"reasoning in turns"},
-    "qwen3.5": {"turns", "reasoning in turns"},
-    "gpt-oss": {"turns", "reasoning in turns"},  # its end of an earlier turn is not what the policy writes
-}
-"""Chats that the templates drop parts of, or write in another way once more messages follow."""
-
-
-@pytest.mark.parametrize("family", REFUSED)
-@pytest.mark.parametrize("flow", FLOWS)
-def test_each_answer_is_learned_after_what_the_policy_sees_there(tmp_path, family, flow):
-    tokenizer, chat = tokenizer_of(family), [SKY, *FLOWS[flow]]
-    path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": chat[1:]})
-    data = PromptFile(path, answer_key=None, solution_key="completion")
-    if flow in REFUSED[family]:
-        with pytest.raises(Refusal, match="chat template"):
-            load(tokenizer, data)
-        return
-    (problem,) = load(tokenizer, data)
-    ids = [*problem.prompt_tokens, *problem.solution_tokens]
-    mask = problem.solution_mask or [True] * len(problem.solution_tokens)
-    begins = [n for n, own in enumerate(mask) if own and (n == 0 or not mask[n - 1])]
-    given = [{**message, "thinking": message.get("reasoning_content", "")} for message in chat]
-    answers = [n for n, message in enumerate(given) if message["role"] == "assistant"]
-    for begin, n in zip(begins, answers, strict=True):
-        before = tokenizer.decode(ids[: len(problem.prompt_tokens) + begin])
-        right = tokenizer.apply_chat_template(given[:n], tokenize=False, add_generation_prompt=True)
-        assert before[before.index("sky?") :] == right[right.index("sky?") :]  # gpt-oss writes the date before
-    special = {tokenizer.convert_tokens_to_ids(text) for text in FAMILIES[family].special}
-    ends = [n for n, own in enumerate(mask) if own and (n + 1 == len(mask) or not mask[n + 1])]
-    assert all(problem.solution_tokens[n] in special for n in ends)
-
-
-def test_reasoning_is_kept_where_a_final_answer_makes_the_template_drop_it(tmp_path):
-    completion = [THOUGHTFUL, RESULT, THOUGHT]
-    text, learned = solution(tokenizer_of("gpt-oss"), tmp_path / "a.jsonl", prompt=[SKY], completion=completion)
-    assert learned == [
-        "<|channel|>analysis<|message|>two and two<|end|><|start|>assistant to=functions.add<|channel|>commentary json"
-        '<|message|>{"a": 1}<|call|>',
-        "<|channel|>analysis<|message|>two and two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
-    ]
-    told = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"4"<|end|><|start|>assistant'
-    assert text == told.join(learned)
-
-
-def test_reasoning_follows_the_thinking_that_a_prompt_opens(tmp_path):
-    tokenizer = tokenizer_of("deepseek v3")
-    text, _ = solution(tokenizer, tmp_path / "a.jsonl", prompt=[SKY], completion=[THOUGHT])
-    assert text == "two and two\n</think>\n\n4<｜end▁of▁sentence｜>"
-    called = said("assistant", "", tool_calls=[call('{"a": 1}')])
-    text, _ = solution(tokenizer, tmp_path / "b.jsonl", prompt=[SKY, called, RESULT], completion="It is 4.")
-    assert text == "It is 4.<｜end▁of▁sentence｜>"  # after a tool's answer the template opens no thinking
-
-
-@pytest.mark.parametrize("family", ["qwen2.5", "gpt-oss"])
-def test_control_tokens_of_messages_are_tokens_also_where_texts_keep_theirs_as_text(tmp_path, family):
-    tokenizer = tokenizer_of(family)
-    path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "completion": [CALLED_ALONE, RESULT, FOUR]})
-    kept, parsed = (
-        load(tokenizer, PromptFile(path, answer_key=None, solution_key="completion", control_tokens=how))[0]
-        for how in ("text", "parse")
-    )
-    assert kept.solution_tokens == parsed.solution_tokens
-    assert kept.solution_tokens[-1] == tokenizer.convert_tokens_to_ids(FAMILIES[family].ends[0])
 
 
 # Pairs
