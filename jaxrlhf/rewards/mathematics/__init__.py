@@ -8,7 +8,7 @@ decisions behind these rules.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.final_text import answered
 from jaxrlhf.rewards.mathematics.equality import equal
 from jaxrlhf.rewards.mathematics.options import same_option
 from jaxrlhf.rewards.mathematics.reading import read_answer, squeezed
@@ -19,11 +19,14 @@ _LONGEST = 2000
 """Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
 
 
-def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
+def same_answer(
+    prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, in_thinking: bool = False
+) -> float:
     """Return 1 if the response's final answer equals the reference answer, else 0.
 
     Args:
       answer: An expression in LaTeX or plain text, with or without its box or dollar signs.
+      in_thinking: True also reads an answer inside the thinking.
 
     Raises:
       ValueError: There is no reference answer; the response is then unscorable, not wrong.
@@ -33,7 +36,7 @@ def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[
     expected = reference_text(answer)
     if expected is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is empty")
-    given = stated_answer(after_thinking(prompt, response))
+    given = answered(prompt, response, stated_answer, in_thinking=in_thinking)
     return float(given is not None and same_text(given, expected))
 
 
