@@ -12,8 +12,9 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.chats.messages import tool_schemas
 from jaxrlhf.data.chats.rendered import RenderedChats
-from jaxrlhf.data.chats.shown_tools import ShownTools
+from jaxrlhf.data.chats.shown import ShownMessages
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
@@ -111,7 +112,7 @@ class Tokenized:
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._chats = RenderedChats(tokenizer, self._control)
-        self._tools_shown = ShownTools(tokenizer)
+        self._shown_messages = ShownMessages(tokenizer)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
@@ -129,8 +130,9 @@ class Tokenized:
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
-            if isinstance(example.prompt, list) and self._tokenizer.chat_template is not None:
-                self._tools_shown.check(example.prompt, example.place)
+            if self._tokenizer.chat_template is not None:
+                tools, text = self._tools(example) or (), self._control.unmarked(prompt)
+                self._shown_messages.check(_chat(example.prompt), tools, text, example.place)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for_people = [*prompts]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
@@ -287,7 +289,8 @@ class Tokenized:
                 f"{example.place}: the prompt ends with calls of tools; add the messages of the tools that answer them"
             )
         if self._episodes is None:
-            return None
+            written = not isinstance(example.record, bytes) or b'"tools"' in example.record
+            return tool_schemas(restored(example.record).get("tools")) if written else None
         if last.get("role") == "assistant":
             raise Refusal(
                 f"{example.place}: the prompt ends with words of the assistant, and an episode opens the assistant's "

@@ -1,8 +1,11 @@
-"""Answers of several turns: each is learned after the prompt that the template makes of the messages before it."""
+"""Answers of several turns, learned after what the policy sees there, and prompts that lose no message or tool."""
+
+import json
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
 from chat_records import CALLED_ALONE, FLOW, FOUR, RESULT, SKY, THOUGHT, TURNS, call, load, said, solution, write
+from trl.data_utils import apply_chat_template
 
 from jaxrlhf.config import PromptFile, Refusal
 
@@ -89,3 +92,59 @@ def test_control_tokens_of_messages_are_tokens_also_where_texts_keep_theirs_as_t
     )
     assert kept.solution_tokens == parsed.solution_tokens
     assert kept.solution_tokens[-1] == tokenizer.convert_tokens_to_ids(FAMILIES[family].ends[0])
+
+
+# Prompts that would lose something
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+NOTE = {"type": "function", "function": {"name": "note", "description": "A note.", "parameters": {"type": "object"}}}
+
+
+def prompt(tmp_path, family, suffix=".jsonl", **record):
+    data = PromptFile(write(tmp_path / f"a{suffix}", record), answer_key=None)
+    return load(tokenizer_of(family), data)[0].prompt
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama 3.1", "gemma 3", "phi 3.5", "mistral", "gpt-oss"])
+def test_a_message_of_the_developer_is_one_of_the_system(tmp_path, family):
+    brief = [said("system", "Be brief."), SKY]
+    right = prompt(tmp_path, family, prompt=brief)
+    assert "Be brief." in right
+    assert prompt(tmp_path, family, prompt=[brief[0] | {"role": "developer"}, SKY]) == right
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([SKY, said("critic", "Wrong."), SKY], "leaves out the message 'Wrong.' of the role 'critic'"),
+        ([SKY, said("assistant", "", function_call={"name": "f", "arguments": "{}"}), SKY], "write 'tool_calls'"),
+        ([SKY, said("function", "4", name="f")], "messages of role 'tool'"),
+    ],
+)
+def test_messages_that_a_prompt_would_lose_are_refused(tmp_path, messages, words):
+    with pytest.raises(Refusal, match=f"line 1: .*{words}"):
+        prompt(tmp_path, "qwen2.5", prompt=messages)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "lfm2"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_tools_of_a_record_are_shown_as_in_trl(tmp_path, family, suffix):
+    right = apply_chat_template({"prompt": [SKY]}, tokenizer_of(family), tools=[ADD, NOTE])["prompt"]
+    assert "Sum." in right
+    assert prompt(tmp_path, family, suffix, prompt=[SKY], tools=[ADD, NOTE]) == right
+    assert prompt(tmp_path, family, suffix, prompt=[SKY], tools=json.dumps([ADD, NOTE])) == right
+    plain = prompt(tmp_path, family, suffix, prompt=[SKY])
+    for other in ([], None, ["add"], "none", [{"name": None, "of": "hammers"}]):
+        assert prompt(tmp_path, family, suffix, prompt=[SKY], tools=other) == plain
+
+
+def test_tools_that_a_template_does_not_show_are_refused(tmp_path):
+    with pytest.raises(Refusal, match="line 1: the tokenizer's chat template shows no tools"):
+        prompt(tmp_path, "gemma 3", prompt=[SKY], tools=[ADD])

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
-from jaxrlhf.data.chats.messages import REASONING
+from jaxrlhf.data.chats.messages import REASONING, letters
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS, render_chat
 
@@ -239,15 +239,15 @@ _TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "
 
 def _lost(message: Mapping[str, Any], opened: str, said: str) -> str:
     """Return in words what of a message is missing in its rendered text; empty if nothing is missing."""
-    content, text = _letters(_unopened(str(message["content"]), opened)), _letters(said)
+    content, text = letters(_unopened(str(message["content"]), opened)), letters(said)
     before, found, after = text.rpartition(content) if content else ("", "", text)
     if content and not found:
         return f"the words {str(message['content'])!r:.40}"
     rest = before + after
-    if any(_letters(str(message[name])) not in rest for name in REASONING if message.get(name)):
+    if any(letters(str(message[name])) not in rest for name in REASONING if message.get(name)):
         return "the reasoning"
     called = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
-    return "" if all(_letters(name) in rest for name in called) else "the calls of tools"
+    return "" if all(letters(name) in rest for name in called) else "the calls of tools"
 
 
 def _with_thinking(message: Mapping[str, Any], opens: tuple[str, str] | None) -> str | None:
@@ -272,11 +272,6 @@ def _unopened(text: str, opened: str) -> str:
     tags = (begin for begin, _ in THINKING if opened.rstrip().endswith(begin) and text.lstrip().startswith(begin))
     tag = next(tags, None)
     return text if tag is None else text.lstrip().removeprefix(tag).lstrip("\n")
-
-
-def _letters(text: str) -> str:
-    """Return the text without whitespace, which templates change at the ends of thinking and answer."""
-    return "".join(text.split())
 
 
 def _continued(chat: Chat) -> bool:
