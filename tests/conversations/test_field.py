@@ -86,20 +86,6 @@ def test_reasoning_that_a_template_opens_in_other_turns_ends_without_a_beginning
         assert (reply.reasoning, reply.content) == (reasoning, content)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm 4.5", "deepseek v3", "gemma 4"])
-def test_a_call_in_reasoning_that_has_no_end_is_not_made(name):
-    """The policy thinks of a call there, and has not said so; the reply has neither calls nor an answer."""
-    add = [tool("add", a="integer", b="integer")]
-    begin, end = ("<|channel>thought\n", "<channel|>") if name == "gemma 4" else ("<think>\n", "\n</think>\n\n")
-    call = FAMILIES[name].call
-    for opening, text in (("", begin + "I add. " + call), (begin, "I add. " + call), (begin, call)):
-        reply = read(name, text, add, opening)
-        assert (reply.content, reply.calls, reply.malformed, reply.reasoned) == ("", (), (), True)
-        assert "add" in reply.reasoning
-        reply = read(name, text + end + call, add, opening)
-        assert words(reply)[1:] == ("", [("add", {"a": 1, "b": 2})])
-
-
 AGE = [tool("get_age", name="string")]
 
 
