@@ -27,23 +27,35 @@ Score: <number>"""
 
 @dataclass(frozen=True)
 class Gsm8kReward:
-    """Reward of 1 if the answer is right, else 0. `strict` requires `#### answer`; `flexible` takes the last number."""
+    """Reward of 1 if the answer is right, else 0.
+
+    Attributes:
+      method: `strict` requires `#### answer`; `flexible` takes the last number.
+      in_thinking: True also reads an answer inside the thinking, if none follows it.
+    """
 
     method: Literal["strict", "flexible"] = "strict"
+    in_thinking: bool = False
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class ArithmeticReward:
-    """Reward of 1 if the number after `####` equals the reference answer, else 0."""
+    """Reward of 1 if the number after `####` equals the reference answer, else 0; see `Gsm8kReward`."""
 
+    in_thinking: bool = False
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class MathReward:
-    """Reward of 1 if the final answer is mathematically equal to the reference (see docs/rewards.md), else 0."""
+    """Reward of 1 if the final answer is mathematically equal to the reference (see docs/rewards.md), else 0.
 
+    Attributes:
+      in_thinking: True also reads an answer inside the thinking, if none follows it.
+    """
+
+    in_thinking: bool = False
     weight: float = 1.0
 
 
@@ -60,6 +72,7 @@ class CodeReward(Settings):
       output_bytes: Largest output of a test and largest file that it may write, in bytes.
       allow_unsandboxed: True also runs programs on machines that cannot isolate them from the network and from other
         files. The programs then have all rights of the run.
+      in_thinking: True also runs a program inside the thinking, if none follows it.
     """
 
     tests_key: str = "tests"
@@ -69,6 +82,7 @@ class CodeReward(Settings):
     memory_bytes: Positive[int] = 1 << 29
     output_bytes: Positive[int] = 1 << 20
     allow_unsandboxed: bool = False
+    in_thinking: bool = False
     weight: float = 1.0
 
 

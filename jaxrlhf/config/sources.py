@@ -180,10 +180,10 @@ class PromptFields:
 
 @dataclass(frozen=True)
 class RecordFiles(Settings):
-    """Local files with records: `.jsonl`, `.ndjson`, `.json` (also `.gz`, `.bz2`, `.xz` or `.zst`) or `.parquet`.
+    """Local files with records: `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv` (also packed), `.parquet` or `.arrow`.
 
     Attributes:
-      train: File of training records, or a pattern for several files such as `data/*.jsonl`.
+      train: File of training records, a pattern for several files such as `data/*.jsonl`, or a folder of `datasets`.
       evaluation: File of held-out records; None trains without evaluation.
     """
 

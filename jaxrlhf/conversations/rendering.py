@@ -4,12 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.control_tokens import ControlTokens
-from jaxrlhf.data.tokenizer import render_chat
+from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS, render_chat
 from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
 
 _MARKS = str.maketrans({"\ue000": "\ufffd", "\ue001": "\ufffd"})
@@ -62,7 +61,7 @@ class ChatTemplate:
                 add_generation_prompt=open_reply,
                 **self._settings,
             )
-        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             reason = str(error).strip().split("\n")[0]
             raise EnvironmentFailure(

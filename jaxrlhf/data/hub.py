@@ -1,5 +1,6 @@
 """Files of a split of a data set: named paths, a local directory, or the hub, downloaded as they are read."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
@@ -10,12 +11,12 @@ from typing import Any
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.config.sources import HubFiles, PairFields, RecordFiles
-from jaxrlhf.data.records import RECORDS, Row, arrow_advice, read_rows
+from jaxrlhf.data.records import RECORDS, Row, read_rows
 
 _SIGNS = re.compile(r"(\*+|\?|\[[^\]]+\])|[^*?]")
 _READ = {"*": "[^/]*", "?": "[^/]"}
-_DESCRIPTIONS = {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
-"""Metadata files of `datasets`, which hold no records."""
+_AUXILIARY = re.compile(r"(^|/)(dataset_dict\.json|dataset_infos?\.json|state\.json|cache-[^/]*\.arrow)$")
+"""Metadata and caches of `datasets`, which are no records of a data set."""
 
 
 def split_files(path: str, name: str) -> list[Path]:
@@ -78,10 +79,14 @@ def identity(data: HubFiles | RecordFiles, split: str) -> list[tuple[str, int, A
 def record_files(name: str) -> list[Path]:
     """Return the files that a path or a pattern of `*`, `?` and `[` names, sorted by name.
 
+    A folder that `save_to_disk` of `datasets` wrote names its files in `state.json`.
+
     Raises:
       Refusal: A pattern matches no file.
     """
     path = Path(name).expanduser()
+    if (state := path / "state.json").is_file():
+        return [path / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
     if path.exists() or not has_magic(str(path)):
         return [path]
     found = [Path(one) for one in sorted(glob(str(path), recursive=True)) if Path(one).is_file()]
@@ -165,7 +170,7 @@ class _Repository:
 
 def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -> list[str]:
     """Return the names of a split's files, as declared in the data set's card, else chosen by file name."""
-    files = [name for name in place.names if RECORDS.search(name) and Path(name).name not in _DESCRIPTIONS]
+    files = [name for name in place.names if RECORDS.search(name) and not _AUXILIARY.search(name)]
     configs = _configs(place) if "README.md" in place.names else []
     if configs:
         patterns = _patterns(_chosen(configs, subset, place), split, place)
@@ -189,14 +194,14 @@ def _files_of(place: _Directory | _Repository, subset: str | None, split: str) -
         there = ", ".join(files[:8]) or f"none at all, but {', '.join(others[:8]) or 'no files'}"
         raise Refusal(
             f"{place.called} has no .jsonl, .json, .csv or .parquet file of split {split!r}"
-            f"{'' if subset is None else f' in subset {subset!r}'}; it has {there}{_advice(place, others)}"
+            f"{'' if subset is None else f' in subset {subset!r}'}; it has {there}{_advice(place)}"
         )
     return found
 
 
-def _advice(place: _Directory | _Repository, names: Sequence[str]) -> str:
-    """Return advice on how to convert files that are not read; empty if there is none."""
-    return arrow_advice(place.path, names) if isinstance(place, _Directory) else ""
+def _advice(place: _Directory | _Repository) -> str:
+    """Return advice on a folder without splits that `save_to_disk` of `datasets` wrote; empty for other places."""
+    return f"; PromptFile({place.path!r}) and PairFile read this folder" if "state.json" in place.names else ""
 
 
 def _visible(names: Iterable[str]) -> list[str]:

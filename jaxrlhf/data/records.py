@@ -1,4 +1,4 @@
-"""Readers of JSON-lines, JSON, CSV and parquet files; errors name the file, the line and the key.
+"""Readers of JSON-lines, JSON, CSV, parquet and Arrow files; errors name the file, the line and the key.
 
 JSON is not read by the package `datasets`: its columns have one type, so a record would get the keys of all others, as
 a tool's arguments those of another tool. CSV cells stay texts, so that the answers `007` and `1.10` are as written.
@@ -22,8 +22,9 @@ import numpy as np
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.data.files.lines import lines_of
+from jaxrlhf.data.files.tables import TABLES, narrow_fields, opened, whole_microseconds
 
-RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet)$")
+RECORDS = re.compile(r"\.(?:(?:jsonl|ndjson|json|csv|tsv)(?:\.gz|\.bz2|\.xz|\.zst)?|parquet|arrow)$")
 """Pattern of the names of record files."""
 
 _DEEPEST = 64
@@ -184,15 +185,15 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     path = Path(path)
     if RECORDS.search(path.name) is None:
         raise Refusal(
-            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv or .parquet file, or "
-            f"one of text as .gz, .bz2, .xz or .zst{_advice(path)}"
+            f"{path}: expected a .jsonl or .ndjson (one JSON object a line), .json, .csv, .tsv, .parquet or "
+            f".arrow file, or one of text as .gz, .bz2, .xz or .zst{_advice(path)}"
         )
     if not path.is_file():
         close = get_close_matches(path.name, [one.name for one in path.parent.glob("*.*")], n=1)
         hint = f"; did you mean {path.with_name(close[0])}?" if close else f" (looked from {Path.cwd()})"
         raise Refusal(f"{path}: no such file{hint}")
     empty = True
-    read = _read_parquet if path.suffix == ".parquet" else _read_csv if _delimiter(path.name) else _read_json
+    read = _read_table if path.suffix in TABLES else _read_csv if _delimiter(path.name) else _read_json
     for row in read(path):
         empty = False
         yield row
@@ -207,21 +208,10 @@ def _advice(path: Path) -> str:
     if path.suffix == ".zip":
         return f"; unpack it first, such as by unzip {path.name}"
     if path.is_dir():
-        names = [one.name for one in path.iterdir()]
-        return arrow_advice(path, names) or "; HubData reads a directory laid out like a data set of the hub"
+        if (path / "dataset_dict.json").is_file():
+            return f"; it has the splits that save_to_disk of datasets wrote: name one, such as {path / 'train'}"
+        return "; HubData reads a directory laid out like a data set of the hub"
     return ""
-
-
-def arrow_advice(folder: str | Path, names: Iterable[str]) -> str:
-    """Return advice on a folder that `save_to_disk` of `datasets` wrote; empty for other folders."""
-    files = {Path(name).name for name in names}
-    split = "['train']" if "dataset_dict.json" in files else ""
-    if not split and not any(name.endswith(".arrow") for name in files):
-        return ""
-    return (
-        f"; it is what save_to_disk of datasets writes: datasets.load_from_disk({str(folder)!r}){split}"
-        ".to_parquet('train.parquet') makes a file"
-    )
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -321,54 +311,19 @@ def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return outer.values() if isinstance(outer, dict) else outer
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_table(path: Path) -> Iterator[Row]:
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:  # only one batch of rows at a time is in memory
-            narrow = dict(_narrow(file.schema_arrow))
-            for batch in file.iter_batches(batch_size=1024):
-                for record in _whole_microseconds(pyarrow.Table.from_batches([batch])).to_pylist():
+        with opened(path) as (schema, batches):  # only one batch of rows at a time is in memory
+            narrow = dict(narrow_fields(schema))
+            for batch in batches:
+                for record in whole_microseconds(pyarrow.Table.from_batches([batch])).to_pylist():
                     number += 1
                     yield Row(f"{path}, row {number}", record, record, f"{path.absolute()}#{number}", narrow)
     except (pyarrow.ArrowException, OSError) as error:
-        raise Refusal(f"{path}: not a readable parquet file ({error})") from error
-
-
-def _narrow(fields: Any, outer: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and type of each field with floats of fewer than 64 bits; `a.b` is field `b` of field `a`."""
-    import pyarrow
-
-    for field in fields:
-        if pyarrow.types.is_float16(field.type) or pyarrow.types.is_float32(field.type):
-            yield outer + field.name, "float16" if pyarrow.types.is_float16(field.type) else "float32"
-        elif pyarrow.types.is_struct(field.type):
-            yield from _narrow(field.type, f"{outer}{field.name}.")
-
-
-def _whole_microseconds(table: Any) -> Any:
-    """Return a pyarrow table whose nanosecond times are truncated to microseconds, the resolution of Python's times."""
-    import pyarrow
-
-    schema = pyarrow.schema([field.with_type(_in_microseconds(field.type)) for field in table.schema])
-    return table if schema == table.schema else table.cast(schema, safe=False)
-
-
-def _in_microseconds(kind: Any) -> Any:
-    import pyarrow
-    from pyarrow import types
-
-    if getattr(kind, "unit", None) == "ns":
-        if types.is_timestamp(kind):
-            return pyarrow.timestamp("us", kind.tz)
-        return pyarrow.time64("us") if types.is_time(kind) else pyarrow.duration("us")
-    if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_in_microseconds(kind.value_type)))
-    return kind
+        raise Refusal(f"{path}: not a readable {path.suffix[1:]} file ({error})") from error
 
 
 def record_at(path: str, number: int) -> Mapping[str, Any]:
@@ -385,10 +340,11 @@ def record_at(path: str, number: int) -> Mapping[str, Any]:
 @lru_cache(maxsize=4)
 def _numbered(path: str, *_: int) -> Callable[[int], Mapping[str, Any]]:
     """Return a function from index to record, parsed on demand; other arguments are the file's state, as cache key."""
-    if path.endswith(".parquet"):
-        import pyarrow.parquet
+    if Path(path).suffix in TABLES:
+        import pyarrow
 
-        table = _whole_microseconds(pyarrow.parquet.read_table(path, memory_map=True))
+        with opened(Path(path)) as (schema, batches):
+            table = whole_microseconds(pyarrow.Table.from_batches(batches, schema))
         return lambda index: dict(table.slice(index, 1).to_pylist()[0])
     if _delimiter(path):
         return [record for _, record in _cells(Path(path))].__getitem__

@@ -12,14 +12,15 @@ from jaxrlhf.batch import Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 from jaxrlhf.data.arithmetic import Split
-from jaxrlhf.data.chats.answer_texts import AnswerTexts
-from jaxrlhf.data.chats.rendered import REFUSALS, RenderedChats
-from jaxrlhf.data.chats.shown_tools import ShownTools
+from jaxrlhf.data.chats.messages import tool_schemas
+from jaxrlhf.data.chats.rendered import RenderedChats
+from jaxrlhf.data.chats.shown import ShownMessages
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
 from jaxrlhf.data.records import Messages, SourceRecord, restored, texts_of
 from jaxrlhf.data.table.problem_table import ProblemTable
+from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS
 
 
 @runtime_checkable
@@ -111,8 +112,7 @@ class Tokenized:
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._chats = RenderedChats(tokenizer, self._control)
-        self._tools_shown = ShownTools(tokenizer)
-        self._answer_texts = AnswerTexts(tokenizer, self._control)
+        self._shown_messages = ShownMessages(tokenizer)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
     def begin(self, source: str, *, as_text: bool) -> None:
@@ -130,8 +130,9 @@ class Tokenized:
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
-            if isinstance(example.prompt, list) and self._tokenizer.chat_template is not None:
-                self._tools_shown.check(example.prompt, example.place)
+            if self._tokenizer.chat_template is not None:
+                tools, text = self._tools(example) or (), self._control.unmarked(prompt)
+                self._shown_messages.check(_chat(example.prompt), tools, text, example.place)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for_people = [*prompts]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
@@ -203,19 +204,15 @@ class Tokenized:
             (self._control.mark(texts[n] or "", place=examples[n].place) if spells else texts[n] or "", examples[n])
             for n, spells in zip(given, marked, strict=True)
         ]
-        # If a prompt ends with an assistant message, the answer continues that message instead of opening a turn.
-        opens = [not isinstance(one.prompt, list) or one.prompt[-1].get("role") != "assistant" for _, one in answers]
-        behind = iter(
-            self._answer_texts.written(
-                [(text, one.place) for (text, one), new in zip(answers, opens, strict=True) if new]
-            )
-        )
-        written = [next(behind) if new else text for (text, _), new in zip(answers, opens, strict=True)]
+        written, last = [text for text, _ in answers], [cast(int, self._tokenizer.eos_token_id)]
+        if self._tokenizer.chat_template is not None:
+            written = [self._chats.answer(_chat(one.prompt), text, place=one.place)[0].text for text, one in answers]
+            last = []
         ids = self._encode(written, self.limits.answer, prompt=self._tokenizer.chat_template is not None)
         found: list[list[int] | None] = [None] * len(texts)
         for n, text, own, spells in zip(given, written, ids, marked, strict=True):
             own = self._control.encode(text, place=examples[n].place) if spells else own
-            found[n] = [*(own or []), self._answer_texts.end]
+            found[n] = [*(own or []), *last]
         return found
 
     def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
@@ -251,9 +248,7 @@ class Tokenized:
         segments = self._chats.answer(_chat(example.prompt), answer, place=example.place)
         texts = [segment.text for segment in segments]
         _check_utf8("".join(texts), example.place)
-        parts = [ids or [] for ids in self._encode(texts, None)]
-        if not parts[-1] or parts[-1][-1] not in self._control.ids.values():
-            parts[-1] = [*parts[-1], cast(int, self._tokenizer.eos_token_id)]
+        parts = [ids or [] for ids in self._encode(texts, None, prompt=True)]
         mask = [segment.imitated for segment, ids in zip(segments, parts, strict=True) for _ in ids]
         return tuple(chain.from_iterable(parts)), () if all(mask) else mask
 
@@ -280,7 +275,7 @@ class Tokenized:
         tools = [self._tools(example) for example in examples]
         try:
             return self._chats.prompts(chats, tools)
-        except REFUSALS as error:
+        except TEMPLATE_ERRORS as error:
             if len(examples) > 1:  # render them one by one, to name the failing prompt
                 return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
             place = examples[0].place
@@ -294,7 +289,8 @@ class Tokenized:
                 f"{example.place}: the prompt ends with calls of tools; add the messages of the tools that answer them"
             )
         if self._episodes is None:
-            return None
+            written = not isinstance(example.record, bytes) or b'"tools"' in example.record
+            return tool_schemas(restored(example.record).get("tools")) if written else None
         if last.get("role") == "assistant":
             raise Refusal(
                 f"{example.place}: the prompt ends with words of the assistant, and an episode opens the assistant's "

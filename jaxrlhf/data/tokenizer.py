@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -236,6 +237,10 @@ class TextBytes:
     def end(self) -> str:
         """Return the remaining bytes as U+FFFD and reset the decoder."""
         return self._decoder.decode(b"", final=True)
+
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError)
+"""Exceptions by which chat templates reject messages."""
 
 
 def render_chat(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
-from jaxrlhf.rewards.final_text import after_thinking, without_gaps
+from jaxrlhf.rewards.final_text import answered, without_gaps
 
 MARK = "####"
 
@@ -55,27 +55,28 @@ def gsm8k(
     record: Mapping[str, Any],
     *,
     method: Literal["strict", "flexible"] = "strict",
+    in_thinking: bool = False,
 ) -> float:
     """Return 1 if the response's final number equals the reference answer, else 0.
 
     Args:
       answer: Number, or worked solution that ends in `#### number`.
       method: `strict` reads the number after the last `####`, `flexible` the last number of the response.
+      in_thinking: True also reads an answer inside the thinking.
 
     Raises:
       ValueError: The reference holds no number; the response is then unscorable, not wrong.
 
     Source: Cobbe et al. 2021 (arXiv:2110.14168), answer format of the data set.
     """
-    expected = _reference(answer)
-    said = without_gaps(after_thinking(prompt, response))
-    given = marked_number(said) if method == "strict" else last_number(said)
+    expected, read = _reference(answer), marked_number if method == "strict" else last_number
+    given = answered(prompt, response, lambda text: read(without_gaps(text)), in_thinking=in_thinking)
     return float(given == expected)
 
 
-def arithmetic(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
+def arithmetic(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], **more: bool) -> float:
     """Return 1 if the number after the last `####` equals the reference answer, else 0."""
-    return gsm8k(prompt, response, answer, record, method="strict")
+    return gsm8k(prompt, response, answer, record, method="strict", **more)
 
 
 def _reference(answer: str | None) -> Decimal:

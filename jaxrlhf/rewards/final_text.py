@@ -1,9 +1,19 @@
 """Text of a response after its thinking, and numbers with gaps between thousands."""
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _BEGIN, _END = "<think>", "</think>"
-_GAPS = re.compile(r"(?<![\d.,^_])(\d{1,3})((?:(?:\{,\}|\\[ ,:;!]|[~ \u00a0\u2009\u202f])\d{3})+)(?!\d|[ ~]?/\d)")
+_GAPS = re.compile(r"(?<![\d.,^_])(\d{1,3})((?:(?:\{,\}|,\\!|\\[ ,:;!]|[~ \u00a0\u2009\u202f])\d{3})+)(?!\d|[ ~]?/\d)")
+
+
+def answered(prompt: str, response: str, read: Callable[[str], T | None], *, in_thinking: bool) -> T | None:
+    """Return what `read` finds after the thinking, else, with `in_thinking`, in the whole response."""
+    found = read(after_thinking(prompt, response))
+    return read(response) if found is None and in_thinking else found
 
 
 def after_thinking(prompt: str, response: str) -> str:

@@ -11,7 +11,7 @@ from jaxrlhf.dataflows.batches.episode_rows import sampled_lengths
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import generate_and_score
 from jaxrlhf.dataflows.step import Metrics, value_of
-from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.final_text import answered
 from jaxrlhf.rewards.mathematics import same_text
 from jaxrlhf.rewards.mathematics.stated import stated_answer
 from jaxrlhf.rewards.parts import first_part, part_names
@@ -93,32 +93,45 @@ def evaluate(
     if samples > 1:
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
             metrics[f"{prefix}/pass@{k}"] = _mean_pass_at_k(score_PG, k)
-        metrics[f"{prefix}/maj@{samples}"] = majority(texts_of(answers, decode), score_PG)
+        stated = _stated_answers(config, problems, answers, texts_of(answers, decode))
+        metrics[f"{prefix}/maj@{samples}"] = majority(stated, score_PG)
         metrics[f"{prefix}/avg@{samples}"] = metrics[f"{prefix}/accuracy"]
     metrics |= {f"{prefix}/{name}": value for name, value in answers.metrics.items() if not name.startswith("time/")}
     return metrics, answers
 
 
-def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
+def _stated_answers(
+    config: Config, problems: Sequence[Problem], answers: ScoredRollout, texts: Sequence[str]
+) -> list[str | None]:
+    """Return the final answer of each response, where its source's first reward looks for it; None without one."""
+    stated, samples = [], len(texts) // len(problems)
+    for problem, text in zip((one for one in problems for _ in range(samples)), texts, strict=True):
+        part = next(iter(config.source_rewards.get(problem.source) or config.rewards.parts), None)
+        inside = getattr(getattr(part, "correct", part), "in_thinking", False)
+        prompt = problem.prompt if answers.record_E is None else ""
+        stated.append(answered(prompt, text, stated_answer, in_thinking=inside))
+    return stated
+
+
+def majority(answers: Sequence[str | None], score_PG: np.ndarray) -> float:
     """Compute maj@k: the mean over problems of the score of the most frequent final answer; ties go to the earliest.
 
-    Answers are grouped as `MathReward` compares them. A response without a stated answer, or without a score, does not
-    vote. A problem whose scored responses state no answer scores 0. A problem without a scored response is left out.
+    Answers are grouped as `MathReward` compares them. A response without an answer, or without a score, does not vote.
+    A problem whose scored responses state no answer scores 0. A problem without a scored response is left out.
 
     Source: Wang et al. 2022 (arXiv:2203.11171).
 
     Args:
-      texts: Responses, problem by problem, an equal number for each problem.
+      answers: Final answers, problem by problem, an equal number for each problem; None without an answer.
     """
     won = []
     for group, score_G in enumerate(score_PG):
         if not np.isfinite(score_G).any():
             continue
-        own = texts[group * len(score_G) : (group + 1) * len(score_G)]
+        own = answers[group * len(score_G) : (group + 1) * len(score_G)]
         votes: list[tuple[str, list[float]]] = []
-        for text, score in zip(own, score_G.tolist(), strict=True):
-            answer = stated_answer(after_thinking("", text)) if np.isfinite(score) else None
-            if answer is None:
+        for answer, score in zip(own, score_G.tolist(), strict=True):
+            if answer is None or not np.isfinite(score):
                 continue
             alike = next((scores for stated, scores in votes if same_text(answer, stated)), None)
             if alike is None:

@@ -131,3 +131,29 @@ def test_an_event_costs_what_it_adds(name, text):
     for _ in range(4_000):
         stream.add(tokens)
     assert time.thread_time() - start < 1.0
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {key: {"type": "integer"} for key in "ab"}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm 4.5", "deepseek v3", "gemma 4"])
+def test_a_call_in_reasoning_that_has_no_end_is_not_made(name):
+    """The policy thinks of a call there, and has not said so; the reply has neither calls nor an answer."""
+    form, call = formats()[name], FAMILIES[name].call
+    begin, end = ("<|channel>thought\n", "<channel|>") if name == "gemma 4" else ("<think>\n", "\n</think>\n\n")
+    for opening, text in (("", begin + "I add. " + call), (begin, "I add. " + call), (begin, call)):
+        tokens = form.tokenizer.encode(text, add_special_tokens=False)
+        reply = form.parse(tokens, [ADD], opening=opening)
+        assert (reply.content, reply.calls, reply.malformed, reply.reasoned) == ("", (), (), True)
+        assert "add" in reply.reasoning
+        said = streamed(form, tokens, [ADD], opening, (), None, [[token] for token in tokens])
+        assert said == {"reasoning": reply.reasoning, "content": ""}
+        tokens = form.tokenizer.encode(text + end + call, add_special_tokens=False)
+        reply = form.parse(tokens, [ADD], opening=opening)
+        assert (reply.content, [(one.name, one.arguments) for one in reply.calls]) == ("", [("add", {"a": 1, "b": 2})])

@@ -106,7 +106,7 @@ def test_a_template_that_drops_words_is_refused(tmp_path):
     template = (TEMPLATES / family.template).read_text()
     short = template.replace("message.content", "message.content[:4]")
     assert short != template
-    with pytest.raises(Refusal, match="as it stands"):
+    with pytest.raises(Refusal, match="leaves out the words 'Hello there'"):
         learned(tmp_path, small_tokenizer(family.special, family.tags, short), "Hello there")
 
 

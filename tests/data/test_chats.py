@@ -1,57 +1,33 @@
 """Messages of records: what of an answer is learned, what a prompt ends with, and calls, against TRL and the server."""
 
-import json
-
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from chat_families import FAMILIES, tokenizer_of
+from chat_records import (
+    CALLED,
+    CALLED_ALONE,
+    FLOW,
+    FOUR,
+    RESULT,
+    SKY,
+    THOUGHT,
+    TURNS,
+    call,
+    load,
+    said,
+    solution,
+    write,
+)
 from trl.data_utils import apply_chat_template, maybe_extract_prompt
 
 from jaxrlhf.config import Generated, PairFile, PromptFile, Refusal
 from jaxrlhf.conversations.chat_format import ChatFormat
-from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 SEEN_BY_ALL = ("qwen2.5", "qwen3", "qwen3.5", "llama 3.1", "gemma 4", "glm 4.5", "gpt-oss", "lfm2", "mistral")
 """Families whose templates write calls behind the opened turn of the assistant."""
 
-
-def said(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-def call(arguments):
-    return {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": arguments}}
-
-
-SKY = said("user", "sky?")
-CALLED = said("assistant", "I add.", tool_calls=[call({"a": 1})])
-RESULT = said("tool", "4", tool_call_id="abcdefghi", name="add")
-FOUR = said("assistant", "It is 4.")
-THOUGHT = said("assistant", "4", reasoning_content="two and two")
-
-
-def load(tokenizer, data):
-    return load_problems(data, tokenizer, split="train", max_prompt_tokens=2000).problems
-
-
-def write(path, *records):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pa.Table.from_pylist(list(records)), path)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def solution(tokenizer, path, *, key="completion", **record):
-    """Text of a solution, and the parts of it that are imitated."""
-    data = PromptFile(write(path, record), answer_key=None, solution_key=key)
-    (problem,) = load(tokenizer, data)
-    ids, mask = problem.solution_tokens, problem.solution_mask or (True,) * len(problem.solution_tokens)
-    assert len(ids) == len(mask)
-    learned = "".join(tokenizer.decode([i]) if m else "\0" for i, m in zip(ids, mask, strict=True))
-    return tokenizer.decode(ids), [part for part in learned.split("\0") if part]
+SILENT = ("llama 3.1", "mistral")
+"""Families whose templates drop words beside calls."""
 
 
 def of_trl(tokenizer, prompt, completion):
@@ -64,10 +40,10 @@ def of_trl(tokenizer, prompt, completion):
 @pytest.mark.parametrize("family", SEEN_BY_ALL)
 @pytest.mark.parametrize("key", ["completion", "messages"])
 def test_a_last_message_with_calls_is_learned_as_the_template_writes_it(tmp_path, family, key):
-    tokenizer = tokenizer_of(family)
-    record = {"prompt": [SKY], "completion": [CALLED]} if key == "completion" else {"messages": [SKY, CALLED]}
+    tokenizer, called = tokenizer_of(family), CALLED_ALONE if family in SILENT else CALLED
+    record = {"prompt": [SKY], "completion": [called]} if key == "completion" else {"messages": [SKY, called]}
     text, _ = solution(tokenizer, tmp_path / "a.jsonl", key=key, **record)
-    right = of_trl(tokenizer, [SKY], [CALLED])
+    right = of_trl(tokenizer, [SKY], [called])
     assert text.removesuffix(tokenizer.eos_token) == right.rstrip().removesuffix(tokenizer.eos_token)
     assert "add" in text.replace("I add.", "")
 
@@ -83,15 +59,14 @@ def test_reasoning_is_learned(tmp_path, family, name):
     assert "two and two" in text
 
 
-@pytest.mark.parametrize(("family", "message"), [("qwen2.5", THOUGHT), ("gemma 3", CALLED), ("phi 3.5", CALLED)])
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("qwen2.5", THOUGHT), ("gemma 3", CALLED), ("phi 3.5", CALLED), ("llama 3.1", CALLED), ("mistral", CALLED)],
+)
 def test_what_a_template_leaves_out_is_refused(refused, tmp_path, family, message):
     path = write(tmp_path / "a.jsonl", {"messages": [SKY, FOUR]}, {"messages": [SKY, message]})
     with refused():
         load(tokenizer_of(family), PromptFile(path, answer_key=None, solution_key="messages"))
-
-
-FLOW = [CALLED, RESULT, FOUR]
-TURNS = [FOUR, said("user", "sure?"), said("assistant", "Yes.")]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +85,7 @@ TURNS = [FOUR, said("user", "sure?"), said("assistant", "Yes.")]
         ),
         (
             "mistral",
-            FLOW,
+            [CALLED_ALONE, RESULT, FOUR],
             ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>', "It is 4.</s>"],
         ),
     ],

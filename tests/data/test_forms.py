@@ -15,6 +15,7 @@ import pytest
 from datasets.data_files import resolve_pattern
 
 from jaxrlhf.config import HubData, PromptFile, Refusal
+from jaxrlhf.data.hub import record_files
 from jaxrlhf.data.records import read_rows, record_at
 from tests.data.test_hub import answers
 
@@ -52,6 +53,7 @@ class Missing:
         if name == "pandas":
             raise ImportError(name)
 sys.meta_path.insert(0, Missing)
+from jaxrlhf.data.hub import record_files
 from jaxrlhf.data.records import read_rows, record_at
 [row] = read_rows(sys.argv[1])
 print({key: str(value) for key, value in row.record.items()})
@@ -238,17 +240,40 @@ def test_json_of_a_split_is_read_unless_it_stands_beside_lines(tmp_path):
     assert answers(HubData(str(tmp_path))) == ["train.jsonl"]
 
 
-def test_what_datasets_saves_to_disk_is_told_from_both_doors(tmp_path):
+def test_what_datasets_saves_to_disk_is_read(tmp_path):
+    rows = [{"prompt": f"{n}+1?", "answer": np.float32(n + 0.1), "at": {"x": [n]}} for n in range(5)]
+    made = datasets.Dataset.from_list(rows).cast_column("answer", datasets.Value("float32"))
+    chosen = made.select([4, 2, 0, 1])
+    chosen.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"train": chosen, "test": made.select([3])}).save_to_disk(tmp_path / "split")
+    datasets.load_from_disk(str(tmp_path / "split"))["train"].map(lambda row: {"answer": -1.0})  # leaves a cache there
+    assert [*tmp_path.glob("split/train/cache-*.arrow")]
+    right = ["4.1", "2.1", "0.1", "1.1"]
+    for data in (
+        PromptFile(str(tmp_path / "one")),
+        PromptFile(f"{tmp_path}/split/train"),
+        HubData(f"{tmp_path}/split"),
+    ):
+        assert answers(data) == right
+    [row, *_] = read_rows(record_files(str(tmp_path / "one"))[0])
+    path, _, number = row.source.rpartition("#")
+    assert record_at(path, int(number)) == row.record == chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda path: PromptFile(f"{path}/split"), "name one, such as .*split/train"),
+        (lambda path: HubData(f"{path}/one"), "PromptFile.* and PairFile read this folder"),
+        (lambda path: PromptFile(f"{path}/damaged.arrow"), "not a readable arrow file"),
+    ],
+)
+def test_folders_of_datasets_that_are_no_split_are_told_by_what_to_name(tmp_path, data, words):
     made = datasets.Dataset.from_list([{"prompt": "1+1?", "answer": "2"}])
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "split")
-    for name, chosen in (("one", ""), ("split", "['train']")):
-        path = tmp_path / name
-        advice = f"datasets.load_from_disk({str(path)!r}){chosen}.to_parquet('train.parquet')"
-        for data in (PromptFile(str(path)), HubData(str(path))):
-            with pytest.raises(Refusal) as refused:
-                answers(data)
-            assert advice in str(refused.value) and "\n" not in str(refused.value)
-        loaded = datasets.load_from_disk(str(path))
-        (loaded["train"] if chosen else loaded).to_parquet(str(tmp_path / "train.parquet"))
-        assert answers(PromptFile(str(tmp_path / "train.parquet"))) == ["2"]
+    [stream] = (tmp_path / "one").glob("*.arrow")
+    (tmp_path / "damaged.arrow").write_bytes(stream.read_bytes()[:-300])
+    with pytest.raises(Refusal, match=words) as refused:
+        answers(data(tmp_path))
+    assert "\n" not in str(refused.value)

@@ -23,6 +23,7 @@ from jaxrlhf.data.loader import Band, Loader, Part
 from jaxrlhf.data.selection import mean_scores, selected
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.rewards.mathematics.stated import stated_answer
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.trainer.evaluation import majority
 
@@ -213,8 +214,9 @@ def test_the_most_frequent_answer_wins():
         "5.0",
     ]
     scores = np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    assert majority(texts, scores) == 0.5
-    assert majority([r"\boxed{4}", r"\boxed{5}", r"\boxed{5.}"], np.array([[0.0, 1.0, 1.0]])) == 1.0
-    assert majority(["a", "b"], np.zeros((1, 2))) == 0.0
-    assert majority(["#### 4", "#### 5"], np.array([[1.0, 0.0]])) == 1.0, "the earliest of those that are as frequent"
-    assert majority(["#### 4", "#### 5"], np.array([[np.nan, 0.5]])) == 0.5
+    answers = [*map(stated_answer, texts)]
+    assert majority(answers, scores) == 0.5
+    assert majority(["4", "5", "5."], np.array([[0.0, 1.0, 1.0]])) == 1.0
+    assert majority([None, None], np.zeros((1, 2))) == 0.0
+    assert majority(["4", "5"], np.array([[1.0, 0.0]])) == 1.0, "the earliest of those that are as frequent"
+    assert majority(["4", "5"], np.array([[np.nan, 0.5]])) == 0.5

@@ -247,7 +247,7 @@ def test_nothing_fits(load, tmp_path):
     ("name", "content", "match"),
     [
         ("a.jsonl", None, r"a\.jsonl: no such file"),
-        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.tsv or \.parquet file, .* \.xz or \.zst$"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.ndjson .*\.parquet or \.arrow file, .* \.xz or \.zst$"),
         ("a.xlsx", "1", r"; pandas\.read_excel\('a\.xlsx'\)\.to_parquet\('a\.parquet'\) makes one"),
         ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "the file is UTF-16; save it as UTF-8"),
         ("a.jsonl", "", "holds no records"),

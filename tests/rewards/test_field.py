@@ -1,17 +1,22 @@
 """Kinds of faults that users of other frameworks reported of rewards: thinking, thousands, judges, votes, spreads."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrlhf.algos.advantages import group_relative
-from jaxrlhf.config import JudgeReward
+from jaxrlhf.config import ArithmeticReward, CodeReward, Gsm8kReward, JudgeReward, MathReward, Rewards
 from jaxrlhf.rewards.answers import gsm8k
 from jaxrlhf.rewards.endpoint import Unreadable
 from jaxrlhf.rewards.final_text import after_thinking
 from jaxrlhf.rewards.judges import _score
+from jaxrlhf.rewards.mathematics.stated import stated_answer
+from jaxrlhf.rewards.parts import reward_function
 from jaxrlhf.rewards.sandbox.programs import last_program
-from jaxrlhf.trainer.evaluation import majority
+from jaxrlhf.rewards.worker import resolve
+from jaxrlhf.trainer.evaluation import _stated_answers, majority
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,47 @@ from jaxrlhf.trainer.evaluation import majority
 )
 def test_numbers_of_gsm8k(response, answer, method, right):
     assert gsm8k("", response, answer, {}, method=method) == right
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "behind", "inside"),
+    [
+        ("", r"<think>\boxed{7} #### 7</think>\boxed{8} #### 8", 8, 8),
+        ("", r"<think>\boxed{7} #### 7</think>I do not know.", None, 7),
+        ("", r"<think>\boxed{8} #### 8, or \boxed{7} #### 7", None, 7),
+        ("<think>\n", r"so \boxed{7} #### 7", None, 7),
+        ("<think>\n", "hm", None, None),
+        ("", r"\boxed{7} #### 7", 7, 7),
+    ],
+)
+def test_answers_inside_thinking_are_read_if_the_setting_says_so(prompt, response, behind, inside):
+    for setting, right in (({}, behind), ({"in_thinking": False}, behind), ({"in_thinking": True}, inside)):
+        for reward in (MathReward(**setting), Gsm8kReward(**setting), ArithmeticReward(**setting)):
+            part = reward_function("answer", reward, workers=1)
+            function = resolve(part.reference, part.settings)
+            paid = [answer for answer in ("7", "8") if function(prompt, response, answer, {}) == 1]
+            assert paid == ([] if right is None else [str(right)])
+
+
+def test_programs_inside_thinking_are_run_if_the_setting_says_so():
+    thought, more = "<think>\n```python\nx = 1\n```\n", "</think>\n```python\nx = 2\n```\n"
+    for inside in (False, True):
+        part = reward_function("code", CodeReward(in_thinking=inside), workers=1)
+        function = resolve(part.reference, part.settings)
+        for response, right in ((thought, 1.0 * inside), (thought + more, 0.0)):
+            assert function("", response, None, {"tests": ["assert x == 1"]}) == right
+
+
+def test_votes_are_looked_for_where_the_reward_looks():
+    texts = [r"<think>\boxed{7}", r"\boxed{8}", r"so \boxed{7}", r"a</think>\boxed{8}"]
+    problems = [SimpleNamespace(prompt="", source=""), SimpleNamespace(prompt="<think>\n", source="own")]
+    config = SimpleNamespace(
+        rewards=Rewards(parts=(MathReward(),)), source_rewards={"own": (MathReward(in_thinking=True),)}
+    )
+    stated = _stated_answers(config, problems, SimpleNamespace(record_E=None), texts)
+    assert stated == [None, "8", "7", "8"]
+    config.source_rewards = {}
+    assert _stated_answers(config, problems, SimpleNamespace(record_E=None), texts) == [None, "8", None, "8"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +154,8 @@ def test_scores_that_say_something_else_are_refused(text, highest):
     ],
 )
 def test_votes_are_grouped_as_the_reward_compares(texts, scores, share):
-    assert majority(texts, np.array(scores, float)) == share
+    answers = [stated_answer(after_thinking("", text)) for text in texts]
+    assert majority(answers, np.array(scores, float)) == share
 
 
 def test_no_problem_with_a_score_has_no_majority():

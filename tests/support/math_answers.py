@@ -37,12 +37,8 @@ def whole(dice: random.Random) -> Case:
     ]
     if value >= 1000:
         right += [thousands(value, gap) for gap in (",", "{,}", "\\,", "\u202f")]
-    wrong = [str(each) for each in digits_changed(value, dice)] + [
-        f"-{value}",
-        rf"{value}!\cdot 1",
-        f"{value}^2",
-        f"0.{value}",
-    ]
+    wrong = [str(each) for each in digits_changed(value, dice)]
+    wrong += [f"-{value}", rf"{value}!\cdot 1", f"{value}^2", f"0.{value}"]
     wrong += [f"({value},{value})", f"{value}, {value + 1}", f"\\frac{{1}}{{{value}}}", f"{value}i", f"{value}x"]
     return Case("whole", str(value), right, wrong)
 
@@ -301,11 +297,8 @@ def named(dice: random.Random) -> Case:
     right = [
         word, rf"\text{{{word}}}", word.lower(), rf"\text{{{word}}}.", rf"\textbf{{{word}}}", rf"\mathrm{{{word}}}",
     ]
-    wrong = [each for each in words if each != word] + [
-        "".join(dice.sample(word, len(word)))[::-1] + "q",
-        word[:-1],
-        "7",
-    ]
+    wrong = [each for each in words if each != word]
+    wrong += ["".join(dice.sample(word, len(word)))[::-1] + "q", word[:-1], "7"]
     return Case("named", word, right, [*wrong, word[::-1]])
 
 def option(dice: random.Random) -> Case:
@@ -358,10 +351,29 @@ def root_pair(dice: random.Random) -> Case:
     wrong = [rf"{a}+\sqrt{{{b}}}", rf"{a + 1} \pm \sqrt{{{b}}}", str(a), rf"\pm\sqrt{{{b}}}", rf"{a}\pm {b}"]
     return Case("root pair", reference, right, wrong)
 
+def huge(dice: random.Random) -> Case:
+    base, power = dice.choice([2, 3, 5, 7, 10]), dice.randint(60, 2500)
+    reference = rf"{base}^{{{power}}}-1"
+    right = [reference, rf"{base}\cdot {base}^{{{power - 1}}}-1", rf"-1+{base}^{{{power}}}"]
+    wrong = [
+        f"{base}^{{{power}}}+1", f"{base}^{{{power}}}", f"{base}^{{{power}-1}}", rf"\frac{{{base}^{{{power}}}-1}}{{2}}",
+    ]
+    return Case("huge", reference, right, wrong)
+
+def grouped(dice: random.Random) -> Case:
+    a, b, c = dice.sample(range(2, 10), 3)
+    reference = rf"\frac{{{a}}}{{{b}{c}}}"
+    right = [reference, f"{a}/{b}{c}", rf"\frac{{{2 * a}}}{{{2 * (10 * b + c)}}}"]
+    wrong = [
+        rf"\frac{{{a}{b}}}{{{c}}}", rf"\frac{{{a}}}{{{b}}}{c}", rf"\frac{a}{b}{c}", f"{a} {b}/{c}", f"{a}{b}/{c}",
+        rf"\begin{{pmatrix}}{a}\\{b}{c}\end{{pmatrix}}",
+    ]
+    return Case("grouped", reference, right, wrong)
+
 KINDS: tuple[Callable[[random.Random], Case], ...] = (
     whole, fraction, decimal, surd, circle, complex_number, polynomial, several, point, interval, outside, length,
     duration, clock, ratio, numeral, residue, angles, system, pieces, matrix, line, named, option, tiny, functions,
-    share, root_pair,
+    share, root_pair, huge, grouped,
 )
 
 BOXED = (

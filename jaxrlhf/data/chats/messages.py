@@ -15,6 +15,35 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "tool":
 """Roles of the speakers in ShareGPT's format; any other speaker's name is the role."""
 
 
+def letters(text: str) -> str:
+    """Return the text without whitespace, which templates change at the ends of messages and thinking."""
+    return "".join(text.split())
+
+
+def tool_schemas(tools: Any) -> list[dict[str, Any]]:
+    """Return the tool schemas in a record's field `tools`, a list or its JSON text; empty if the field has none."""
+    try:
+        given = json.loads(tools) if isinstance(tools, str) else tools
+    except (ValueError, RecursionError):
+        return []
+    named = isinstance(given, list) and all(
+        isinstance(tool, Mapping) and isinstance(_function(tool).get("name"), str) for tool in given
+    )
+    return [{"type": "function", "function": _whole(_function(tool))} for tool in given] if named else []
+
+
+def _whole(value: Any) -> Any:
+    """Return a schema without keys that are None, which parquet adds where records have different keys."""
+    if isinstance(value, Mapping):
+        return {key: _whole(item) for key, item in value.items() if item is not None}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    return function if isinstance(function, Mapping) else {}
+
+
 def is_chat(value: Any) -> bool:
     """Return True for a list of messages, as opposed to a list of texts."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
@@ -33,6 +62,12 @@ def read_message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refusal(f"{where} must have the texts 'role' and 'content', got {given!r:.80}")
     kept = {key: value for key, value in message.items() if value is not None and (value or key not in REASONING)}
+    if "function_call" in kept or kept["role"] == "function":
+        raise Refusal(
+            f"{where} is of OpenAI's old form, 'function_call'; write 'tool_calls' and messages of role 'tool'"
+        )
+    if kept["role"] == "developer":
+        kept["role"] = "system"
     if kept.get("tool_calls"):
         kept["tool_calls"] = _calls(kept["tool_calls"], where)
     else:

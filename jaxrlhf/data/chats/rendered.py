@@ -5,20 +5,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
-from jaxrlhf.data.chats.messages import REASONING
+from jaxrlhf.data.chats.messages import REASONING, letters
 from jaxrlhf.data.control_tokens import ControlTokens
-from jaxrlhf.data.tokenizer import render_chat
-
-REFUSALS = (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError)
-"""Exceptions by which chat templates reject messages."""
+from jaxrlhf.data.tokenizer import TEMPLATE_ERRORS, render_chat
 
 _WORD = "wq7vword"
-_OTHER = "wq8vother"
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Opening and closing tags of thinking in the text of an answer."""
 
 Chat = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
@@ -57,87 +54,114 @@ class RenderedChats:
         how = {"continue_final_message": True} if _continued(chat) else {"add_generation_prompt": True}
         return self._text(chat, tools, **how)
 
-    def answer(self, prompt: Chat, answer: Chat, *, place: str) -> list[Segment]:
-        """Render the messages of an answer after the prompt, split into segments.
+    def answer(self, prompt: Chat, answer: str | Chat, *, place: str) -> list[Segment]:
+        """Render an answer after the prompt, split into segments; the last segment ends with an end-of-turn token.
+
+        Each message of the assistant is learned as the template writes it when it is the last message. Where the
+        template writes earlier messages in another way, they are learned as they stand in the whole chat.
 
         Raises:
           Refusal: The template rejects the messages, drops a part of an answer, or renders the prompt differently.
         """
         try:
+            if isinstance(answer, str):
+                own = Segment(answer + self._end, True) if _continued(prompt) else None
+                return [own] if own else self._segments(prompt, [{"role": "assistant", "content": answer}], place)
             return self._segments(prompt, answer, place)
-        except REFUSALS as error:
+        except TEMPLATE_ERRORS as error:
             if isinstance(error, Refusal):
                 raise
             raise Refusal(f"{place}: the tokenizer's chat template refuses this answer: {reason_of(error)}") from error
 
     def _segments(self, prompt: Chat, answer: Chat, place: str) -> list[Segment]:
-        if _continued(prompt):
+        chat = [*prompt, *answer]
+        turns = [n for n in range(len(prompt), len(chat)) if chat[n]["role"] == "assistant"]
+        if any(_continued(chat[:n]) for n in turns):
             raise Refusal(
-                f"{place}: the prompt ends with words of the assistant, and the answer is messages, which would be "
-                "another turn; give the answer as a text"
+                f"{place}: a message of the answer follows words of the assistant, and would be another turn; join "
+                "messages of the assistant, and give the answer as a text if the prompt ends with the assistant's words"
             )
-        whole, end = self._text([*prompt, *answer]), 0
+        opened = [self.prompt(chat[:n]) for n in turns]
         segments: list[Segment] = []
-        for n, message in enumerate(answer):
-            if message["role"] != "assistant":
-                continue
-            opened = self.prompt([*prompt, *answer[:n]])
-            if not whole.startswith(opened):
-                raise Refusal(
-                    f"{place}: the chat template does not write the whole chat as it writes the beginning before an "
-                    "answer with the assistant's turn opened, so the answer cannot be cut from it; give a text, or "
-                    "mend the template"
-                )
-            if segments:
-                segments.append(Segment(whole[end : len(opened)], False))
-            start = len(opened)
-            last = n == len(answer) - 1
-            end = start + self._ended(whole[start:]) if last else self._end(prompt, answer, n, whole, start, place)
-            segments.append(Segment(whole[start:end], True))
-            self._check_shown(prompt, answer, n, whole, place)
+        for n, before, after in zip(turns, opened, [*opened[1:], None], strict=True):
+            said = self._last(chat[: n + 1], before, place)
+            if after is not None and not after.startswith(before + said):
+                said = self._earlier(chat[n], said, before, after, place)
+            segments.append(Segment(said, True))
+            if after is not None:
+                segments.append(Segment(after[len(before + said) :], False))
         return segments
 
-    def _check_shown(self, prompt: Chat, answer: Chat, n: int, whole: str, place: str) -> None:
-        """Refuse an answer whose reasoning or calls the template drops: without them the rendered text is the same."""
-        parts = {"the reasoning": REASONING, "the calls of tools": ("tool_calls",)}
-        for words, names in parts.items():
-            if not answer[n].keys() & set(names):
-                continue
-            less = [*answer]
-            less[n] = {key: value for key, value in answer[n].items() if key not in names}
-            if self._text([*prompt, *less]) == whole:
-                raise Refusal(
-                    f"{place}: the tokenizer's chat template leaves out {words} of an answer; take that out of the "
-                    "record, or a tokenizer whose template writes it"
-                )
-
-    def _end(self, prompt: Chat, answer: Chat, n: int, whole: str, start: int, place: str) -> int:
-        """Return the end of an earlier assistant turn: after the last turn-ending token before the next message."""
-        changed = [*answer]
-        changed[n + 1] = {**changed[n + 1], "content": _OTHER}
-        other = self._text([*prompt, *changed])
-        same = next((at for at, pair in enumerate(zip(whole, other, strict=False)) if pair[0] != pair[1]), len(whole))
-        shown = self._closing and same < len(whole) and answer[n + 1]["role"] != "assistant"
-        at = whole.rfind(self._closing, start, same) if shown else -1
-        if at < 0:
+    def _last(self, chat: Chat, opened: str, place: str) -> str:
+        """Return the last message of a chat as the template writes it after `opened`, up to the end of its turn."""
+        message, said = chat[-1], self._behind(opened, self._text(chat))
+        if said is None and opened.endswith(self._opening):
+            # A final answer makes gpt-oss's template drop earlier reasoning, so the answer is cut from a shorter chat.
+            said = self._behind(self.prompt([_USER]), self._text([_USER, message]))
+        lost = _lost(message, opened, said) if said is not None else ""
+        if said is not None and not lost:
+            return said
+        opens = next((pair for pair in THINKING if opened.rstrip().endswith(pair[0])), None)
+        thinking = _with_thinking(message, opens)
+        if thinking is not None:
+            return thinking + self._end
+        if not lost:
+            begins = f"opens {opens[0]!r} in it" if opens else f"opens it with {opened[-20:]!r}"
             raise Refusal(
-                f"{place}: the chat template does not show where an earlier turn of the assistant ends, so what is to "
-                "be imitated cannot be told; put the earlier turns into the prompt"
+                f"{place}: the chat template writes an answer in another place than where it opens the assistant's "
+                f"turn, and {begins}, so the answer would be learned there; give the answer with its thinking, "
+                "'...</think>...', or mend the template"
             )
-        return at + len(self._closing)
+        raise Refusal(
+            f"{place}: the tokenizer's chat template leaves out {lost} of an answer; take that out of the record, or a "
+            "tokenizer whose template writes it"
+        )
 
-    def _ended(self, text: str) -> int:
-        """Return the length of the last turn, without text that a template writes after the end of the turn."""
+    def _earlier(self, message: Mapping[str, Any], last: str, opened: str, later: str, place: str) -> str:
+        """Return a message as the template writes it in `later`, where others follow; `last` is its form as the last.
+
+        The forms may differ by the empty thinking at the beginning, which Qwen3's template leaves out of earlier turns.
+        """
+        said, end, _ = later.removeprefix(opened).partition(self._end)
+        lost = _lost(message, opened, said)
+        if later.startswith(opened) and end and last.endswith(said + end) and not lost:
+            return said + end
+        raise Refusal(
+            f"{place}: the chat template writes an earlier turn of the assistant in another way once more messages "
+            f"follow{f', without {lost}' if lost else ''}, so what is learned would not be what the policy sees there; "
+            "make each answer a record of its own, with the earlier turns in its prompt"
+        )
+
+    def _behind(self, opened: str, whole: str) -> str | None:
+        """Return the turn after `opened` up to its end; None if the text does not begin so. EOS ends an open turn."""
+        if not whole.startswith(opened):
+            return None
+        text = whole[len(opened) :]
         if self._closing and (at := text.rfind(self._closing)) >= 0:
-            return at + len(self._closing)
+            return text[: at + len(self._closing)]
         ends = [found.end() for found in self._control.found_in(text)]
-        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+        if ends and not text[ends[-1] :].strip():
+            return text[: ends[-1]]
+        return text.removesuffix(self._after) + self._after.rstrip("\n") + self._end
+
+    @cached_property
+    def _after(self) -> str:
+        """Text that the template writes after an answer."""
+        return self._text([_USER, {"role": "assistant", "content": _WORD}]).rpartition(_WORD)[2]
 
     @cached_property
     def _closing(self) -> str:
         """Special token that ends a turn of the assistant; empty if there is none."""
-        after = self._text([_USER, {"role": "assistant", "content": _WORD}]).rpartition(_WORD)[2]
-        return next((found[0] for found in self._control.found_in(after)), "")
+        return next((found[0] for found in self._control.found_in(self._after)), "")
+
+    @property
+    def _end(self) -> str:
+        return self._closing or str(self._tokenizer.eos_token)
+
+    @cached_property
+    def _opening(self) -> str:
+        """Text that opens a turn of the assistant."""
+        return self.prompt([_USER]).removeprefix(self._text([_USER]))
 
     def _text(self, chat: Chat, tools: Schemas | None = None, **how: Any) -> str:
         return cast(str, self._render(self._given(chat), tools=list(tools) if tools else None, **how))
@@ -175,7 +199,7 @@ class RenderedChats:
         """Return True if the template renders the chat and its text contains `_WORD`."""
         try:
             return _WORD in str(self._render(chat, tools=tools))
-        except REFUSALS:
+        except TEMPLATE_ERRORS:
             return False
 
 
@@ -211,6 +235,43 @@ _USER = {"role": "user", "content": "?"}
 _SCHEMA = {"type": "object", "properties": {"q": {"type": "string", "description": "A word."}}, "required": ["q"]}
 _TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": _SCHEMA}}])
 """Tool lists to probe a template with: none, as for the prompt of a record, or one tool, as in an episode."""
+
+
+def _lost(message: Mapping[str, Any], opened: str, said: str) -> str:
+    """Return in words what of a message is missing in its rendered text; empty if nothing is missing."""
+    content, text = letters(_unopened(str(message["content"]), opened)), letters(said)
+    before, found, after = text.rpartition(content) if content else ("", "", text)
+    if content and not found:
+        return f"the words {str(message['content'])!r:.40}"
+    rest = before + after
+    if any(letters(str(message[name])) not in rest for name in REASONING if message.get(name)):
+        return "the reasoning"
+    called = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
+    return "" if all(letters(name) in rest for name in called) else "the calls of tools"
+
+
+def _with_thinking(message: Mapping[str, Any], opens: tuple[str, str] | None) -> str | None:
+    """Return an answer with its thinking as the policy writes both, for templates that drop the thinking.
+
+    Args:
+      opens: Tags of the thinking that the prompt opens; None if it opens none.
+    """
+    text = str(message["content"])
+    thought = next((str(message[name]) for name in REASONING if message.get(name)), None)
+    if message.get("tool_calls") or (thought is not None and opens is None):
+        return None
+    if thought is not None and opens is not None:
+        return f"{thought.strip()}\n{opens[1]}\n\n{text}"
+    if not any(end in text for _, end in THINKING):
+        return None
+    return _unopened(text, opens[0] if opens else "")
+
+
+def _unopened(text: str, opened: str) -> str:
+    """Return an answer without the tag of thinking at its beginning, if the prompt has written the tag."""
+    tags = (begin for begin, _ in THINKING if opened.rstrip().endswith(begin) and text.lstrip().startswith(begin))
+    tag = next(tags, None)
+    return text if tag is None else text.lstrip().removeprefix(tag).lstrip("\n")
 
 
 def _continued(chat: Chat) -> bool:

@@ -8,9 +8,9 @@ decisions behind these rules.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.rewards.final_text import after_thinking
-from jaxrlhf.rewards.mathematics.equality import equal
-from jaxrlhf.rewards.mathematics.options import same_option
+from jaxrlhf.rewards.final_text import answered
+from jaxrlhf.rewards.mathematics.equality import equal, rounds
+from jaxrlhf.rewards.mathematics.options import same_option, text_of_option
 from jaxrlhf.rewards.mathematics.reading import read_answer, squeezed
 from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
 from jaxrlhf.rewards.mathematics.stated import reference_text, stated_answer
@@ -19,11 +19,14 @@ _LONGEST = 2000
 """Maximum number of characters of an answer that is parsed; a longer answer is compared as text only."""
 
 
-def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
+def same_answer(
+    prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, in_thinking: bool = False
+) -> float:
     """Return 1 if the response's final answer equals the reference answer, else 0.
 
     Args:
       answer: An expression in LaTeX or plain text, with or without its box or dollar signs.
+      in_thinking: True also reads an answer inside the thinking.
 
     Raises:
       ValueError: There is no reference answer; the response is then unscorable, not wrong.
@@ -33,7 +36,7 @@ def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[
     expected = reference_text(answer)
     if expected is None:
         raise ValueError(f"the reference answer {answer[:80]!r} is empty")
-    given = stated_answer(after_thinking(prompt, response))
+    given = answered(prompt, response, stated_answer, in_thinking=in_thinking)
     return float(given is not None and same_text(given, expected))
 
 
@@ -41,8 +44,21 @@ def same_text(given: str, expected: str) -> bool:
     """Return whether two answers are equal, as text, as an option or as mathematics."""
     if squeezed(given) == squeezed(expected) or same_option(given, expected):
         return True
+    text = text_of_option(given)
+    if text is not None and same_text(text, expected):
+        return True
     if len(given) > _LONGEST or len(expected) > _LONGEST:
         return False
     wanted, bare = read_answer(without_commas(undressed(expected))), undressed(given)
     # The answer 100,200 may be one number or two: it is read in both ways and compared with the reference.
-    return any(equal(read_answer(each), wanted) for each in dict.fromkeys((without_commas(bare), bare)))
+    ways = [without_commas(bare), bare, *_exact(bare)]
+    return any(equal(read_answer(each), wanted) for each in dict.fromkeys(ways))
+
+
+def _exact(text: str) -> list[str]:
+    """Return the exact value before its rounded value, such as 1/6 of `1/6 ≈ 0.1667`; empty without a rounded value."""
+    exact, sign, rounded = text.partition(r"\approx")
+    if not sign or not exact.strip():
+        return []
+    values = read_answer(exact.strip()), read_answer(rounded.strip())
+    return [exact.strip()] if rounds(*values) else []

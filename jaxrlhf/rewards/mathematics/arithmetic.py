@@ -12,6 +12,7 @@ from jaxrlhf.rewards.mathematics.values import RealInterval, Union, Words
 from jaxrlhf.rewards.mathematics.words import GREEK
 
 _BEGINS = ("frac", "sqrt", "surd", "binom", "lfloor", "lceil", "pi")
+_SIGNS = ("+", "-", "pm", "mp")
 _DEEPEST = 60
 
 
@@ -68,7 +69,7 @@ class ExpressionReader(ABC):
         if self.depth > _DEEPEST:
             raise Unread("brackets are too deep")
         terms = [self.signed()]
-        while (token := self.peek()) is not None and token.text in ("+", "-", "pm", "mp"):
+        while (token := self.peek()) is not None and token.text in _SIGNS and token.kind != "word":
             self.expr(terms[0])
             self.place += 1
             terms.append(_signed(token.text, self.expr(self.signed())))
@@ -78,7 +79,7 @@ class ExpressionReader(ABC):
     def signed(self) -> Any:
         """Read a term with its sign."""
         token = self.peek()
-        if token is not None and token.text in ("+", "-", "pm", "mp"):
+        if token is not None and token.text in _SIGNS and token.kind != "word":
             self.place += 1
             return _signed(token.text, self.expr(self.signed()))
         return self.term()

@@ -37,9 +37,26 @@ def equal(one: Any, other: Any) -> bool:
     return False
 
 
+def rounds(exact: Any, rounded: Any) -> bool:
+    """Return whether the second value is the first one, rounded or cut off; a name before the first is ignored."""
+    exact = _value_of(exact) if isinstance(exact, Relation) else exact
+    if not isinstance(exact, Quantity) or not isinstance(rounded, Quantity) or rounded.expr.head != "number":
+        return False
+    (decimal,), value = rounded.expr.args, real(exact.expr)
+    places = next((n for n in range(16) if (decimal * 10**n).denominator == 1), None)
+    if value is None or places is None:
+        return False
+    return bool(
+        abs(value - mpmath.mpf(decimal.numerator) / decimal.denominator)
+        <= mpmath.mpf(10) ** -places / (1 if places else 2)
+    )
+
+
 def _simplest(value: Any) -> Any:
     """Return the simplest equivalent value: a list of one value, words for a set, and tables may change their kind."""
     if isinstance(value, Items) and len(value.values) == 1 and value.bracket in ("", "{}"):
+        return _simplest(value.values[0])
+    if isinstance(value, Items) and value.joiner == "or" and all(equal(value.values[0], each) for each in value.values):
         return _simplest(value.values[0])
     if isinstance(value, Words) and value.text in _NOTHING:
         return Union(())
@@ -99,8 +116,7 @@ def _value_of(relation: Relation) -> Any:
         return None
     if relation.named or len(relation.sides) > 2:
         return relation.sides[-1]
-    left = relation.sides[0]
-    constant = isinstance(left, Quantity) and not left.expr.symbols()
+    constant = all(isinstance(side, Quantity) and not side.expr.symbols() for side in relation.sides)
     return relation.sides[-1] if constant else None
 
 
@@ -118,6 +134,13 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
     units = unit_of(one.unit), unit_of(other.unit)
     if one.unit and other.unit and units[0] != units[1]:
         return _same_size((one,), (other,)) is True
+    for angle, plain in ((one, other), (other, one)):
+        if (
+            units[0] != units[1]
+            and unit_of(angle.unit) == "degree"
+            and alike(operation("degree", angle.expr), plain.expr)
+        ):
+            return True
     if _is_letter(one.expr) and _is_letter(other.expr):
         return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
     return alike(one.expr, other.expr)
@@ -204,6 +227,9 @@ def _same_items(one: Items, other: Items) -> bool:
         amounts = [_compound_of(each) for each in (one, other)]
         return bool(amounts[0] and amounts[1] and _same_amounts(amounts[0], amounts[1]))
     ordered = [each.bracket not in ("", "{}") for each in (one, other)]
+    names = [_names(each) for each in (one, other)]
+    if not any(ordered) and len(names[0] | names[1]) > 1 and not (names[0] and names[1]):
+        return all(map(equal, one.values, other.values))
     if ordered[0] != ordered[1]:
         return False
     if all(ordered):
@@ -212,6 +238,12 @@ def _same_items(one: Items, other: Items) -> bool:
             map(equal, one.values, other.values)
         )
     return _matched(one.values, other.values)
+
+
+def _names(items: Items) -> frozenset[str]:
+    """Return the names of named values without their subscripts; empty if a value has no name."""
+    named = [str(value.sides[0]) for value in items.values if isinstance(value, Relation) and value.named]
+    return frozenset(name.split("_")[0] for name in named) if len(named) == len(items.values) else frozenset()
 
 
 def _compound_of(items: Items) -> Compound | None:

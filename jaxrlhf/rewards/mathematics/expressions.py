@@ -1,7 +1,8 @@
 """Expressions of an answer, and their equality: numbers by value, functions of variables at random points.
 
-Two expressions are equal if their values agree to 40 digits at several random points, with positive and negative
-variables. No computer algebra is used, so every comparison ends.
+Two expressions are equal if their values agree at several random points, with positive and negative variables: to 40
+digits beyond the decimal point of the largest number on the way, so that 2^2023 and 2^2023 + 1 differ. No computer
+algebra is used, so every comparison ends.
 
 Source: Schwartz 1980, Fast probabilistic algorithms for verification of polynomial identities.
 """
@@ -18,11 +19,9 @@ import mpmath
 
 DIGITS = 60
 """Working precision in decimal digits."""
-_SAME = mpmath.mpf(10) ** -40
-"""Largest difference of equal values, relative to the larger value."""
 _POINTS = 6
-_LARGEST_EXPONENT = 10**6
-"""Largest exponent, and largest argument of a factorial, that is computed."""
+_MOST_DIGITS = 10_000
+"""Maximum number of decimal digits, before or after the point, of powers and factorials that are computed."""
 
 Number = Any
 """Number of mpmath."""
@@ -50,25 +49,29 @@ class Expr:
             return frozenset(self.args)
         return frozenset().union(*(arg.symbols() for arg in self.args if isinstance(arg, Expr)))
 
-    def value(self, at: Mapping[str, Number]) -> Number:
+    def value(self, at: Mapping[str, Number], sizes: list[Number] | None = None) -> Number:
         """Compute the expression.
 
         Args:
           at: Values of the variables.
+          sizes: List to which the value of each operand and of the expression is added.
 
         Raises:
           Undefined: There is no value, or it is too large.
         """
-        if self.head == "number":
-            return mpmath.mpf(self.args[0].numerator) / self.args[0].denominator
-        if self.head == "symbol":
-            return at[self.args[0]]
         try:
-            result = OPERATIONS[self.head](*(arg.value(at) for arg in self.args))
+            if self.head == "number":
+                result = mpmath.mpf(self.args[0].numerator) / self.args[0].denominator
+            elif self.head == "symbol":
+                result = at[self.args[0]]
+            else:
+                result = OPERATIONS[self.head](*(arg.value(at, sizes) for arg in self.args))
         except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence) as error:
             raise Undefined(str(error)) from error
         if mpmath.isnan(result):
             raise Undefined("not a number")
+        if sizes is not None:
+            sizes.append(result)
         return result
 
 
@@ -87,9 +90,14 @@ def operation(head: str, *args: Expr) -> Expr:
     return Expr(head, args)
 
 
+def _digits(value: Number) -> Number:
+    """Return about how many decimal digits a number has before its point, or zeros after its point."""
+    with mpmath.workdps(15):
+        return abs(mpmath.log10(abs(value)))
+
+
 def _power(base: Number, exponent: Number) -> Number:
-    size = abs(exponent)
-    if size > _LARGEST_EXPONENT or (base != 0 and size * abs(mpmath.log10(abs(base))) > _LARGEST_EXPONENT):
+    if base != 0 and abs(exponent) * _digits(base) > _MOST_DIGITS:
         raise Undefined("the power is too large to compute")
     if base == 0 and mpmath.re(exponent) < 0:
         raise Undefined("a division by zero")
@@ -114,13 +122,14 @@ def _root(value: Number, degree: Number) -> Number:
 
 
 def _factorial(value: Number) -> Number:
-    if mpmath.im(value) != 0 or value < 0 or value != mpmath.floor(value) or value > _LARGEST_EXPONENT:
-        raise Undefined("a factorial of no whole number")
+    """Return the gamma function of value + 1, so that formulas agree at points between whole numbers too."""
+    if abs(value) * _digits(abs(value) + 1) > _MOST_DIGITS:
+        raise Undefined("the factorial is too large to compute")
     return mpmath.factorial(value)
 
 
 def _binomial(top: Number, bottom: Number) -> Number:
-    if max(abs(top), abs(bottom)) > _LARGEST_EXPONENT:
+    if max(abs(top), abs(bottom)) > _MOST_DIGITS:
         raise Undefined("the binomial coefficient is too large to compute")
     return mpmath.binomial(top, bottom)
 
@@ -175,7 +184,7 @@ def same(one: Expr, other: Expr) -> bool:
     names = sorted(one.symbols() | other.symbols())
     with mpmath.workdps(DIGITS):
         if not names:
-            return _close(one.value({}), other.value({}))
+            return _close(one, other, {})
         dice, compared = random.Random(0), 0
         for point in range(3 * _POINTS):
             at = {
@@ -185,7 +194,7 @@ def same(one: Expr, other: Expr) -> bool:
             values = [_value_or_none(each, at) for each in (one, other)]
             if values[0] is None and values[1] is None:
                 continue
-            if values[0] is None or values[1] is None or not _close(*values):
+            if values[0] is None or values[1] is None or not _close(one, other, at):
                 return False
             compared += 1
             if compared == _POINTS:
@@ -210,10 +219,16 @@ def _value_or_none(expr: Expr, at: Mapping[str, Number]) -> Number | None:
         return None
 
 
-def _close(one: Number, other: Number) -> bool:
-    if mpmath.isinf(one) or mpmath.isinf(other):
-        return bool(one == other)
-    return bool(abs(one - other) <= _SAME * max(abs(one), abs(other)))
+def _close(one: Expr, other: Expr, at: Mapping[str, Number]) -> bool:
+    """Return whether two expressions have the same value at a point, computed with the digits that they need."""
+    sizes: list[Number] = []
+    values = one.value(at, sizes), other.value(at, sizes)
+    if mpmath.isinf(values[0]) or mpmath.isinf(values[1]):
+        return bool(values[0] == values[1])
+    digits = max((int(_digits(size)) for size in sizes if size and not mpmath.isinf(size)), default=0)
+    with mpmath.workdps(DIGITS + 3 * digits):
+        left, right = one.value(at), other.value(at)
+        return bool(abs(left - right) <= mpmath.mpf(10) ** (-40 - 2 * digits) * max(abs(left), abs(right)))
 
 
 def real(expr: Expr) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrlhf.rewards.mathematics.arithmetic import ExpressionReader
-from jaxrlhf.rewards.mathematics.expressions import Expr, operation
+from jaxrlhf.rewards.mathematics.expressions import Expr, number, operation
 from jaxrlhf.rewards.mathematics.sets import joined, without
 from jaxrlhf.rewards.mathematics.tokens import Token, Unread
 from jaxrlhf.rewards.mathematics.units import amount_of
@@ -19,13 +19,15 @@ from jaxrlhf.rewards.mathematics.values import (
     Union,
     Words,
 )
-from jaxrlhf.rewards.mathematics.words import NOISE, VERBS
+from jaxrlhf.rewards.mathematics.words import NOISE, UNITS, VERBS
 
 _SIGNS = {"=": "=", "<": "<", ">": ">"}
 _COMMANDS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "approx": "=", "in": "in"}
-_JOINERS = {",": ",", ";": ",", "and": "and", "or": "or", "lor": "or", "land": "and", "vee": "or", "wedge": "and"}
+_JOINERS = {",": ",", ";": ",", "and": "and", "or": "or", "lor": "or", "land": "and", "vee": "or", "wedge": "and",
+            "&": "and"}  # fmt: skip
 _CURRENCIES = ("$", "£", "€", "¥", "₹")
-_LEADING = ("approximately", "about", "exactly", "roughly", "around", "only", "the")
+_LEADING = ("approx", "approximately", "about", "exactly", "roughly", "around", "only", "the")
+_MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MOST_UNIT_WORDS = 3
 _OPENED, _CLOSED = (
     ("(", "[", "\\{", "{", "langle", "lfloor", "lceil"),
@@ -49,15 +51,18 @@ class AnswerReader(ExpressionReader):
 
     def values(self, bracket: str) -> Any:
         """Read values separated by commas, `and` or `or`; a single value without a bracket is returned as it is."""
-        found, joiner = [self.item()], ","
+        found, joiner, logical = [self.item()], ",", False
         while (token := self.peek()) is not None and token.text in _JOINERS and token.kind != "letter":
             self.place += 1
+            logical |= token.kind == "command"
             joiner = _JOINERS[token.text] if _JOINERS[token.text] != "," else joiner
             if self.accept("and", "or"):
                 joiner = self.tokens[self.place - 1].text
             if token.text == "," and self.closing():
                 break
             found.append(self.item())
+        if logical and not all(isinstance(each, Relation) for each in found):
+            raise Unread("a logical sign between what are no relations")
         found = [each for one in found for each in _both_signs(one)]
         families = [each for each in found if isinstance(each, SolutionFamily) and each.value is None]
         if families and len(found) > len(families):
@@ -121,6 +126,8 @@ class AnswerReader(ExpressionReader):
             return sides[0]
         if signs == ["in"]:
             inside = sides[1]
+            if isinstance(sides[0], Quantity):
+                _only_symbol(sides[0].expr)
             if isinstance(inside, Words) and isinstance(sides[0], Quantity):
                 return SolutionFamily(None, _only_symbol(sides[0].expr), inside.text)
             return inside
@@ -218,6 +225,8 @@ class AnswerReader(ExpressionReader):
             return Quantity(value.args[0], "degree")
         base, self.base = self.base, None
         if base is not None:
+            if value.head != "number":
+                raise Unread("a formula of a number with a base")
             return Quantity(value, base=base[1], digits=base[0])
         if self.accept("%", "percent"):
             return Quantity(value, percent=True)
@@ -231,11 +240,15 @@ class AnswerReader(ExpressionReader):
                 self.place += 1
                 words[-1] += "^" + str(self.argument().args[0])
                 continue
-            elif words and token.text == "/" and self.follows_word():
+            elif words and token.text == "/" and self.follows_unit():
                 words.append("/")
+            elif words and words[-1] == "/" and token.kind == "letter":
+                words.append(token.text)
             else:
                 break
             self.place += 1
+        if words and words[0] in _MULTIPLES:
+            value = operation("mul", value, number(_MULTIPLES[words.pop(0)]))
         cut = next((place for place, word in enumerate(words) if word in NOISE), len(words))
         unit = " ".join(words[:cut])
         if cut > _MOST_UNIT_WORDS:
@@ -244,9 +257,10 @@ class AnswerReader(ExpressionReader):
             return Quantity(value, percent=True)
         return Quantity(value, unit)
 
-    def follows_word(self) -> bool:
-        """Return whether a word follows the next token."""
-        return self.place + 1 < len(self.tokens) and self.tokens[self.place + 1].kind == "word"
+    def follows_unit(self) -> bool:
+        """Return whether a word or the letter of a unit follows the next token."""
+        after = self.tokens[self.place + 1 : self.place + 2]
+        return any(token.kind == "word" or token.text in UNITS for token in after)
 
     def words(self) -> Words:
         """Read words, and numbers and signs between them, up to a comma, semicolon, equals sign or closing bracket."""
@@ -327,6 +341,8 @@ def _without_condition(cell: list[Token]) -> list[Token]:
 
 def _is_name(tokens: list[Token]) -> bool:
     """Return whether tokens before an equals sign are a name rather than a formula."""
+    if [token.text for token in tokens[1:6]] == ["^", "{", "-", "1", "}"]:  # the name of an inverse function
+        tokens = [*tokens[:1], *tokens[6:]]
     depth, before = 0, ""
     for token in tokens:
         depth += (token.text in _OPENED) - (token.text in _CLOSED)

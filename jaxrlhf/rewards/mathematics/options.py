@@ -2,9 +2,10 @@
 
 import re
 
-from jaxrlhf.rewards.mathematics.spelling import undressed
+from jaxrlhf.rewards.mathematics.spelling import plain, undressed
 
 _LETTER = re.compile(r"[\[(]?\s*([A-J])\s*[\])]?")
+_LABELLED = re.compile(r"\\text(?:bf|rm|it)?\s*\{\s*\(?[A-J][).]\s*\}(?:\s|~|\\[ ,;:!]|\\quad)*(\S.*)", re.DOTALL)
 _CHOSEN = re.compile(
     r"(?:option|choice|answer)?\s*[\[(]?\s*([A-J])\s*(?:[\])]\s*[.:]?|[.:]|\)\s*)\s*(\S.*)?", re.IGNORECASE | re.DOTALL
 )
@@ -18,6 +19,12 @@ def same_option(given: str, expected: str) -> bool:
     bare = _bare(given)
     chosen = _LETTER.fullmatch(bare.upper()) or _CHOSEN.fullmatch(bare)
     return chosen is not None and chosen[1].upper() == wanted[1]
+
+
+def text_of_option(given: str) -> str | None:
+    """Return the text behind the letter of an option, such as 15 of `(A) 15`; None if there is no option's letter."""
+    found = _LABELLED.match(plain(given).strip())
+    return None if found is None else found[1]
 
 
 def _bare(text: str) -> str:

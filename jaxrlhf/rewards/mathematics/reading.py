@@ -9,7 +9,8 @@ from jaxrlhf.rewards.mathematics.spelling import undressed, without_commas
 from jaxrlhf.rewards.mathematics.tokens import Unread, tokens_of
 from jaxrlhf.rewards.mathematics.values import Items, Relation, Words
 
-_TEXT_COMMANDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)(?![a-z])")
+_TEXTS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 @lru_cache(maxsize=4096)
@@ -30,7 +31,11 @@ def is_mathematics(text: str) -> bool:
 
 
 def squeezed(text: str) -> str:
-    """Return a text without spaces, formatting commands, braces and backslashes."""
-    bare = _TEXT_COMMANDS.sub("", undressed(text))
-    kept = "".join(letter for letter in bare if not letter.isspace() and letter not in "{}\\")
+    """Return a text without formatting commands and backslashes, and without spaces and braces that say nothing.
+
+    A space between digits stays, because `3 1/2` is not `31/2`; braces around several characters stay, because `2^{10}`
+    is not `2^10`, which LaTeX reads as 2 to the power of 1, times 0.
+    """
+    bare = re.sub(r"\{(\w)\}", r"\1", _TEXTS.sub(r"\1", undressed(text)))
+    kept = _SPACES.sub("", bare.replace(r"\\", ";")).replace("\\", "")
     return re.sub(r"(?<!\d)\.(?!\d)|\.$", "", kept).strip(",;:?")

@@ -1,6 +1,5 @@
 """Sets of real numbers: intervals, unions, and solutions of inequalities in one variable."""
 
-from itertools import pairwise
 from typing import Any
 
 import mpmath
@@ -42,22 +41,28 @@ def joined(one: Any, other: Any) -> Union:
 
 
 def without(whole: Any, points: Any) -> Union:
-    """Return all real numbers except single points.
+    """Return a set of real numbers except single points.
 
     Raises:
-      Unread: `whole` is not the set of all real numbers, or `points` is not a set of numbers.
+      Unread: `whole` is not a set of numbers, or `points` are not real numbers in braces.
     """
-    if whole != Union((EVERYTHING,)) or not isinstance(points, Items) or points.bracket != "{}":
+    if not isinstance(points, Items) or points.bracket != "{}":
         raise Unread("a difference of sets")
-    ends = sorted((_number(each) for each in points.values), key=lambda expr: float(_real(real(expr))))
-    bounds = [EVERYTHING.low, *ends, EVERYTHING.high]
-    return Union(tuple(RealInterval(low, high, False, False) for low, high in pairwise(bounds)))
-
-
-def _real(value: Any) -> Any:
-    if value is None:
-        raise Unread("no real number")
-    return value
+    parts = [*_parts(whole)]
+    for point in map(_number, points.values):
+        rest: list[RealInterval] = []
+        for part in parts:
+            at, low, high = (real(end) for end in (point, part.low, part.high))
+            if at is None or low is None or high is None:
+                raise Unread("an end of an interval that is no real number")
+            if low <= at <= high:
+                left = RealInterval(part.low, point, part.has_low, False)
+                right = RealInterval(point, part.high, False, part.has_high)
+                rest += [left] * bool(low < at) + [right] * bool(at < high)
+            else:
+                rest.append(part)
+        parts = rest
+    return Union(tuple(parts))
 
 
 def _number(value: Any) -> Expr:
@@ -89,7 +94,12 @@ def set_of(value: Any) -> Union | None:
 
 
 def _solution(relation: Relation) -> Union | None:
-    """Return the interval that a chain such as 2 <= x < 5 describes; None for other relations."""
+    """Return the set that a chain such as 2 <= x < 5, or x != 3, describes; None for other relations."""
+    if relation.signs == ("!=",) and all(isinstance(side, Quantity) for side in relation.sides):
+        left, right = (side.expr for side in relation.sides)
+        if left.head == "symbol" and not right.symbols():
+            low, high = EVERYTHING.low, EVERYTHING.high
+            return Union((RealInterval(low, right, False, False), RealInterval(right, high, False, False)))
     if relation.named or not set(relation.signs) <= {"<", "<=", ">", ">="} or len(relation.sides) > 3:
         return None
     sides, signs = relation.sides, relation.signs
@@ -99,14 +109,29 @@ def _solution(relation: Relation) -> Union | None:
         sides, signs = sides[::-1], tuple(turned(sign) for sign in signs[::-1])
     if any(sign[0] == ">" for sign in signs):
         return None
-    place = next((index for index, side in enumerate(sides) if side.expr.head == "symbol"), None)
+    place = next((index for index, side in enumerate(sides) if _is_variable(side.expr)), None)
     others = [side for index, side in enumerate(sides) if index != place]
     if place is None or any(side.expr.symbols() for side in others) or (len(sides) == 3 and place != 1):
         return None
+    if sides[place].expr.head == "abs":
+        return _at_distance(sides[1 - place].expr, signs[0] == "<=", below=place == 0) if len(sides) == 2 else None
     low = sides[place - 1].expr if place else EVERYTHING.low
     high = sides[place + 1].expr if place + 1 < len(sides) else EVERYTHING.high
     has_low, has_high = place > 0 and signs[place - 1] == "<=", place + 1 < len(sides) and signs[place] == "<="
     return Union((RealInterval(low, high, has_low, has_high),))
+
+
+def _is_variable(expr: Expr) -> bool:
+    """Return True for a variable, or the absolute value of one."""
+    return expr.head == "symbol" or (expr.head == "abs" and expr.args[0].head == "symbol")
+
+
+def _at_distance(far: Expr, ends: bool, *, below: bool) -> Union:
+    """Return the numbers whose absolute value is below, or else above, a number; `ends` adds that distance itself."""
+    near = operation("neg", far)
+    if below:
+        return Union((RealInterval(near, far, ends, ends),))
+    return Union((RealInterval(EVERYTHING.low, near, False, ends), RealInterval(far, EVERYTHING.high, ends, False)))
 
 
 def _intersection(sets: list[Union]) -> Union | None:

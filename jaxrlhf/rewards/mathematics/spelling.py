@@ -7,7 +7,7 @@ from jaxrlhf.rewards.mathematics.words import FRACTIONS, SIGNS
 
 _TABLE = str.maketrans(SIGNS | {sign: rf"\frac{{{p}}}{{{q}}}" for sign, (p, q) in FRACTIONS.items()})
 
-_RUNS = re.compile(r"(?:[\^_]\{-?\d*n?\})(?:\^\{\d\}|_\{\d\})+|\^\{-\}(?:\^\{\d\})+")
+_RUNS = re.compile(r"(?:\^\{[-\dn]*\}){2,}|(?:_\{[-\dn]*\}){2,}")
 _DRESS = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|left|right|middle|[bB]igg?[lrm]?|limits|nolimits|bf|it|rm|large|Large|"
     r"LARGE|huge|Huge|small|normalsize|bfseries|centering|boldmath|quad|qquad|ensuremath|thinspace|negthinspace)"
@@ -15,16 +15,17 @@ _DRESS = re.compile(
 )
 _WRAPS = re.compile(
     r"\\(?:bm|boldsymbol|underline|uline|emph|textcolor\s*\{[^{}]*\}|color\s*\{[^{}]*\}|colorbox\s*\{[^{}]*\}|mathit|"
-    r"mathsf|mathtt|boxed|fbox|framebox|cancel|phantom|hspace\s*\{[^{}]*\}|vspace\s*\{[^{}]*\}|displaylines)(?=\s*\{|\s)"
+    r"mathsf|mathtt|boxed|fbox|framebox|cancel|displaylines)(?=\s*\{|\s)"
 )
 _BOLD = re.compile(
     r"\\(?:mathbf|mathrm|mathnormal|operatorname\*?|textbf|textit|textrm|textsf|mbox|hbox|text)\s*\{([^{}]*)\}"
 )
-_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|&nbsp;")
+_SPACES = re.compile(r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}|(?<!\\)\\[,;:!> ]|~|&nbsp;")
 _ENVIRONMENT = re.compile(
     r"\\(?:begin|end)\s*\{(?:aligned|align|align\*|equation|equation\*|gathered|split|gather\*?)\}"
 )
 _EMPHASIS = re.compile(r"(?<![\w*])(\*\*|__|\*|`)(?=\S)(.*?\S)\1(?![\w*])")
+_HALF_DAY = re.compile(r"(?<=:\d\d)\s*([ap])\.\s?m\b", re.IGNORECASE)
 _COMMAS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _PUNCTUATION = " \t\n.,;:?"
 
@@ -52,6 +53,7 @@ def undressed(text: str) -> str:
     text = re.sub(r"\\(?:geq|geqslant|geqq)(?![A-Za-z])", r"\\ge", text)
     text = re.sub(r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset", text)
     text = re.sub(r"\\(?:lbrace|\{)", r"\\{", re.sub(r"\\(?:rbrace|\})", r"\\}", text))
+    text = re.sub(r"^(\\\{[^|{}]*)\|([^|]*\\\})$", r"\1\\mid \2", text.strip())
     text = re.sub(r"\\(?:degree|textdegree)(?![A-Za-z])", r"^\\circ", text)
     text = re.sub(r"\\(?:dots|ldots|cdots)(?![A-Za-z])", "...", text)
     text = re.sub(r"\\left\s*\.|\\right\s*\.", " ", text)
@@ -59,7 +61,7 @@ def undressed(text: str) -> str:
     text = _SPACES.sub(" ", text)
     for _ in range(4):
         text = _WRAPS.sub(" ", text)
-    text = _EMPHASIS.sub(r"\2", text)
+    text = _EMPHASIS.sub(r"\2", _HALF_DAY.sub(r" \1m", text))
     text = re.sub(r"\\[\(\)\[\]]|\\?\$(?=\s*$)|^\s*\$|(?<!\\)\$", " ", text)
     return stripped(text)
 

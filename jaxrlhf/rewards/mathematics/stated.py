@@ -4,6 +4,7 @@ import re
 
 from jaxrlhf.rewards.mathematics.reading import is_mathematics
 from jaxrlhf.rewards.mathematics.spelling import closes
+from jaxrlhf.rewards.mathematics.tokens import is_word
 from jaxrlhf.rewards.mathematics.words import FRACTIONS
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
@@ -13,7 +14,8 @@ _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
 )
 _STATED = re.compile(
-    r"(?:final|correct|right)?\s*\b(?:answers?|results?|solutions?)\s*(?:(?:is|are|be|equals?)\b\s*:?|:|=)\s*",
+    r"(?:final|correct|right)?\s*\b(?:answers?|results?|solutions?|options?|choices?)[\s*_]*"
+    r"(?:(?:is|are|be|equals?)\b(?:\s+(?:therefore|thus|then|hence|simply|indeed))?[\s,]*:?|:|=)[\s*_]*",
     re.IGNORECASE,
 )
 _EMPHASIS = re.compile(r"(?<![\w*)\]}])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w*])")
@@ -22,6 +24,7 @@ _WORD = re.compile(r"[^ \t\n]+")
 _MATH = re.compile(rf"[\d\\^\u03c0\u221a\u221e{''.join(FRACTIONS)}]")
 _MOST_WORDS = 24
 """Maximum number of words of a sentence that are searched for an answer in plain text."""
+_FEW_WORDS = 4
 _MARK = "####"
 
 
@@ -36,6 +39,7 @@ def stated_answer(text: str) -> str | None:
     - the first formula after the last "answer is", else the plain text after it
     - the last formula
     - the last number, with all that belongs to it
+    - the whole text, if it is a few words in one line
     """
     boxes = _boxes(text)
     if boxes is not None:
@@ -58,7 +62,10 @@ def stated_answer(text: str) -> str | None:
         return formula
     if phrases:
         return _beginning(_sentence(text[phrases[-1].end() :])) or formula
-    return _ending(text)
+    found = _ending(text)
+    if found is None and len(text.split()) <= _FEW_WORDS and "\n" not in text.strip():
+        return _without_stop(text.strip()) or None
+    return found
 
 
 def reference_text(answer: str) -> str | None:
@@ -82,8 +89,8 @@ def reference_text(answer: str) -> str | None:
 
 
 def _without_stop(text: str) -> str:
-    """Strip punctuation from the end of plain text; an exclamation mark there is not a factorial."""
-    return text.rstrip(" \t\n.,;:?!")
+    """Strip punctuation and emphasis from the end of plain text; an exclamation mark there is not a factorial."""
+    return text.rstrip(" \t\n.,;:?!*_`")
 
 
 def _boxes(text: str) -> str | None:
@@ -155,6 +162,10 @@ def _ending(text: str) -> str | None:
 
 
 def _readable(text: str) -> str | None:
-    """Return plain text without its final punctuation if the text is mathematics, else None."""
+    """Return plain text without its final punctuation if the text is mathematics, else None.
+
+    Words before an equals sign are not mathematics: `we get x = 2` is not, and `x = 2` is.
+    """
     bare = _without_stop(text)
-    return bare if bare and is_mathematics(bare) else None
+    name = re.findall(r"(?<![A-Za-z\\])[A-Za-z]+", bare.partition("=")[0]) if "=" in bare else []
+    return bare if bare and not any(map(is_word, name)) and is_mathematics(bare) else None

@@ -92,7 +92,8 @@ def tokens_of(text: str) -> list[Token]:
             found.append(Token("number", part, Fraction(int(top), int(bottom)), spaced))
             place = end + 1
         else:
-            found += _tokens(kind or "", match, part, spaced)
+            minutes = part == "min" and not text[place:].lstrip().startswith(("(", "{", "_"))
+            found += [Token("word", part, None, spaced)] if minutes else _tokens(kind or "", match, part, spaced)
         spaced = False
     return found
 
@@ -140,9 +141,9 @@ def _text_tokens(command: str, inside: str, spaced: bool) -> list[Token]:
         return [Token("vector", f"{command} {bare}", None, spaced)]
     if re.fullmatch(r"[-+\d.,\s/^{}()=\\%$]*\d[-+\d.,\s/^{}()=\\%$]*", bare) or re.fullmatch(r"\\[A-Za-z]+.*", bare):
         return tokens_of(inside)
-    if re.fullmatch(r"[A-Za-z]", bare) and not command.startswith("text"):
+    if re.fullmatch(r"[A-Za-z]", inside) and not command.startswith("text"):  # `\\mathrm{~m}` is a unit
         return [Token("letter", bare, None, spaced)]
-    if bare in FUNCTIONS:
+    if bare in FUNCTIONS and bare != "min":
         return [Token("function", bare, None, spaced)]
     tokens: list[Token] = []
     for word in re.findall(r"[^\W\d_]+(?:['\-.][^\W\d_]+)*\.?|\d+(?:\.\d+)?|[^\s]", inside):

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrlhf.rewards.final_text import after_thinking
+from jaxrlhf.rewards.final_text import answered
 from jaxrlhf.rewards.sandbox.sandbox import Limits, run
 
 FENCE = "```"
@@ -49,6 +49,7 @@ def passes(
     memory_bytes: int,
     output_bytes: int,
     allow_unsandboxed: bool,
+    in_thinking: bool = False,
 ) -> float:
     """Return 1 if the program passes every test, else 0 or the fraction of passed tests; 0 without a program.
 
@@ -57,7 +58,7 @@ def passes(
       RuntimeError: The machine cannot confine programs.
     """
     cases = read_cases(record.get(tests_key), tests_key)
-    program = last_program(after_thinking(prompt, response))
+    program = answered(prompt, response, last_program, in_thinking=in_thinking)
     if program is None:
         return 0.0
     end, passed = time.monotonic() + total_s, 0
