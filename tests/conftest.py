@@ -26,8 +26,9 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reac
 # XLA's own passes, which decide what is computed, stay; before the older emitters they make loops of scatters. One
 # thread of LLVM for each program: to split small ones costs a fifth more. JAX 0.12 has the newer emitters alone.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-_OLDER_EMITTERS = ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith(("0.10.", "0.11.")) else []
-os.environ["XLA_FLAGS"] = " ".join([*_OLDER_EMITTERS, "--xla_cpu_parallel_codegen_split_count=1"])
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib").startswith(("0.10.", "0.11.")):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 # A shell's background jobs ignore Ctrl-C, and so would what tests start from one and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

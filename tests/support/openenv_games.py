@@ -15,7 +15,8 @@ path = OpenEnv(ADDRESS, action=move, view=lambda seen: f"You are at {seen['place
 
 
 def add(reply):
-    return {"type": "call_tool", "tool_name": "add", "arguments": {"numbers": [int(each) for each in reply.text.split()]}}
+    numbers = [int(each) for each in reply.text.split()]
+    return {"type": "call_tool", "tool_name": "add", "arguments": {"numbers": numbers}}
 
 
 adder = OpenEnv(ADDRESS, action=add, view=lambda seen: str(seen.get("result", {}).get("data", "Add.")))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import transformers
 
-torch = pytest.importorskip("torch")  # for those that import this file in a fixture
-
+torch = pytest.importorskip("torch")  # skips those that import this file in a fixture
 VOCAB = 97
 
 _SIZES = {
