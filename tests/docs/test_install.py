@@ -1,8 +1,10 @@
-"""What the documentation tells to install: extras that pyproject.toml has."""
+"""What the documentation tells to install: extras that pyproject.toml has, and a version that the changelog has."""
 
 import re
 import tomllib
 from pathlib import Path
+
+from jaxrlhf.version import __version__
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,3 +29,7 @@ def test_extras_exist():
     assert len(set().union(*told.values())) > 15
     unknown = {path.name: names - set(PROJECT["optional-dependencies"]) for path, names in told.items()}
     assert {name: names for name, names in unknown.items() if names} == {}
+
+
+def test_the_changelog_starts_with_the_version():
+    assert HISTORY.read_text().startswith(f"# Changelog\n\n## {__version__}, ")
