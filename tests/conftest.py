@@ -80,10 +80,11 @@ class _PeerModule(pytest.Module):
         try:
             return super()._getobj()
         except self.CollectError as error:
-            if getattr(error.__cause__, "name", None) not in ("torch", "peft"):
+            if (peer := getattr(error.__cause__, "name", None)) not in ("torch", "peft"):
                 raise
-            sys.modules.pop(".".join(self.path.relative_to(_TESTS.parent).with_suffix("").parts))  # for others' imports
-            pytest.skip(f"{self.path.name}: {error.__cause__.name} is not installed", allow_module_level=True)
+            # Half a module is no use to files that import this one.
+            sys.modules.pop(".".join(self.path.relative_to(_TESTS.parent).with_suffix("").parts), None)
+            pytest.skip(f"{self.path.name}: {peer} is not installed", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
-torch = pytest.importorskip("torch")  # skips those that import this file in a fixture
 VOCAB = 97
 
 _SIZES = {
