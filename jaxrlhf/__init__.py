@@ -7,12 +7,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 import jaxrlhf.runtime.environment
+from jaxrlhf.version import __version__
 
 if TYPE_CHECKING:
     from jaxrlhf.config import Config, load, override
     from jaxrlhf.trainer.run import run
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Config": "jaxrlhf.config",

@@ -7,8 +7,8 @@ import difflib
 import importlib
 import sys
 
-import jaxrlhf
 from jaxrlhf.config import Refusal, run_command
+from jaxrlhf.version import __version__
 
 COMMANDS = {
     "train": "run a configuration: reinforcement learning, supervised or on preferences",
@@ -38,7 +38,7 @@ def _command() -> None:
         print("\njaxrlhf COMMAND --help says more, with examples.")
         return
     if name == "--version":
-        print(f"jaxrlhf {jaxrlhf.__version__}")
+        print(f"jaxrlhf {__version__}")
         return
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)

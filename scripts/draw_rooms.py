@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrlhf"
 PICTURE = ROOT / "docs" / "rooms.png"
-SINGLE = ("batch", "episode", "pictures")
+SINGLE = ("batch", "episode", "pictures", "version")
 """Rooms that are a single file."""
 COMMANDS = "command lines"
 """Room of all command lines: the other top-level modules of the package, which nothing imports."""

@@ -1,4 +1,4 @@
-"""DAPO on DAPO-Math-17k from Qwen2.5-32B, on 16 machines of eight H100 or a v5p-128 slice; needs `jaxrlhf[math,ray]`.
+"""DAPO on DAPO-Math-17k from Qwen2.5-32B, on 16 machines of eight H100 or a v5p-128 slice; needs `jaxrlhf[ray]`.
 
     python -m jaxrlhf.train --config dapo_math_32b.py --cluster.address auto --cluster.devices-per-host 8
 

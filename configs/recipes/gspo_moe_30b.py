@@ -1,4 +1,4 @@
-"""GSPO of the MoE model Qwen3-30B-A3B on DAPO-Math-17k, on 16 machines of eight H100; needs `jaxrlhf[math,ray]`.
+"""GSPO of the MoE model Qwen3-30B-A3B on DAPO-Math-17k, on 16 machines of eight H100; needs `jaxrlhf[ray]`.
 
     python -m jaxrlhf.train --config gspo_moe_30b.py --cluster.address auto
 

@@ -1,4 +1,4 @@
-"""An environment on a server of OpenEnv's is played through OpenEnv's own client."""
+"""Environments on a server of OpenEnv's are played through OpenEnv's own client."""
 
 import socket
 import subprocess
@@ -20,25 +20,27 @@ LIMIT_S = 300.0
 
 
 @pytest.fixture
-def pool(monkeypatch):
+def pool(request, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "--factory", "openenv_games:app", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", "--factory", f"openenv_games:{request.param}_app", "--port", str(port)]
     server = subprocess.Popen(command, cwd=SUPPORT)
-    monkeypatch.setenv("PATH_GAME", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("OPENENV_SERVER", f"http://127.0.0.1:{port}")
     try:
         for _ in range(600):
             with socket.socket() as there:
                 if there.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.5)
-        with EnvironmentPool([Environment(factory=f"{SUPPORT}/openenv_games.py:path", call_s=LIMIT_S)]) as made:
+        factory = f"{SUPPORT}/openenv_games.py:{request.param}"
+        with EnvironmentPool([Environment(factory=factory, call_s=LIMIT_S)]) as made:
             yield made
     finally:
         server.terminate()
         server.wait()
 
 
+@pytest.mark.parametrize("pool", ["path"], indirect=True)
 def test_a_game_on_a_server_is_played_to_its_end(pool):
     openings = [pool.start(number, 0, {}, number).result(LIMIT_S) for number in (0, 1)]
     texts = [opening.messages[0]["content"] for opening in openings]
@@ -51,3 +53,10 @@ def test_a_game_on_a_server_is_played_to_its_end(pool):
         assert [one.done for one in seen] == [False] * (steps - 1) + [True]
         assert seen[-1].state == "You are at 3."
         assert pool.finish(number).result(LIMIT_S) is None
+
+
+@pytest.mark.parametrize("pool", ["adder"], indirect=True)
+def test_a_tool_of_an_mcp_server_is_an_action(pool):
+    [opened] = pool.start(0, 0, {}, 0).result(LIMIT_S).messages
+    told = pool.step(0, Reply("3 4 5", "3 4 5")).result(LIMIT_S)
+    assert (opened["content"], told.messages[0]["content"], told.done) == ("Add.", "12", False)

@@ -1,33 +1,80 @@
-"""An environment of verifiers rolls out through the endpoint, and its rubric scores what was drawn."""
+"""Environments of verifiers play their tasks through the endpoint; their rewards score and train what was sampled."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers.v1")
 
+import verifiers.v1 as vf
+from learning_task import TINY, training
 from served_models import build_engine
+from tiny_runs import records
 
-from jaxrlhf.config import Agent
+import jaxrlhf
+from jaxrlhf.config import Agent, Checkpointing, Evaluation, load
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.environments.verifiers import Verifiers
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.server import Server
 
 pytestmark = pytest.mark.slow
-PROGRAM = Agent(program=f"{Path(__file__).parents[1] / 'support' / 'verifiers_tasks.py'}:lengths")
+TASKS = Path(__file__).parents[1] / "support" / "verifiers_tasks.py"
 
 
-def test_a_row_is_rolled_out_and_scored_by_its_rubric():
+@pytest.mark.parametrize("harness", ["asked", "null"])
+def test_a_task_is_played_and_scored_by_its_rewards(harness):
     tokenizer = embedded_tokenizer()
     with EngineService(build_engine(tokenizer)) as service:
         model = ServedModel("policy", service, tokenizer, (tokenizer.eos_token_id,))
-        with Server(model, token=None) as server, EnvironmentPool((PROGRAM,)) as pool:
-            url, key = server.sessions.open("an episode", 1)
-            score = pool.run_agent(0, 0, {"index": 2}, 5, url, key).result(900)
-            recorded = server.sessions.close("an episode")
-    [sequence], [[reply]] = recorded.sequences, recorded.replies
-    assert "Tom has 2" in tokenizer.decode(list(sequence.tokens))
-    assert sum(sequence.mask) > 1
-    assert score == len(reply.content) > 0
+        program = Agent(program=f"{TASKS}:{harness}")
+        with Server(model, token=None) as server, EnvironmentPool((program,)) as pool:
+            for index in (2, 1):
+                url, key = server.sessions.open(f"episode {index}", 1)
+                score = pool.run_agent(0, 0, {"index": index}, 5, url, key).result(900)
+                recorded = server.sessions.close(f"episode {index}")
+                [sequence], [[reply]] = recorded.sequences, recorded.replies
+                assert f"Tom has {index}" in tokenizer.decode(list(sequence.tokens))
+                assert sum(sequence.mask) > 1
+                said = reply.content.strip()
+                assert score == pytest.approx(sum(map(str.isdigit, said)) / max(1, len(said)) + 0.5)
+
+
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_task_is_learned(tmp_path):
+    config = load("agent_openai")
+    jaxrlhf.run(
+        replace(
+            config,
+            model=TINY,
+            cold_start=None,
+            environment=Agent(program=f"{TASKS}:asked"),
+            actor=training(3e-2),
+            algorithm=replace(config.algorithm, responses_per_update=32),
+            rollout=replace(config.rollout, prompts_per_step=4, responses_per_prompt=8, max_response_tokens=8),
+            steps=20,
+            evaluation=Evaluation(every_steps=0, problems=1),
+            checkpoint=Checkpointing(every_steps=0, keep_best=0),
+            workdir=str(tmp_path),
+        )
+    )
+    scores = [record["score/mean"] for record in records(tmp_path / "metrics.jsonl")]
+    assert scores[0] < 0.75 and scores[-1] > 1.3, scores
+
+
+def test_what_cannot_be_played_is_refused():
+    def environment(**settings):
+        return vf.load_environment(vf.resolve_env_config({"taskset": {"id": "verifiers-digits"}} | settings))
+
+    with pytest.raises(ValueError, match=r"verifiers 0\.3 and older"):
+        Verifiers(type("SingleTurnEnv", (), {})())
+    with pytest.raises(ValueError, match="2 have no client of their own: assistant, user"):
+        Verifiers(environment(id="user-sim"))
+    endless = environment()
+    endless.taskset.INFINITE = True
+    with pytest.raises(ValueError, match="Digits is infinite"):
+        Verifiers(endless)
+    assert len(Verifiers(endless, tasks=2)._tasks) == 2

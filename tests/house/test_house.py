@@ -164,6 +164,7 @@ def test_rule_floors_can_fail(tmp_path):
         "algos/gae.py (floor 1) imports models (floor 2)",
         "data/__init__.py (floor 1) imports algos (floor 1)",
         "engine/__init__.py imports .cache.Cache; write the whole name",
+        "engine/__init__.py (floor 3) imports __version__ (floor 10)",
         "models/__init__.py (floor 2) imports train (floor 10)",
         "train.py (floor 10) imports evaluate (floor 10)",
     ]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -147,14 +148,17 @@ def test_parts_of_messages_that_nobody_can_read_are_said_to_be_so(client):
         call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
         return {"role": "assistant", "tool_calls": [call]}
 
-    for message, words in (
-        ({"role": "user", "content": [{"type": "text"}]}, "without a text"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "without a text"),
-        (calls("[" * 2000), "no JSON"),
-        (calls('{"a": ' + "[" * 700 + "]" * 700 + "}"), "too deep"),
+    # From Python 3.12 on, json writes values of this depth, and the prompt is too long.
+    written = sys.version_info >= (3, 12)
+    deep = ("context_length_exceeded", "context") if written else ("invalid_value", "too deep")
+    for message, (code, words) in (
+        ({"role": "user", "content": [{"type": "text"}]}, ("invalid_value", "without a text")),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, ("invalid_value", "without a text")),
+        (calls("[" * 2000), ("invalid_value", "no JSON")),
+        (calls('{"a": ' + "[" * 700 + "]" * 700 + "}"), deep),
     ):
         answer = client.post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], message]})
-        assert error(answer) == (400, "invalid_value") and words in answer.text
+        assert error(answer) == (400, code) and words in answer.text
 
 
 def test_halves_of_characters_in_a_prompt_are_question_marks(client):

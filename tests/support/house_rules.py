@@ -14,6 +14,7 @@ FLOORS = {
     "episode": 0,
     "pictures": 0,
     "runtime": 0,
+    "version": 0,
     "algos": 1,
     "data": 1,
     "tracking": 1,
@@ -225,11 +226,9 @@ def _room(path: Path, package: Path) -> str:
 def _rooms_imported(path: Path, package: Path) -> set[str]:
     """First name below the package in each import: `jaxrlhf.models.hf` gives `models`.
 
-    What the package's own `__init__` offers (`from jaxrlhf import train`) counts as a command
-    line, the highest floor; its dunders (`__version__`) do not count.
+    What the package's own `__init__` offers (`from jaxrlhf import train`) counts as a command line, the highest floor.
     """
-    below = {name.split(".")[1] for name in _imports(path) if name.startswith(f"{package.name}.")}
-    return {name for name in below if not name.startswith("__")}
+    return {name.split(".")[1] for name in _imports(path) if name.startswith(f"{package.name}.")}
 
 
 def _imports(path: Path) -> Iterator[str]:

@@ -74,7 +74,9 @@ def numbers(path: Path) -> list[dict]:
 
 def write_policy(directory: Path, positions: int = 1024, task: str = "ForCausalLM", **sizes: int) -> Path:
     """A random Qwen2 with a tokenizer that has a chat template, as transformers saves them."""
-    import tiny_checkpoints
+    import pytest
+
+    tiny_checkpoints = pytest.importorskip("tiny_checkpoints")  # torch may not be installed
 
     from jaxrlhf.data.tokenizer import embedded_tokenizer
 

@@ -1,15 +1,19 @@
-"""An environment of verifiers and its adapter, as a user names them."""
+"""Environments of verifiers and their adapters, as a user names them."""
 
-import verifiers as vf
-from datasets import Dataset
+import sys
+from pathlib import Path
+
+import verifiers.v1 as vf
 
 from jaxrlhf.environments.verifiers import Verifiers
 
-
-def length(completion, **_) -> float:
-    """Characters of the answer."""
-    return float(len(completion[-1]["content"]))
+sys.path.append(str(Path(__file__).parent))  # a taskset is named as the package that it is
+DIGITS = {"id": "verifiers-digits"}
 
 
-rows = Dataset.from_list([{"question": f"Tom has {number}", "answer": str(number)} for number in range(3)])
-lengths = Verifiers(vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[length])))
+def digits_with(**agent):
+    settings = {"taskset": DIGITS, "agent": {"runtime": {"type": "subprocess"}} | agent}
+    return Verifiers(vf.load_environment(vf.resolve_env_config(settings)))
+
+
+asked, null = digits_with(), digits_with(harness={"id": "null"})

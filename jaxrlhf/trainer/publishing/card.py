@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf import __version__
 from jaxrlhf.config import Refusal
 from jaxrlhf.tracking.files import CURVE, METRICS, SETTINGS
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
+from jaxrlhf.version import __version__
 
 CARD = "README.md"
 Settings = Mapping[str, Any]
