@@ -133,7 +133,7 @@ class OpenEpisodes:
             return until.over(complete_P, groups.begun_P)
 
         self._each(EpisodeRun.start_clock)
-        self._service.go_on()
+        self._service.resume()
         self._between = False
         self._round_begins.set()  # wakes the replies that wait for the round
         self._round_begins.clear()

@@ -135,14 +135,14 @@ class RequestLimits:
     def _check(self, request: Request, limit: int, *, seed: int) -> None:
         """Raise `Refusal` if a request cannot be answered with at most `limit` tokens."""
         prompt = request.prompt_tokens
-        own = bool(request.has_replies or request.drawn)
+        own = bool(request.has_replies or request.sampled)
         check_placeholders(prompt, request.images, self.vision, place=f"request {request.request_id}", drawn=own)
-        if request.drawn and not 0 < request.drawn < min(limit, len(prompt)):
+        if request.sampled and not 0 < request.sampled < min(limit, len(prompt)):
             raise Refusal(
-                f"drawn={request.drawn} of request {request.request_id}, with a prompt of {len(prompt)} tokens and a "
-                f"response of at most {limit}; expected 0 or more, and fewer than either"
+                f"sampled={request.sampled} of request {request.request_id}, with a prompt of {len(prompt)} tokens and "
+                f"at most {limit} response tokens; expected at least 0, and less than both"
             )
-        limit -= request.drawn
+        limit -= request.sampled
         longest = self.capacity - limit
         if not 0 < len(prompt) <= longest:
             raise Refusal(

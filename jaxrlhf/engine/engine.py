@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
+from jaxrlhf.config import Sampling
 from jaxrlhf.engine import checks, programs
 from jaxrlhf.engine.buckets import slot_counts, with_rings
 from jaxrlhf.engine.cache.contents import prefix_cache_of
@@ -207,7 +207,7 @@ class Engine:
         assert not self.book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         self._seat([placement.slot for placement in placements])
         for row, slot, sequence in placements:
-            self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit - sequence.request.drawn)
+            self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit - sequence.request.sampled)
             if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
                 self._contents.start(slot, sequence, first=prefilled.first[row])
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
@@ -240,7 +240,7 @@ class Engine:
         )
         self.book.dispatched(window)
 
-    def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
+    def add(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
         """Queue a request; `step` answers the request, and `cancel` drops it. See `RequestLimits.new_sequence`."""
         sequence = self.new_sequence(request, sampling, seed=seed)
         self.enqueue(sequence)
@@ -250,7 +250,7 @@ class Engine:
         """Queue a request whose state was made by `new_sequence`, for example in another thread."""
         self._scheduler.add(sequence)
 
-    def new_sequence(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
+    def new_sequence(self, request: Request, sampling: Sampling, *, seed: int) -> SequenceState:
         """Validate a request and return its state, not queued yet; see `RequestLimits.new_sequence`."""
         return self.limits.new_sequence(request, sampling, seed=seed)
 
@@ -292,10 +292,10 @@ class Engine:
     def _read(self) -> list[SequenceState]:
         """Wait for the oldest window, and free the slots of responses that ended in it."""
         ended = []
-        for drawn in self.book.read():
-            sequence = self._scheduler.placed(drawn.slot)
-            sequence.draw(drawn, self._decode)
-            if not drawn.active or sequence.stop_text is not None:
+        for read in self.book.read():
+            sequence = self._scheduler.placed(read.slot)
+            sequence.extend(read, self._decode)
+            if not read.active or sequence.stop_text is not None:
                 ended.append(sequence)
         self._end(ended)
         return ended
@@ -336,21 +336,21 @@ class Engine:
 
     def _rearrange(self, arrangement: Arrangement) -> None:
         """Rearrange the rows of the device's arrays, or stop some of them."""
-        row_GB, goes_on_GB, slot_B = arrangement
+        row_GB, continues_GB, slot_B = arrangement
         if slot_B is not self.book.slot_B:
             self.cache.keep(row_GB)
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=row_GB.size)
             self._slots = self.compiled.run(("empty slots", row_GB.size), empty, out=self._layout.slots)
         else:
-            sizes, arguments = ("keep", len(self.book.slot_B), row_GB.size), (self._slots, row_GB, goes_on_GB)
+            sizes, arguments = ("keep", len(self.book.slot_B), row_GB.size), (self._slots, row_GB, continues_GB)
             self._slots = self.compiled.run(sizes, programs.keep_rows, *arguments, out=self._layout.slots)
         self.book.slot_B = slot_B
 
     def generate(
         self,
         requests: Sequence[Request],
-        sampling: knobs.Sampling,
+        sampling: Sampling,
         *,
         seed: int,
         progress: Callable[[int, int], None] | None = None,

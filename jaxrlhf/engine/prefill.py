@@ -136,7 +136,7 @@ class Prefill:
           slot_B: Slot of each row of the cache.
         """
         longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
-        begins = tuple(contents.go_on(each) for each in known)
+        begins = tuple(contents.reuse(each) for each in known)
         first = min(tokens for tokens, _ in known)
         width = fit(longest, self.past_widths) if first else self.width(longest)
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))

@@ -71,8 +71,8 @@ class Insertion(NamedTuple):
     Attributes:
       row_I: Row of each prompt in its prefill.
       target_I: Row of each response in `Slots` and in the cache.
-      drawn_B: Number of response tokens at the end of the prompt, sampled earlier.
-      limit_B: Maximum number of response tokens, including `drawn_B`.
+      sampled_B: Number of response tokens at the end of the prompt, sampled earlier.
+      limit_B: Maximum number of response tokens, including `sampled_B`.
       stop_BE: Stop token ids; the rest is negative.
       bits_BU: Masks of `SlotConstraints.start`; None constrains no response.
     """
@@ -81,7 +81,7 @@ class Insertion(NamedTuple):
     target_I: Array
     seed_B: Array
     request_B: Array
-    drawn_B: Array
+    sampled_B: Array
     limit_B: Array
     stop_BE: Array
     settings: SlotSampling
@@ -95,7 +95,7 @@ class Slots(NamedTuple):
       token_B: Newest token, not in the cache yet.
       kept_BK: Sampling mask of the newest token, as in `Sampled`.
       cached_B: Number of cached tokens, which is the index of the newest token.
-      drawn_B: Number of response tokens, the newest included.
+      sampled_B: Number of response tokens, the newest included.
       active_B: True if the response continues.
       seed_B, request_B, limit_B, stop_BE, settings: Values of the slot's `Insertion`.
       offset_B: `offset_P` of the slot's prompt.
@@ -104,7 +104,7 @@ class Slots(NamedTuple):
     token_B: Array
     logp_B: Array
     cached_B: Array
-    drawn_B: Array
+    sampled_B: Array
     active_B: Array
     seed_B: Array
     request_B: Array
@@ -149,7 +149,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
         token_B=jnp.zeros(slots, jnp.int32),
         logp_B=jnp.zeros(slots, jnp.float32),
         cached_B=jnp.zeros(slots, jnp.int32),
-        drawn_B=jnp.zeros(slots, jnp.int32),
+        sampled_B=jnp.zeros(slots, jnp.int32),
         active_B=jnp.zeros(slots, bool),
         seed_B=jnp.zeros(slots, jnp.uint32),
         request_B=jnp.zeros(slots, jnp.uint32),
@@ -193,14 +193,14 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     """Start responses: sample their first tokens. `place` copies each prompt's cache into its row."""
     row_I, offset_P = insertion.row_I, prompts.offset_P
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
-    token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, insertion.bits_BU, shape)
-    drawn_I = insertion.drawn_B + 1
+    token_I, logp_I, kept_IK = _sample(logits_IV, insertion.sampled_B, insertion, insertion.bits_BU, shape)
+    sampled_I = insertion.sampled_B + 1
     new = Slots(
         token_I,
         logp_I,
         prompts.length_P[row_I],
-        drawn_I,
-        ~_ended(token_I, drawn_I, insertion),
+        sampled_I,
+        ~_ended(token_I, sampled_I, insertion),
         insertion.seed_B,
         insertion.request_B,
         insertion.limit_B,
@@ -292,10 +292,10 @@ def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
     return parts_GZSJU.reshape(-1, *pages_ZSJU.shape[1:])
 
 
-def keep_rows(slots: Slots, row_GB: Array, goes_on_GB: Array, *, shape: Shape) -> Slots:
-    """Gather slot rows, fewer or more than before; rows with False in `goes_on_GB` become inactive."""
+def keep_rows(slots: Slots, row_GB: Array, continues_GB: Array, *, shape: Shape) -> Slots:
+    """Gather slot rows, fewer or more than before; rows with False in `continues_GB` become inactive."""
     slots = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
-    return slots._replace(active_B=slots.active_B & jnp.ravel(goes_on_GB))
+    return slots._replace(active_B=slots.active_B & jnp.ravel(continues_GB))
 
 
 def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
@@ -342,12 +342,12 @@ def decode(
 
     def step(carry):
         count, cache, slots, window = carry
-        drawing_B = slots.active_B
+        before_B = slots.active_B
         cache, slots, choice_BLk = _step(layers, params, cache, slots, bits_BU, shape=shape)
         choice_WBLk, kept_WBK = window.choice_WBLk, window.kept_WBK
         window = Window(
-            window.token_WB.at[count + 1].set(jnp.where(drawing_B, slots.token_B, NO_TOKEN)),
-            window.logp_WB.at[count + 1].set(jnp.where(drawing_B, slots.logp_B, 0.0)),
+            window.token_WB.at[count + 1].set(jnp.where(before_B, slots.token_B, NO_TOKEN)),
+            window.logp_WB.at[count + 1].set(jnp.where(before_B, slots.logp_B, 0.0)),
             slots.active_B,
             None if choice_WBLk is None else choice_WBLk.at[count].set(choice_BLk),
             None if kept_WBK is None else kept_WBK.at[count + 1].set(slots.kept_BK),
@@ -368,17 +368,17 @@ def _step(
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
     logits_BV = models.padded_logits(params, shape.config, output.hidden_BD)
-    token_B, logp_B, kept_BK = _draw(logits_BV, slots.drawn_B, slots, bits_BU, shape)
+    token_B, logp_B, kept_BK = _sample(logits_BV, slots.sampled_B, slots, bits_BU, shape)
     active_B = slots.active_B
-    drawn_B = slots.drawn_B + active_B
+    sampled_B = slots.sampled_B + active_B
     # An inactive slot also wrote a token to its cache, which nobody reads: the next insertion overwrites the entry, or
     # the mask of later positions hides it. Without a page for the entry, the write is dropped.
     slots = slots._replace(
         token_B=jnp.where(active_B, token_B, slots.token_B),
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
         cached_B=slots.cached_B + active_B,
-        drawn_B=drawn_B,
-        active_B=active_B & ~_ended(token_B, drawn_B, slots),
+        sampled_B=sampled_B,
+        active_B=active_B & ~_ended(token_B, sampled_B, slots),
         kept_BK=kept_BK,
     )
     return cache, slots, output.choice_BLk if shape.records_routing else None
@@ -389,11 +389,11 @@ def _routed(shape: Shape) -> ModelConfig:
     return shape.config
 
 
-def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, bits_BU: Array | None, shape: Shape) -> Sampled:
+def _sample(logits_BV: Array, position_B: Array, of: Slots | Insertion, bits_BU: Array | None, shape: Shape) -> Sampled:
     uniform_B2 = uniforms(of.seed_B, of.request_B, position_B)
     how: dict[str, Any] = {"stop_BE": of.stop_BE, "bits_BU": bits_BU, "most_kept": shape.most_kept}
     return sample(logits_BV, uniform_B2, position_B, of.settings, **how)
 
 
-def _ended(token_B: Array, drawn_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:
-    return (token_B[:, None] == of.stop_BE).any(axis=1) | (drawn_B >= of.limit_B)
+def _ended(token_B: Array, sampled_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:
+    return (token_B[:, None] == of.stop_BE).any(axis=1) | (sampled_B >= of.limit_B)

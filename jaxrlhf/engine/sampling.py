@@ -132,15 +132,15 @@ def sample(
     # Whole branches, because an array that a branch returns is copied.
     token_B = lax.cond(
         restricted_B.any(),
-        lambda: _draw(_restricted_weights(possible_BV, early_B, stop_BE, settings), uniform_B2),
-        lambda: _draw(weight_BV, uniform_B2),
+        lambda: _sample_token(_restricted_weights(possible_BV, early_B, stop_BE, settings), uniform_B2),
+        lambda: _sample_token(weight_BV, uniform_B2),
     )
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     sampled = Sampled(token_B, chosen_B - normaliser_B)
     if not most_kept:
         return sampled
     possible_BV = _allowed(possible_BV, early_B, stop_BE)
-    token_B, logp_B, kept_BK = _drawn_among_kept(possible_BV, uniform_B2[:, 0], settings, most_kept=most_kept)
+    token_B, logp_B, kept_BK = _sample_among_kept(possible_BV, uniform_B2[:, 0], settings, most_kept=most_kept)
     return Sampled(
         jnp.where(recorded_B, token_B, sampled.token_B),
         jnp.where(recorded_B, logp_B, sampled.logp_B),
@@ -159,7 +159,7 @@ def _truncates(settings: SlotSampling) -> Bool[Array, "B"]:
     return (settings.top_k_B > 0) | (settings.top_p_B < 1) | (settings.min_p_B > 0)
 
 
-def _drawn_among_kept(
+def _sample_among_kept(
     allowed_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"], settings: SlotSampling, *, most_kept: int
 ) -> tuple[Int[Array, "B"], Float[Array, "B"], Int[Array, "B K"]]:
     """Sample among at most the `most_kept` likeliest tokens, narrowed further by the settings; see `Sampled`.
@@ -182,14 +182,14 @@ def _drawn_among_kept(
     return token_B, logp_B, jnp.pad(kept_BK, ((0, 0), (0, missing)), constant_values=-1)
 
 
-def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int[Array, "B"]:
+def _sample_token(weight_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int[Array, "B"]:
     """Sample a token of each slot from unnormalized probabilities."""
-    batch, vocab = drawn_BV.shape
+    batch, vocab = weight_BV.shape
     width = _chunk_width(vocab)
-    drawn_BCW = drawn_BV.reshape(batch, vocab // width, width)
-    chunk_B = _invert(drawn_BCW.sum(axis=-1), uniform_B2[:, 0])
-    drawn_BW = jnp.take_along_axis(drawn_BCW, chunk_B[:, None, None], axis=1)[:, 0]
-    return chunk_B * width + _invert(drawn_BW, uniform_B2[:, 1])
+    weight_BCW = weight_BV.reshape(batch, vocab // width, width)
+    chunk_B = _invert(weight_BCW.sum(axis=-1), uniform_B2[:, 0])
+    weight_BW = jnp.take_along_axis(weight_BCW, chunk_B[:, None, None], axis=1)[:, 0]
+    return chunk_B * width + _invert(weight_BW, uniform_B2[:, 1])
 
 
 def _restricted_weights(

@@ -32,7 +32,7 @@ class Request:
         turn. The cache stays until it is released, its room is needed, or other weights are loaded. If experts are
         recorded, and for a user-defined model, requests with the same prefix are computed whole nevertheless.
       images: Images of the prompt; two prompts with equal tokens may have different images.
-      drawn: Number of tokens at the end of the prompt that belong to the response and were sampled earlier. Sampling
+      sampled: Number of tokens at the end of the prompt that belong to the response and were sampled earlier. Sampling
         continues as if the engine had sampled them itself, and limits count them. The completion has only the tokens
         that follow them.
       has_replies: True if the prompt contains earlier replies; image placeholders that the policy sampled in replies
@@ -47,7 +47,7 @@ class Request:
     stop_texts: tuple[str, ...] | None = None
     keep: bool = False
     images: tuple[Image, ...] = ()
-    drawn: int = 0
+    sampled: int = 0
     has_replies: bool = False
     constraint: Any = field(default=None, compare=False)
 
@@ -81,7 +81,7 @@ class Completion:
     kept_TK: Any = field(default=None, compare=False, repr=False)
 
 
-class Drawn(NamedTuple):
+class WindowTokens(NamedTuple):
     """Tokens of one slot in the decode window that was read.
 
     Attributes:
@@ -103,7 +103,7 @@ class SequenceState:
     """Host state of a request in progress.
 
     Attributes:
-      limit: Maximum number of response tokens, including `request.drawn`.
+      limit: Maximum number of response tokens, including `request.sampled`.
       on_tokens: Listener for tokens and their log-probabilities, called as they are read.
       on_completion: Listener for the completed response.
       tokens, logps: Tokens read so far, and their log-probabilities.
@@ -132,19 +132,19 @@ class SequenceState:
     placed_at: float = 0.0
     stop_text: str | None = None
 
-    def draw(self, drawn: Drawn, decode: Decode | None) -> None:
+    def extend(self, read: WindowTokens, decode: Decode | None) -> None:
         """Append sampled tokens; tokens after a stop text are dropped.
 
         Args:
           decode: Detokenizer; needed if the request has stop texts.
         """
         before = len(self.tokens)
-        self.tokens += drawn.tokens
-        self.logps += drawn.logps
-        if drawn.choice_WLk is not None:
-            self.choices.append(drawn.choice_WLk)
-        if drawn.kept_WK is not None:
-            self.kept.append(drawn.kept_WK)
+        self.tokens += read.tokens
+        self.logps += read.logps
+        if read.choice_WLk is not None:
+            self.choices.append(read.choice_WLk)
+        if read.kept_WK is not None:
+            self.kept.append(read.kept_WK)
         if self.stop_texts:
             assert decode is not None, "an engine that cannot decode refuses stop texts"
             self._cut(before, decode)
@@ -154,8 +154,8 @@ class SequenceState:
     def _cut(self, before: int, decode: Decode) -> None:
         """Truncate the response after the token that completes a stop text, if it is not among the first `before`."""
         reach = max(len(text.encode()) for text in self.stop_texts) + _MARGIN_TOKENS
-        prompt, drawn = self.request.prompt_tokens, self.request.drawn
-        response, before = [*prompt[len(prompt) - drawn :], *self.tokens], before + drawn
+        prompt, sampled = self.request.prompt_tokens, self.request.sampled
+        response, before = [*prompt[len(prompt) - sampled :], *self.tokens], before + sampled
         first = max(self.sampling.min_tokens, before - reach, 0)
 
         def found(end: int) -> str | None:
@@ -165,7 +165,7 @@ class SequenceState:
         if found(len(response)) is not None:
             ends = range(max(before, first) + 1, len(response) + 1)
             end, self.stop_text = next((end, stop) for end in ends if (stop := found(end)) is not None)
-            del self.tokens[end - drawn :], self.logps[end - drawn :]
+            del self.tokens[end - sampled :], self.logps[end - sampled :]
 
     def complete(self, version: int) -> Completion:
         """Build the completion after the last token was read, and call the completion listener.

@@ -33,7 +33,7 @@ class ServiceCounts:
     completed: int = 0
     cancelled: int = 0
     failed: int = 0
-    drawn_tokens: int = 0
+    sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float = 0.0
@@ -65,7 +65,7 @@ class EngineService:
     """Service thread that steps an engine while requests are in progress.
 
     Several requests may have the same seed and request_id; if their prompts are equal too, so are their responses. No
-    other code may use the engine before `close`, except between `hold` and `go_on`.
+    other code may use the engine before `close`, except between `hold` and `resume`.
 
     Attributes:
       counts: Counters so far; written by the service's thread.
@@ -78,7 +78,7 @@ class EngineService:
         self._asked: dict[Future[Completion], _PendingRequest] = {}
         self._before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
         self._lock, self._closing = threading.Lock(), False
-        self._holding, self._held, self._may_go_on = False, threading.Event(), threading.Event()
+        self._holding, self._held, self._may_resume = False, threading.Event(), threading.Event()
         self._later: list[_PendingRequest] = []
         self._unscored: list[_PendingScore] = []
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -139,7 +139,7 @@ class EngineService:
     def hold(self) -> None:
         """Hold new requests from now on, and wait until the requests in progress are answered.
 
-        Until `go_on` the service does not use the engine: other code may use it, for example to load other weights.
+        Until `resume` the service does not use the engine: other code may use it, for example to load other weights.
         Only one thread at a time may hold the service.
         """
 
@@ -147,13 +147,13 @@ class EngineService:
             self._holding = True
 
         self._held.clear()
-        self._may_go_on.clear()
+        self._may_resume.clear()
         self._tell(hold)
         self._held.wait()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume the service: answer the held requests, and new ones."""
-        self._may_go_on.set()
+        self._may_resume.set()
 
     def close(self) -> None:
         """Cancel the requests in progress and end the thread; caches held by `keep` stay in the engine."""
@@ -162,7 +162,7 @@ class EngineService:
                 return
             self._closing = True
             self._inbox.put(lambda: None)
-            self._may_go_on.set()
+            self._may_resume.set()
         self._thread.join()
 
     def _tell(self, command: Callable[[], None]) -> None:
@@ -205,10 +205,10 @@ class EngineService:
             return
 
     def _rest(self) -> None:
-        """Wait for `go_on`; commands that arrive meanwhile stay in the inbox."""
+        """Wait for `resume`; commands that arrive meanwhile stay in the inbox."""
         since = monotonic()
         self._held.set()
-        self._may_go_on.wait()
+        self._may_resume.wait()
         self.held_s += monotonic() - since
         self._holding = False
         later, self._later = self._later, []
@@ -254,7 +254,7 @@ class EngineService:
             asked.began = True
             self.counts.queue_s += asked.sequence.placed_at - asked.since
         self.counts.busy_slots += 1
-        self.counts.drawn_tokens += len(tokens)
+        self.counts.sampled_tokens += len(tokens)
         if asked.on_tokens is not None and not asked.future.cancelled():
             try:
                 asked.on_tokens(tokens, logps)

@@ -16,7 +16,7 @@ from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import fit
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Placement
-from jaxrlhf.engine.sequence import Drawn
+from jaxrlhf.engine.sequence import WindowTokens
 
 
 class Arrangement(NamedTuple):
@@ -24,12 +24,12 @@ class Arrangement(NamedTuple):
 
     Attributes:
       row_GB: Source row of each new row, counted from the first row of the replica.
-      goes_on_GB: False for new rows that are inactive: the source row's response ends here, or the row was added.
+      continues_GB: False for new rows that are inactive: the source row's response ends here, or the row was added.
       slot_B: Slot of each new row.
     """
 
     row_GB: np.ndarray
-    goes_on_GB: np.ndarray
+    continues_GB: np.ndarray
     slot_B: np.ndarray
 
 
@@ -161,7 +161,7 @@ class SlotBook:
         row_GB = np.where(here_GB, np.arange(count), 0).astype(np.int32)
         return Arrangement(row_GB, here_GB, seated_GB.reshape(-1))
 
-    def read(self) -> list[Drawn]:
+    def read(self) -> list[WindowTokens]:
         """Wait for the oldest window, and split its tokens by slot; the first token of a new response is included.
 
         Raises:
@@ -178,17 +178,17 @@ class SlotBook:
             )
         count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
         tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
-        drawn = []
+        read = []
         for row in np.flatnonzero(self._active_B[slot_B]).tolist():
             # Row 0 was sampled at the insertion, or was read with the previous window.
             span = slice(0 if fresh_B[row] else 1, 1 + int(count_B[row]))
             choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
             kept_WK = None if kept_WBK is None else np.asarray(kept_WBK[span, row])
             numbers = tokens[row][span], logps[row][span]
-            drawn.append(Drawn(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK))
+            read.append(WindowTokens(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK))
         self._cached_B[slot_B] += count_B
         self._active_B[slot_B] &= active_B  # a slot that was stopped since then stays stopped
-        return drawn
+        return read
 
 
 def rows_of(slots: Sequence[int] | np.ndarray, slot_B: np.ndarray) -> np.ndarray:
@@ -221,7 +221,7 @@ def insertion_of(placements: Sequence[Placement], slot_B: np.ndarray, rows: int,
         target_I=target_I,
         seed_B=np.array([sequence.seed for sequence in sequences] + [0] * left, np.uint32),
         request_B=np.array([sequence.request.request_id for sequence in sequences] + [0] * left, np.uint32),
-        drawn_B=np.array([sequence.request.drawn for sequence in sequences] + [0] * left, np.int32),
+        sampled_B=np.array([sequence.request.sampled for sequence in sequences] + [0] * left, np.int32),
         limit_B=np.array([sequence.limit for sequence in sequences] + [0] * left, np.int32),
         stop_BE=stop_BE,
         settings=settings_of([sequence.sampling for sequence in sequences] + [Sampling()] * left),

@@ -10,7 +10,7 @@ _HELP = {
     "completed": "Choices that were completed.",
     "cancelled": "Choices that were cancelled, by a cut connection or a time-out.",
     "failed": "Choices that the engine failed at.",
-    "drawn_tokens": "Tokens sampled.",
+    "sampled_tokens": "Tokens sampled.",
     "prompt_tokens": "Tokens of prompts that were prefilled.",
     "cached_tokens": "Tokens of prompts that were in the cache.",
     "queue_s": "Seconds that choices waited for a slot, summed.",

@@ -181,7 +181,7 @@ def test_rounds_are_counted():
     flight, actor = ResponsesInFlight(config_of()), Actor({0: 2, 1: 2})
     rounds_of(flight, actor, Endless(), range(1))
     # Two tokens of each group were drawn, one a response; two groups are not complete, and nobody waits complete.
-    counts = {"put_off_groups": 2, "drawn_tokens": 12, "recomputed_tokens": 4}
+    counts = {"put_off_groups": 2, "sampled_tokens": 12, "recomputed_tokens": 4}
     assert flight.metrics == {f"staleness/{name}": value for name, value in counts.items()}
 
 

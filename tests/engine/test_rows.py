@@ -139,7 +139,7 @@ def test_slots_in_use_keep_their_rows(seed=0):
                     replica * rows + row: contents.get(int(replica * old + arrangement.row_GB[replica, row]))
                     for replica in range(replicas)
                     for row in range(rows)
-                    if arrangement.goes_on_GB[replica, row]
+                    if arrangement.continues_GB[replica, row]
                 }
                 book.slot_B = arrangement.slot_B
             in_use = np.flatnonzero(kept_B).tolist() + new

@@ -107,7 +107,7 @@ def test_sequences_are_scored_while_others_are_drawn():
         held = service.score(prompts()[0], temperature=0.9)
         time.sleep(0.1)
         assert not held.done(), "other weights may be loaded meanwhile"
-        service.go_on()
+        service.resume()
         np.testing.assert_allclose(held.result(60).logp_T, alone[0].logp_T, atol=1e-5)
         with pytest.raises(Refusal):
             service.score(())

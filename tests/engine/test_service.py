@@ -64,7 +64,7 @@ def test_requests_of_several_threads_are_drawn_as_if_alone(service, alone):
     assert [tuple(heard[completion.request_id]) for completion in alone] == [each.tokens for each in alone]
     counts = service.counts
     assert (counts.requests, counts.completed, counts.failed) == (12, 12, 0)
-    assert counts.drawn_tokens == sum(len(completion.tokens) for completion in alone)
+    assert counts.sampled_tokens == sum(len(completion.tokens) for completion in alone)
     assert 0 < counts.busy_slots <= counts.slots
     assert counts.queue_s > 0
 
@@ -86,7 +86,7 @@ def test_cancelled_requests_free_their_slots_and_change_no_other(service, alone)
     service.hold()  # until what was asked for before is done
     assert not service.engine.unfinished
     assert not service.waiting
-    service.go_on()
+    service.resume()
     with pytest.raises(CancelledError):
         next(future for future in cut if future.cancelled()).result()
 
@@ -111,7 +111,7 @@ def test_a_stop_text_of_several_tokens_ends_a_response_with_the_token_that_compl
     assert service.counts.cached_tokens - reused == len(asked.prompt_tokens) + end - 1
     service.hold()
     service.engine.free()
-    service.go_on()
+    service.resume()
     equal([next_turn], [service.submit(then, SAMPLING, seed=SEED).result(300)])
 
 
@@ -186,7 +186,7 @@ def test_a_service_that_is_held_ends_what_is_under_way_and_answers_the_rest_late
     second[0].cancel()
     equal(service.engine.generate(ASKED[8:9], SAMPLING, seed=SEED), alone[8:9])  # the engine is ours meanwhile
     assert not any(future.done() for future in second[1:])
-    service.go_on()
+    service.resume()
     equal([future.result(300) for future in [*first, *second[1:]]], [*alone[:4], *alone[5:8]])
     assert second[0].cancelled() and service.held_s > 0
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxrlhf.config import Sampling
 from jaxrlhf.data.tokenizer import TokenBytes, decoder, embedded_tokenizer, pieces_of
 from jaxrlhf.engine import Request
-from jaxrlhf.engine.sequence import Drawn, SequenceState
+from jaxrlhf.engine.sequence import SequenceState, WindowTokens
 from jaxrlhf.serving.texts import TextStream
 
 
@@ -359,5 +359,5 @@ def test_a_stop_text_of_byte_tokens_is_found_wherever_the_window_begins(count):
     state = SequenceState(Request(0, (1,)), Sampling(), 0, 1000, (2,), stop_texts=("日本",))
     for token in drawn:
         if state.stop_text is None:
-            state.draw(Drawn(0, [token], [-1.0], True, None, None), TokenBytes(tokenizer).text)
+            state.extend(WindowTokens(0, [token], [-1.0], True, None, None), TokenBytes(tokenizer).text)
     assert (state.stop_text, state.tokens) == ("日本", drawn[: 4 * count + 6])

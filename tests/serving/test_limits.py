@@ -192,7 +192,7 @@ def test_metrics_count_what_was_asked(client, serving):
     values = {name: float(value) for name, value in rows}
     was = dict(line.rsplit(" ", 1) for line in before.splitlines() if not line.startswith("#"))
     assert values["jaxrlhf_completed_total"] == float(was["jaxrlhf_completed_total"]) + 1
-    assert values["jaxrlhf_drawn_tokens_total"] > float(was["jaxrlhf_drawn_tokens_total"])
+    assert values["jaxrlhf_sampled_tokens_total"] > float(was["jaxrlhf_sampled_tokens_total"])
     assert values['jaxrlhf_http_answers_total{path="/v1/completions",status="200"}'] >= 1
     assert values["jaxrlhf_waiting"] == 0
     assert values["jaxrlhf_busy_slots_total"] <= values["jaxrlhf_slots_total"]

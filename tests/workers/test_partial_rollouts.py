@@ -80,7 +80,7 @@ def test_a_request_goes_on_as_if_it_had_drawn_its_first_tokens_itself(loaded):
     for drawn in (1, 2, 7):
         going = [(ask, end) for ask, end in zip(asked, expected, strict=True) if len(end.tokens) > drawn]
         rest = engine.generate(
-            [Request(ask.request_id, ask.prompt_tokens + end.tokens[:drawn], drawn=drawn) for ask, end in going],
+            [Request(ask.request_id, ask.prompt_tokens + end.tokens[:drawn], sampled=drawn) for ask, end in going],
             sampling,
             seed=SEED,
         )
@@ -99,15 +99,15 @@ def test_a_stop_text_reaches_back_over_tokens_that_were_drawn_before(loaded):
     assert expected.stop_text == stop and len(expected.tokens) < len(free.tokens)
     drawn = len(expected.tokens) - 2
     prompt = request.prompt_tokens + expected.tokens[:drawn]
-    [rest] = engine.generate([Request(3, prompt, drawn=drawn, stop_texts=(stop,))], Sampling(), seed=SEED)
+    [rest] = engine.generate([Request(3, prompt, sampled=drawn, stop_texts=(stop,))], Sampling(), seed=SEED)
     assert (rest.tokens, rest.stop_text, rest.truncated) == (expected.tokens[drawn:], stop, False)
 
 
 @pytest.mark.parametrize("drawn", [-1, 3, 16])
 def test_a_request_cannot_have_drawn_its_whole_prompt_or_all_that_it_may(drawn, loaded):
     prompt = (1,) * (3 if drawn == 3 else 40)
-    with pytest.raises(Refusal, match=f"drawn={drawn} of request 2.*at most 16"):
-        loaded(1.0, 0).generate([Request(2, prompt, drawn=drawn)], Sampling(), seed=SEED)
+    with pytest.raises(Refusal, match=f"sampled={drawn} of request 2.*at most 16"):
+        loaded(1.0, 0).generate([Request(2, prompt, sampled=drawn)], Sampling(), seed=SEED)
 
 
 def test_rounds_of_one_policy_draw_what_it_draws_at_once(loaded):

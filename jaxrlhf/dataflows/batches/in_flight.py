@@ -177,7 +177,7 @@ class ResponsesInFlight(InFlight):
         how = {"sampling": self._sampling, "until": until}
         drawn = actor.continue_sequences(self.problems, self.under_way, **how).result()
         self.under_way = drawn
-        self._add({"staleness/drawn_tokens": float(drawn.tokens - before)})
+        self._add({"staleness/sampled_tokens": float(drawn.tokens - before)})
         return drawn.begun_P, drawn.complete_P
 
     def _taken(self) -> RolloutBatch:
@@ -227,7 +227,7 @@ class EpisodesInFlight(InFlight):
             self._over[place_of[prompt_id]] = group
         ended_P = np.array([group is not None for group in self._over])
         self._groups = replace(self._groups, ended_P=ended_P)
-        self._add({"staleness/drawn_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
+        self._add({"staleness/sampled_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
         return self._groups.begun_P, ended_P
 
     def _taken(self) -> EpisodeBatch:

@@ -126,7 +126,7 @@ class PrefixCache:
         for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
             self._forget(slot)
 
-    def go_on(self, known: PrefixMatch) -> int:
+    def reuse(self, known: PrefixMatch) -> int:
         """Record that a prompt reuses its known prefix, as a use of the slot.
 
         If the prefix is everything that the slot holds, the prompt's own slot will hold it too. The old slot is then

@@ -30,7 +30,7 @@ def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy:
     length = int(rollout.sequences.length_B[row])
     tokens, drawn = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
     number = problem.prompt_id * copies + copy
-    return Request(number, tuple(tokens.tolist()), images=problem.images, drawn=drawn)
+    return Request(number, tuple(tokens.tolist()), images=problem.images, sampled=drawn)
 
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
