@@ -45,7 +45,9 @@ def typical(steps: Sequence[StepCalls]) -> StepCalls:
     return ranked[(len(ranked) - 1) // 2]
 
 
-def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: float, end_s: float) -> list[Spent]:
+def time_spent(
+    steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: float, ready_s: float, end_s: float
+) -> list[Spent]:
     """Compute the lines of the table of times.
 
     A pool is idle while none of its calls runs. Pools overlap, so the sum of their seconds may exceed the steps' time.
@@ -53,7 +55,8 @@ def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: 
     Args:
       steps: Steps of this process, at least one.
       outside: Calls that ran before, between and after the steps.
-      start_s: Start of the run.
+      start_s: Start of the run, before data and models are read.
+      ready_s: End of the preparations, after which roles are called.
       end_s: End of the run.
     """
     lines = []
@@ -72,11 +75,12 @@ def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: 
         ]
         lines.append(_in_steps(steps, lane, IDLE, None, idle))
     lines.append(_in_steps(steps, "step", "all", len(steps), [step.seconds for step in steps]))
+    lines.append(Spent(OUTSIDE, "reading data and models", None, ready_s - start_s))
     for name in dict.fromkeys(_name(call) for call in outside):
         found = [call for call in outside if _name(call) == name]
         lines.append(Spent(OUTSIDE, name, len(found), sum(call.end_s - call.start_s for call in found)))
     known = [*_spans(outside), *((step.start_s, step.end_s) for step in steps)]
-    lines.append(Spent(OUTSIDE, "saving, logging", None, end_s - start_s - _covered_s(known, start_s, end_s)))
+    lines.append(Spent(OUTSIDE, "saving, logging", None, end_s - ready_s - _covered_s(known, ready_s, end_s)))
     return lines
 
 

@@ -51,6 +51,7 @@ class PhaseLog:
       loggers: The user's loggers, in addition to the built-in ones; not closed here.
       trackers: Names of tracking services that receive metrics and samples.
       settings: Configuration in JSON types, for the trackers.
+      start_s: Start of the phase on the clock of `time.perf_counter`, before data and models are read; None is now.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PhaseLog:
         loggers: Sequence[Logger] = (),
         trackers: Sequence[str] = (),
         settings: Mapping[str, Any] = MappingProxyType({}),
+        start_s: float | None = None,
     ) -> None:
         resumed = first_step or None
         self._directory = directory
@@ -75,7 +77,8 @@ class PhaseLog:
         # Last: the console shows progress bars from here on, and a refused file would leave them on the screen.
         self.console = RunConsole(steps=steps, first_step=first_step)
         self._metrics = MetricsWriter([metrics, self._trackers, self.console])
-        self._start_s = time.perf_counter()
+        self._ready_s = time.perf_counter()
+        self._start_s = self._ready_s if start_s is None else start_s
         self._steps: list[StepCalls] = []
         self._outside: list[Call] = []
         self._compiled: dict[str, float] = {}
@@ -130,13 +133,15 @@ class PhaseLog:
 
     def _show_time(self, title: str) -> None:
         """Print the time table, and draw the timeline of a typical step."""
-        lines = time_spent(self._steps, self._outside, start_s=self._start_s, end_s=time.perf_counter())
+        clock = {"start_s": self._start_s, "ready_s": self._ready_s, "end_s": time.perf_counter()}
+        lines = time_spent(self._steps, self._outside, **clock)
         compiled = (
             "XLA so far: {compile/count:.0f} programs in {compile/seconds:.1f} s, "
             "{compile/loaded:.0f} of them loaded from the compilation cache"
         )
         steady = "the only step" if len(self._steps) == 1 else "the first step, which compiles, is not in the median"
-        caption = f"{compiled.format_map(self._compiled)}\n{steady}"
+        first = f"the first step ended {self._steps[0].end_s - self._start_s:.0f} s after the start"
+        caption = f"{first}\n{compiled.format_map(self._compiled)}\n{steady}"
         self.console.print(time_table(lines, title=f"{title}: where the time went", caption=caption))
         step = typical(self._steps)
         with writing(self._directory / TIMELINE_PICTURE):

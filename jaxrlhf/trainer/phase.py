@@ -177,6 +177,7 @@ class RunContext:
       cold_data: Problems of the first phase, the cold start if there is one.
       placed: Placement under `placement='auto'`; None if the user placed the roles.
       stop: Request to save and end after the step in progress.
+      start_s: Start of the phase on the clock of `time.perf_counter`.
     """
 
     given: Config
@@ -188,6 +189,7 @@ class RunContext:
     cold_data: RunData
     placed: Placed | None = None
     stop: Stop = field(default_factory=Stop)
+    start_s: float = 0.0
 
     @property
     def workdir(self) -> Path:
@@ -287,6 +289,7 @@ def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) 
             loggers=loggers,
             trackers=config.trackers if done < config.steps else (),  # a finished run reports nothing
             settings=to_json(config),
+            start_s=context.start_s,
         )
         context.progress.log = log
         if going_on:

@@ -1,5 +1,6 @@
 """Entry point of a run: `run` trains a policy from a configuration."""
 
+import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,8 @@ def run(
                 if beside or left == 0 or context.stop.asked:
                     raise
                 say(f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed")
-                context = replace(context, launched=replace(context.launched, resume=True))
+                launched = replace(context.launched, resume=True)
+                context = replace(context, launched=launched, start_s=time.perf_counter())
     if context.stop.interrupted:
         raise KeyboardInterrupt(f"{'finished' if finished else STOPPED} {workdir}")
     return RunResult(workdir, finished, {} if dry_run else last_metrics(workdir))
@@ -94,6 +96,7 @@ def run(
 
 def _prepared(config: Config) -> RunContext:
     """Read and check everything that a run needs before its devices: algorithm, tokenizer, model, data, placement."""
+    start_s = time.perf_counter()
     function_of(config.algorithm, "collect")
     function_of(config.algorithm, "learn")
     require_packages(config.trackers)
@@ -106,7 +109,7 @@ def _prepared(config: Config) -> RunContext:
         problems.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config
-    return RunContext(config, launched, model, tokenizer, data, PhaseProgress(), read[0], placed)
+    return RunContext(config, launched, model, tokenizer, data, PhaseProgress(), read[0], placed, start_s=start_s)
 
 
 def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequence[Logger], *, dry_run: bool) -> bool:
@@ -126,6 +129,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
                 start = _trained(phase) or run_phase(replace(context, data=context.cold_data), phase, pools, start)
                 if start is None or stop.asked:
                     return False
+                context = replace(context, start_s=time.perf_counter())
             policy = run_phase(
                 context,
                 config,

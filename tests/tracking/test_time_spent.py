@@ -33,13 +33,14 @@ STEPS = [
     step(7, START_S + 64, START_S + 84, generate_s=10, twice_s=3),
     step(8, START_S + 85, START_S + 105, generate_s=7, twice_s=4),
 ]
+READY_S = START_S  # where the log is opened
 OUTSIDE = [
-    Call("actor", "compile", START_S, START_S + 1.5, "left"),
+    Call("actor", "compile", READY_S, READY_S + 1.5, "left"),
     Call("actor", "generate", START_S + 105, START_S + 108, "left"),
     Call("reward", "score", START_S + 107, START_S + 109, ON_HOST),
 ]
 END_S = START_S + 110
-LINES = time_spent(STEPS, OUTSIDE, start_s=START_S, end_s=END_S)
+LINES = time_spent(STEPS, OUTSIDE, start_s=START_S - 6, ready_s=READY_S, end_s=END_S)
 
 
 @pytest.mark.parametrize(
@@ -63,19 +64,20 @@ def test_seconds_of_steps(lane, name, count, seconds, first, middle):
 def test_seconds_outside_steps():
     outside = {line.name: (line.calls, line.seconds) for line in LINES if line.lane == "outside steps"}
     assert outside == {
+        "reading data and models": (None, 6.0),
         "actor.compile": (1, 1.5),
         "actor.generate": (1, 3.0),
         "reward.score": (1, 2.0),
         # Before the first step 0.5, between steps 3 times 1, and after the last call 1.
         "saving, logging": (None, pytest.approx(4.5)),
     }
-    assert len(LINES) == 7 + 4
+    assert len(LINES) == 7 + 5
 
 
 def test_a_pool_that_waits_for_calls_at_once_is_idle_once():
     """Calls may reach over the end of a step, and into each other."""
     mixed = (Call("a", "f", 0, 4, "all"), Call("a", "f", 2, 5, "all"), Call("b", "g", 9, 12, "all"))
-    lines = time_spent([StepCalls(1, 1.0, 10.0, mixed)], [], start_s=1.0, end_s=10.0)
+    lines = time_spent([StepCalls(1, 1.0, 10.0, mixed)], [], start_s=1.0, ready_s=1.0, end_s=10.0)
     [idle] = [line for line in lines if line.name == "idle"]
     assert idle.seconds == pytest.approx(9 - (5 - 1) - (10 - 9))
 
@@ -93,7 +95,7 @@ def test_the_table_names_a_pool_once():
     words = [line.split() for line in capture.get().splitlines()]
     assert ["left", "actor.generate", "4", "51.00", "s", "51.0%", "30.00", "s", "7.00", "s"] in words
     assert ["actor.update", "8", "28.00", "s", "28.0%", "10.00", "s", "6.00", "s"] in words
-    assert ["outside", "steps", "actor.compile", "1", "1.50", "s"] in words
+    assert ["outside", "steps", "reading", "data", "and", "models", "6.00", "s"] in words
     assert ["saving,", "logging", "4.50", "s"] in words
     assert words[-1] == ["XLA:", "[b]2", "programs"]
 
