@@ -152,6 +152,13 @@ class Pair(Problem):
     safe: tuple[bool, bool] | None = None
 
 
+ROUTING = "routing"
+"""Name of a recorded column: int16 `[B, T, L, k]`, the k experts of each token in each layer during sampling."""
+KEPT = "kept"
+"""Name of a recorded column: int32 `[B, T, K]`, ids of the candidates that a token was sampled from, padded with -1.
+All -1 is the whole vocabulary."""
+
+
 @struct.dataclass
 class Sequences:
     """B sequences of prompt and response tokens.
@@ -162,20 +169,16 @@ class Sequences:
         side (those of an episode), each in T / k columns.
       mask_BT: bool, tokens to train on.
       prompt_id_B: int64 group key.
-      choice_BTLk: int16, the k experts of each token in each layer during sampling, negative if unknown; None if
-        unrecorded.
       images_B: object array with a tuple of `Image`s per sequence, of the shape of `length_B`; None without images.
-      kept_BTK: int32, ids of the candidates that each token was sampled from, padded with -1; all -1 or None is the
-        whole vocabulary.
+      recorded: Columns that the sampler recorded, by name, integers `[B, T, ...]`; -1 where nothing was recorded.
     """
 
     token_BT: Array
     length_B: Array
     mask_BT: Array
     prompt_id_B: Array
-    choice_BTLk: Array | None = None
     images_B: np.ndarray | None = None
-    kept_BTK: Array | None = None
+    recorded: dict[str, Array] = struct.field(default_factory=dict)
 
 
 @struct.dataclass
@@ -353,8 +356,8 @@ class MinibatchRows(Sequence[Experience]):
         """
         arrays: dict[str, Array] = {"token": sequences.token_BT, "mask": sequences.mask_BT}
         arrays |= {f"field {name}": np.asarray(value, np.float32) for name, value in fields.items()}
-        recorded = {"choice": sequences.choice_BTLk, "kept": sequences.kept_BTK}
-        arrays |= {name: array for name, array in recorded.items() if array is not None}
+        recorded = {f"recorded {name}": column for name, column in sequences.recorded.items()}
+        arrays |= recorded
         if importance_BT is not None:
             arrays["importance"] = importance_BT
         batch = RaggedBatch.of(sequences.length_B, arrays, dict.fromkeys(recorded, -1))
@@ -375,10 +378,12 @@ class MinibatchRows(Sequence[Experience]):
         weight = weight * chosen.columns.get("importance", np.float32(1))
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
         images_B = None if self.images_B is None else self.images_B[rows]
-        columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"), images_B
-        fields: dict[str, Array]
-        fields = {name.removeprefix("field "): value for name, value in made.items() if name.startswith("field ")}
-        return Experience(Sequences(*columns, made.get("kept")), made["weight"], fields, self.prompts)
+        fields, recorded = (
+            {name.removeprefix(kind): column for name, column in made.items() if name.startswith(kind)}
+            for kind in ("field ", "recorded ")
+        )
+        columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], images_B, recorded
+        return Experience(Sequences(*columns), made["weight"], fields, self.prompts)
 
     def part(self, index: int, parts: int) -> "MinibatchRows":
         """Return an equal share of every minibatch, with only the batch rows that it needs."""

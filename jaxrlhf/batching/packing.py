@@ -36,9 +36,7 @@ class PackedBatch:
       segment_RW: int32, 0 is padding, sequences count from 1 in each row. A shared prompt has the segment of one of its
         responses.
       mask_RW: bool, response tokens.
-      choice_RWLk: int16 experts to replay, negative where routers choose; None lets routers choose for all tokens.
-      kept_RWK: int32 ids of the candidates that a token was sampled from, padded with -1; all -1 or None is the whole
-        vocabulary.
+      recorded: Columns that the sampler recorded, by name, `[R, W, ...]`, as in `Sequences.recorded`.
       shared_prefix: Whole sequences for attention (`SharedPrefix`), or prompt and sequence of each token
         (`SharedTokens`); None if no prompt is shared.
       images: Images of the rows; None if no process has any.
@@ -48,10 +46,9 @@ class PackedBatch:
     position_RW: Array
     segment_RW: Array
     mask_RW: Array
-    choice_RWLk: Array | None = None
     shared_prefix: SharedPrefix | SharedTokens | None = None
     images: ImageRows | None = None
-    kept_RWK: Array | None = None
+    recorded: dict[str, Array] = struct.field(default_factory=dict)
 
 
 def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
@@ -172,7 +169,6 @@ class Packing:
     def rows(self) -> Iterator[PackedBatch]:
         """Yield the packed tokens of each microbatch."""
         b, position = self._source
-        choice_BTLk, kept_BTK = self._sequences.choice_BTLk, self._sequences.kept_BTK
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[b]
@@ -181,8 +177,7 @@ class Packing:
             position_RW=self.pack(position_BT),
             segment_RW=self.pack(segment_BT),
             mask_RW=self.pack(self._sequences.mask_BT),
-            choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
-            kept_RWK=None if kept_BTK is None else self.pack(kept_BTK + 1) - 1,
+            recorded={name: self.pack(of + 1) - 1 for name, of in self._sequences.recorded.items()},  # -1 in padding
         )
         prefixes: Iterable[Any] = repeat(None)
         if self._in_rows:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+from jaxrlhf.batch import KEPT, Problem, RolloutBatch, Sequences
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def prompts_alone(prompts: Sequence[Problem], *, width: int, most_kept: int = 0)
             length_B,
             np.zeros(shape, bool),
             np.array([problem.prompt_id for problem in prompts], np.int64),
-            kept_BTK=np.full((*shape, most_kept), -1, np.int32) if most_kept else None,
+            recorded={KEPT: np.full((*shape, most_kept), -1, np.int32)} if most_kept else {},
         ),
         sampler_logp_BT=np.zeros(shape, np.float32),
         truncated_B=np.zeros(len(prompts), bool),

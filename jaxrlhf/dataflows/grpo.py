@@ -5,7 +5,7 @@ The algorithms share `learn` and differ in the advantage, a function of the resp
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ class Returns:
       log_ratio_BT: log pi_old - log pi_ref of each token, 0 outside the mask; None without a reference.
       paid_B: Score of each row as reported, so that equal scores stay equal to the last digit; None sums `reward_BT`.
       logp_BT: Log-probabilities of the old policy, 0 outside the mask; None if they are not known.
+      recorded: Columns that the sampler recorded, as in `Sequences.recorded`.
     """
 
     reward_BT: Array
@@ -45,6 +46,7 @@ class Returns:
     log_ratio_BT: Array | None = None
     paid_B: Array | None = None
     logp_BT: Array | None = None
+    recorded: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def score_B(self) -> np.ndarray:
@@ -150,6 +152,7 @@ def prepare(
         log_ratio_BT,
         paid_B,
         np.where(mask_BT, logp_BT, 0),
+        rollout.sequences.recorded,
     )
     given = _checked(advantage(returns), mask_BT, work)
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -78,9 +77,7 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
 
 
 def unsampled(sequences: Sequences, beside: Sequences) -> Sequences:
-    """Give sequences that no policy sampled empty records (-1) of experts and kept tokens, if `beside` has records."""
-    empty: dict[str, Any] = {}
-    for name in ("choice_BTLk", "kept_BTK"):
-        if (recorded := getattr(beside, name)) is not None:
-            empty[name] = np.full((len(sequences.token_BT), *recorded.shape[1:]), -1, np.asarray(recorded).dtype)
-    return replace(sequences, **empty)
+    """Give sequences that no policy sampled the recorded columns of `beside`, with nothing recorded (-1)."""
+    rows = len(sequences.token_BT)
+    empty = {name: np.full((rows, *of.shape[1:]), -1, np.asarray(of).dtype) for name, of in beside.recorded.items()}
+    return replace(sequences, recorded=empty)

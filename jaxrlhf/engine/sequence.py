@@ -1,13 +1,13 @@
 """Requests, completions, and the host state of a response in between."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Image, SeenPrompt
+from jaxrlhf.batch import KEPT, ROUTING, Array, Image, SeenPrompt
 from jaxrlhf.config import Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -66,9 +66,9 @@ class Completion:
       logps: Log-probability of each token at the sampling temperature.
       truncated: True if the length limit ended the response, not a stop token or text.
       version: Version of the weights that sampled the response.
-      choice_TLk: Experts of the prompt's and the response's tokens, all but the last token; None if not recorded.
       stop_text: Stop text that ended the response; None if none did.
-      kept_TK: int32, sampling mask of each response token, padded with -1; None if not recorded.
+      recorded: Recorded columns by name, as in `Sequences.recorded`: index of the first token in prompt and response,
+        and the values from there on.
     """
 
     request_id: int
@@ -76,9 +76,8 @@ class Completion:
     logps: tuple[float, ...]
     truncated: bool
     version: int
-    choice_TLk: Any = field(default=None, compare=False, repr=False)
     stop_text: str | None = None
-    kept_TK: Any = field(default=None, compare=False, repr=False)
+    recorded: Mapping[str, tuple[int, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
 
 
 class WindowTokens(NamedTuple):
@@ -172,16 +171,17 @@ class SequenceState:
 
         The last token was sampled and never run through the model, so it has no experts.
         """
-        tokens, choice_TLk = tuple(self.tokens), None
+        tokens, length = tuple(self.tokens), len(self.request.prompt_tokens)
+        recorded = {}
         if self.prompt_choice is not None:
             choice_PSLk, row = self.prompt_choice
-            length = len(self.request.prompt_tokens)
             prompt_SLk = np.asarray(choice_PSLk)[row, :length]
-            choice_TLk = np.concatenate([prompt_SLk, *self.choices])[: length + len(tokens) - 1]
+            recorded[ROUTING] = 0, np.concatenate([prompt_SLk, *self.choices])[: length + len(tokens) - 1]
         truncated = self.stop_text is None and tokens[-1] not in self.stop_tokens
-        kept_TK = np.concatenate(self.kept)[: len(tokens)] if self.kept else None
+        if self.kept:
+            recorded[KEPT] = length, np.concatenate(self.kept)[: len(tokens)]
         numbers = tokens, tuple(self.logps), truncated, version
-        completion = Completion(self.request.request_id, *numbers, choice_TLk, self.stop_text, kept_TK)
+        completion = Completion(self.request.request_id, *numbers, self.stop_text, recorded)
         if self.on_completion is not None:
             self.on_completion(completion)
         return completion

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Array, EpisodeRows, Pair, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.batch import KEPT, ROUTING, Array, EpisodeRows, Pair, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import (
     Config,
     HubSteps,
@@ -214,16 +214,17 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any, *, each: in
     rollout = config.rollout
     count, width = each * len(problems), rollout.max_prompt_tokens + rollout.max_response_tokens
     mask_BT = np.tile(np.arange(width) >= rollout.max_prompt_tokens, (count, 1))
-    choice_BTLk, most_kept = None, rollout.sampling.most_kept
+    recorded: dict[str, Array] = {}
     if rollout.replay_routing and isinstance(model, ModelConfig):
-        choice_BTLk = np.zeros((count, width, *model.routed_choices), np.int16)
+        recorded[ROUTING] = np.zeros((count, width, *model.routed_choices), np.int16)
+    if most_kept := rollout.sampling.most_kept:
+        recorded[KEPT] = np.zeros((count, width, most_kept), np.int32)
     sequences = Sequences(
         token_BT=np.ones((count, width), np.int32),
         length_B=np.full(count, width, np.int32),
         mask_BT=mask_BT,
         prompt_id_B=np.repeat([problem.prompt_id for problem in problems], each),
-        choice_BTLk=choice_BTLk,
-        kept_BTK=np.zeros((count, width, most_kept), np.int32) if most_kept else None,
+        recorded=recorded,
     )
     zeros_BT, cut_B, good_B = np.zeros(mask_BT.shape, np.float32), np.zeros(count, bool), np.ones(count, bool)
     score_B = np.arange(count, dtype=np.float32) % 2

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
+from jaxrlhf.batch import KEPT, ROUTING, Array, Params, RolloutBatch, Sequences
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
@@ -166,12 +166,12 @@ class ModelWorker:
           prompts: Maximum number of distinct prompts of the sequences; None counts the prompts they have.
         """
         _, parts = self.place.part(BATCH_AXES)
-        choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
-        kept_BTK = sequences.kept_BTK if self.keeps_sampled else None
+        read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
+        recorded = {name: column for name, column in sequences.recorded.items() if read.get(name)}
         vision = self.config.vision
         linear = isinstance(self.config, CausalLM) or self.config.linear is not None
         return Packing(
-            replace(sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK),
+            replace(sequences, recorded=recorded),
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
@@ -230,7 +230,7 @@ class ModelWorker:
         if rows.images is not None:
             how["images"] = rows.images
         if self.config.experts is not None:
-            how["router"] = router._replace(replayed=rows.choice_RWLk)
+            how["router"] = router._replace(replayed=rows.recorded.get(ROUTING))
         return hidden_states(params, self.config, *tokens, **how)
 
     def _read(
@@ -255,7 +255,7 @@ class ModelWorker:
             return values(params, hidden_RWD)
         tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
         how: dict[str, Any] = {
-            "kept_RWK": rows.kept_RWK,
+            "kept_RWK": rows.recorded.get(KEPT),
             "temperature": temperature,
             "chunk_tokens": chunk_tokens() * self.replicas.row_shards * self.token_shards,
             "execution": self._execution,

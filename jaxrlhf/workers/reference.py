@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
+from jaxrlhf.batch import ROUTING, Array, Params, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.model import ModelWorker, sequences_of
@@ -34,5 +34,7 @@ class SharedWeightsReference:
     def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """Return log pi_ref of every response token. `temperature=None` takes the rollout's temperature."""
         # No router replay: these weights did not sample the tokens, so their routers choose the experts.
-        sequences = replace(sequences_of(rollout), choice_BTLk=None)
+        sequences = sequences_of(rollout)
+        recorded = {name: column for name, column in sequences.recorded.items() if name != ROUTING}
+        sequences = replace(sequences, recorded=recorded)
         return self._actor.log_prob(sequences, temperature=temperature, adapters=self._adapters)

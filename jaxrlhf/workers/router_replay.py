@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.batch import Array
+from jaxrlhf.batch import ROUTING, Array
 from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.causal_lm import AnyModel
@@ -43,8 +43,8 @@ def router_metrics(routed: RouterOutputs, rows: PackedBatch, config: AnyModel, *
         return jnp.zeros(count).at[choice_RWk.reshape(-1)].add(chosen.reshape(-1))
 
     replay = {}
-    if rows.choice_RWLk is not None:
-        used_LRWk = jnp.moveaxis(rows.choice_RWLk, 2, 0)
+    if ROUTING in rows.recorded:
+        used_LRWk = jnp.moveaxis(rows.recorded[ROUTING], 2, 0)
         kept_LRWk = (routed.choice_RWk[..., :, None] == used_LRWk[..., None, :]).any(axis=-1)
         changed_LRWk = ~kept_LRWk & (used_LRWk[..., :1] >= 0)
         replay = {f"router/{role}_disagreement": changed_LRWk.mean(axis=(0, 3))}

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch
+from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -92,11 +92,11 @@ class Sampler:
             on_completion=self._listener(requests, prompts),
         )
         rollout = to_rollout(prompts, completions, width=self.width)
-        if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
+        if 0 < sampling.most_kept <= self.most_kept and problems and KEPT not in rollout.sequences.recorded:
             raise RuntimeError(
-                f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were sampled "
-                "among, Completion.kept_TK, so log-probabilities of the same distribution cannot be had; have the "
-                "engine record it, or sample with temperature only"
+                f"{type(self.engine).__name__} sampled with {sampling} and did not record the candidates "
+                "(Completion.recorded), so log-probabilities of the same distribution are unknown; record them in the "
+                "engine, or sample with temperature only"
             )
         return rollout
 
@@ -134,7 +134,7 @@ class Sampler:
         for row, state in states.items():
             columns = append(rollout, row, state.tokens, state.logps, version=version)
             if state.kept:
-                kept_BTK: Any = rollout.sequences.kept_BTK
+                kept_BTK: Any = rollout.sequences.recorded[KEPT]
                 kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
         return replace(under_way, rollout=rollout, ended_B=ended_B)
 

@@ -198,7 +198,7 @@ def test_images_come_with_the_groups_that_are_taken():
 def test_kept_tokens_have_as_many_columns_as_sampling_records():
     flight = ResponsesInFlight(config_of(sampling=Sampling(top_k=5)))
     flight.take(Actor(), Endless()(), step=0, seed=1, draw_more=Endless())
-    assert flight.under_way.rollout.sequences.kept_BTK.shape == (6 * COPIES, 12, 5)
+    assert flight.under_way.rollout.sequences.recorded["kept"].shape == (6 * COPIES, 12, 5)
 
 
 def roles_of(actor: Actor) -> SimpleNamespace:

@@ -129,8 +129,8 @@ def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events,
         assert [replace(one, logps=()) for one in ahead] == [replace(one, logps=()) for one in in_turn]
         for one, other in zip(ahead, in_turn, strict=True):
             np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-6)
-            np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
-            assert len(one.choice_TLk) == 1 + one.request_id % 6 + len(one.tokens) - 1
+            np.testing.assert_array_equal(one.recorded["routing"][1], other.recorded["routing"][1])
+            assert len(one.recorded["routing"][1]) == 1 + one.request_id % 6 + len(one.tokens) - 1
 
 
 def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_gives(engine, events):
@@ -154,7 +154,7 @@ def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_giv
     for one, other in zip(sorted(found, key=lambda one: one.request_id), expected, strict=True):
         assert replace(one, logps=()) == replace(other, logps=())
         np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-6)
-        np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
+        np.testing.assert_array_equal(one.recorded["routing"][1], other.recorded["routing"][1])
 
 
 def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way(engine, events):

@@ -86,7 +86,7 @@ def test_experts_are_recorded_and_no_other_length_recompiles(monkeypatch):
     found = greedy(engine, 7, 36, 33, 40)
     same_responses(found, expected)
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
+        np.testing.assert_array_equal(one.recorded["routing"][1], other.recorded["routing"][1])
     compilations = len(engine.compiled)
     greedy(engine, 1, 34, 39, 37)
     assert len(engine.compiled) == compilations <= most_compilations(engine)

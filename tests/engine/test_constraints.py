@@ -50,8 +50,8 @@ def test_a_constrained_response_obeys_beside_others(sampling, most_kept):
         assert [token % 2 for token in completion.tokens[:9]] == [place % 2 for place in range(9)]
         assert completion.tokens[9:] == (3,) and not completion.truncated
         assert request.constraint.taken == list(completion.tokens[:-1])
-        if completion.kept_TK is not None and sampling.top_k:
-            for place, kept_K in enumerate(completion.kept_TK[:9]):
+        if "kept" in completion.recorded and sampling.top_k:
+            for place, kept_K in enumerate(completion.recorded["kept"][1][:9]):
                 assert {token % 2 for token in kept_K[kept_K >= 0].tolist()} == {place % 2}
     again = engine.generate(free, sampling, seed=SEED)
     assert again == alone, "no constraint outlives its response"

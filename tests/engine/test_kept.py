@@ -123,7 +123,7 @@ def scaled_logits(params, sequences) -> np.ndarray:
 
 def test_a_rollout_has_the_kept_tokens_and_probabilities_of_the_model_itself(params, rollout):
     sequences = rollout.sequences
-    mask_BT, kept_BTK = sequences.mask_BT, sequences.kept_BTK
+    mask_BT, kept_BTK = sequences.mask_BT, sequences.recorded["kept"]
     assert kept_BTK.shape == (12, WIDTH, 8) and (kept_BTK[~mask_BT] == -1).all()
     logits_BTV = np.asarray(scaled_logits(params, sequences), np.float64)
     sizes = set()
@@ -152,13 +152,13 @@ def test_packed_rows_have_the_samplers_probabilities_and_the_gradient_of_a_plain
         prefix = {"shared_prefix": rows.shared_prefix}
         hidden = models.hidden_states(params, MODEL, rows.token_RW, rows.position_RW, rows.segment_RW, **prefix)
         tokens = hidden.hidden_RWD, rows.token_RW, rows.mask_RW
-        how = {"kept_RWK": rows.kept_RWK, "temperature": SAMPLING.temperature, "chunk_tokens": 64}
+        how = {"kept_RWK": rows.recorded["kept"], "temperature": SAMPLING.temperature, "chunk_tokens": 64}
         read = models.token_logp(params, MODEL, *tokens, entropy=True, **how)
         loss = (logp_weight_RW * read.logp + entropy_weight_RW * read.entropy) * rows.mask_RW
         return loss.sum(), read.logp
 
     sequences = rollout.sequences
-    kept_BTV = (sequences.kept_BTK[..., None] == np.arange(40)).any(axis=2)
+    kept_BTV = (sequences.recorded["kept"][..., None] == np.arange(40)).any(axis=2)
 
     @jax.jit
     def plain(params):
@@ -187,7 +187,7 @@ def test_a_process_reward_starts_at_the_reference_among_the_kept_tokens():
     token_BT = draw.integers(4, 40, shape).astype(np.int32)
     kept_BTK = np.stack([token_BT, np.where(token_BT == 7, -1, 7)], axis=-1).astype(np.int32)
     mask_BT = np.broadcast_to(np.arange(shape[1]) >= config.rollout.max_prompt_tokens, shape)
-    sequences = Sequences(token_BT, np.full(4, shape[1], np.int32), mask_BT, np.arange(4), kept_BTK=kept_BTK)
+    sequences = Sequences(token_BT, np.full(4, shape[1], np.int32), mask_BT, np.arange(4), recorded={"kept": kept_BTK})
     mine, theirs = (workers[role].log_prob(sequences) for role in roles)
     np.testing.assert_allclose(mine, theirs, atol=1e-6)
     assert np.abs(mine[mask_BT]).mean() < 1  # one of two tokens, and not of the vocabulary

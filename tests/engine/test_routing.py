@@ -69,7 +69,7 @@ def forward(params, rows, config=MODEL):
         rows.position_RW,
         rows.segment_RW,
         shared_prefix=rows.shared_prefix,
-        router=router_inputs(rows)._replace(replayed=rows.choice_RWLk),
+        router=router_inputs(rows)._replace(replayed=rows.recorded["routing"]),
     )
 
 
@@ -82,30 +82,32 @@ def packed(sequences):
 @pytest.mark.slow
 def test_what_is_recorded_is_what_a_trainer_chooses_itself(params, rollout):
     sequences = rollout.sequences
-    assert sequences.choice_BTLk.shape == (10, WIDTH, 2, 2)
+    assert sequences.recorded["routing"].shape == (10, WIDTH, 2, 2)
     known_BT = np.arange(WIDTH) < sequences.length_B[:, None] - 1
-    assert (sequences.choice_BTLk[known_BT] >= 0).all() and (sequences.choice_BTLk[~known_BT] == -1).all()
-    rows, packing = packed(sequences.replace(choice_BTLk=None))
+    assert (sequences.recorded["routing"][known_BT] >= 0).all() and (
+        sequences.recorded["routing"][~known_BT] == -1
+    ).all()
+    rows, packing = packed(sequences.replace(recorded={}))
     _, routed = forward(params, rows)
     for layer in range(2):
         for k in range(2):
             own_BT = packing.unpack(np.asarray(routed.choice_RWk)[None, layer, :, :, k])
-            np.testing.assert_array_equal(own_BT[known_BT], sequences.choice_BTLk[known_BT][:, layer, k])
+            np.testing.assert_array_equal(own_BT[known_BT], sequences.recorded["routing"][known_BT][:, layer, k])
 
 
 @pytest.mark.slow
 def test_replaying_what_the_trainer_chooses_changes_nothing_and_other_choices_do(params, rollout):
     sequences = rollout.sequences
-    plain, _ = packed(sequences.replace(choice_BTLk=None))
+    plain, _ = packed(sequences.replace(recorded={}))
     rows, _ = packed(sequences)
     expected, _ = forward(params, plain)
     same, routed = forward(params, rows)
     np.testing.assert_allclose(same, expected, atol=1e-6)
     assert not disagreement(routed, rows).any()
-    others = np.where(sequences.choice_BTLk < 0, -1, (sequences.choice_BTLk + 3) % 6).astype(np.int16)
-    changed, routed = forward(params, packed(sequences.replace(choice_BTLk=others))[0])
+    others = np.where(sequences.recorded["routing"] < 0, -1, (sequences.recorded["routing"] + 3) % 6).astype(np.int16)
+    changed, routed = forward(params, packed(sequences.replace(recorded={"routing": others}))[0])
     assert np.abs(np.asarray(changed - expected)[np.asarray(rows.mask_RW)]).max() > 0.1
-    rows, packing = packed(sequences.replace(choice_BTLk=others))
+    rows, packing = packed(sequences.replace(recorded={"routing": others}))
     share_BT = packing.unpack(np.asarray(disagreement(routed, rows))[None])
     last_BT = np.arange(WIDTH) == sequences.length_B[:, None] - 1
     assert not share_BT[last_BT].any(), "nothing was recorded of a response's last token"
@@ -163,9 +165,9 @@ def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
     completions = sampler.generate([Request(n, prompts[n % 2]) for n in range(6)], Sampling(), seed=1)
     problems = [Problem(n % 2, "", prompts[n % 2]) for n in range(6)]
     sequences = to_rollout(problems, completions, width=WIDTH).sequences
-    assert sequences.choice_BTLk.shape[2:] == (2, 2), "layers with experts, and experts of a token"
+    assert sequences.recorded["routing"].shape[2:] == (2, 2), "layers with experts, and experts of a token"
     rows, _ = packed(sequences)
-    expected, _ = forward(params, packed(sequences.replace(choice_BTLk=None))[0], model)
+    expected, _ = forward(params, packed(sequences.replace(recorded={}))[0], model)
     same, routed = forward(params, rows, model)
     np.testing.assert_allclose(same, expected, atol=1e-5)
     assert not np.asarray(router_metrics(routed, rows, model, role="actor")["router/actor_disagreement"]).any()

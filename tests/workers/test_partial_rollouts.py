@@ -163,7 +163,7 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     under_way = unstarted(most_kept=3)
     for complete in (1, 2, 4):
         under_way = sampler_of(engine).continue_sequences(problems(), under_way, sampling, Round(complete, 4, due=0))
-    np.testing.assert_array_equal(under_way.rollout.sequences.kept_BTK, expected.sequences.kept_BTK)
+    np.testing.assert_array_equal(under_way.rollout.sequences.recorded["kept"], expected.sequences.recorded["kept"])
 
 
 def test_no_program_is_compiled_once_responses_go_on():

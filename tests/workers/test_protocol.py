@@ -169,7 +169,7 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
 
     choice_BTLk = np.where(inside_BT[..., None, None], rng.integers(0, 8, (12, 3, 2, 1)), -1).astype(np.int16)
     token_BT = np.where(inside_BT, rng.integers(1, 9, (12, 3)), 0).astype(np.int32)
-    whole = Sequences(token_BT, length_B, token_BT > 4, np.arange(12), choice_BTLk)
+    whole = Sequences(token_BT, length_B, token_BT > 4, np.arange(12), recorded={"routing": choice_BTLk})
     advantage_BT, importance_BT = values(12, 3), values(12, 3)
     chosen = (*np.array_split(rng.permutation(12), 3), np.array([0, 11, 5, 4]))
     weights = tuple(np.where(inside_BT[own], rng.standard_normal((4, 3)), 0).astype(np.float32) for own in chosen)

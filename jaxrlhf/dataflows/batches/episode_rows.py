@@ -80,7 +80,7 @@ class EpisodeSplitter:
         if self._needless:
             return whole
         return Sequences(
-            **self.array({name: getattr(whole, name) for name in ("token_BT", "mask_BT", "choice_BTLk")}),
+            **self.array({name: getattr(whole, name) for name in ("token_BT", "mask_BT", "recorded")}),
             length_B=np.asarray(whole.length_B)[there_EK],
             prompt_id_B=np.repeat(whole.prompt_id_B, there_EK.sum(axis=1)),
             images_B=None if whole.images_B is None else whole.images_B[there_EK],

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
+from jaxrlhf.batch import KEPT, EpisodeBatch, Problem, RolloutBatch, images_of_problems
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, unstarted_groups
 from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import Config, Refusal
@@ -195,7 +195,7 @@ class ResponsesInFlight(InFlight):
     def restore(self, saved: dict[str, Any]) -> None:
         if (under_way := saved["under_way"]) is not None:
             sequences = under_way.rollout.sequences
-            kept = 0 if sequences.kept_BTK is None else sequences.kept_BTK.shape[2]
+            kept = sequences.recorded[KEPT].shape[2] if KEPT in sequences.recorded else 0
             before = under_way.copies, sequences.token_BT.shape[1], kept
             self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
         super().restore(saved)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import kl_estimate, masked_mean, sampler_gap
-from jaxrlhf.batch import Array, RolloutBatch, Scores
+from jaxrlhf.batch import KEPT, Array, RolloutBatch, Scores
 from jaxrlhf.dataflows.step import Metrics
 
 
@@ -19,7 +19,7 @@ def rollout_metrics(
     """
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     gap_to_BT = None if old_logp_BT is None else rollout.sampler_logp_BT
-    mask_BT, kept_BTK = np.asarray(rollout.sequences.mask_BT), rollout.sequences.kept_BTK
+    mask_BT, kept_BTK = np.asarray(rollout.sequences.mask_BT), rollout.sequences.recorded.get(KEPT)
     kept = {} if kept_BTK is None else {"sampler/kept_tokens": float((kept_BTK[mask_BT] >= 0).sum(axis=-1).mean())}
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]

@@ -38,22 +38,16 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
     rollout = prompts_alone(prompts, width=width)
     for row, completion in enumerate(completions):
         append(rollout, row, completion.tokens, completion.logps, version=completion.version)
-    starts = [len(problem.prompt_tokens) for problem in prompts]
-    sequences = replace(
-        rollout.sequences,
-        choice_BTLk=_padded([completion.choice_TLk for completion in completions], [0] * len(starts), width=width),
-        images_B=images_of_problems(prompts),
-        kept_BTK=_padded([completion.kept_TK for completion in completions], starts, width=width),
-    )
+    names = completions[0].recorded if completions else ()
+    recorded = {name: _padded([completion.recorded[name] for completion in completions], width=width) for name in names}
+    sequences = replace(rollout.sequences, images_B=images_of_problems(prompts), recorded=recorded)
     return replace(rollout, sequences=sequences, truncated_B=np.array([c.truncated for c in completions]))
 
 
-def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, width: int) -> np.ndarray | None:
-    """Pad the recorded values of each response to `[B, T, ...]` with -1; `starts` are their first columns."""
-    if not recorded or recorded[0] is None:
-        return None
-    padded = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, recorded[0].dtype)
-    for row, (start, own) in enumerate(zip(starts, recorded, strict=True)):
-        assert own is not None
+def _padded(recorded: Sequence[tuple[int, np.ndarray]], *, width: int) -> np.ndarray:
+    """Pad the recorded values of each response, which start at a token, to `[B, T, ...]` with -1."""
+    values = recorded[0][1]
+    padded = np.full((len(recorded), width, *values.shape[1:]), -1, values.dtype)
+    for row, (start, own) in enumerate(recorded):
         padded[row, start : start + len(own)] = own
     return padded
