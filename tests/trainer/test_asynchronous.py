@@ -1,5 +1,6 @@
 """The off-policy schedule: which policy draws what, what may wait, and what a checkpoint keeps of it."""
 
+import pickle
 import sys
 import threading
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from made_steps import Made, done, problem, rollout_of
 
+from jaxrlhf.batch import Sequences
 from jaxrlhf.checkpoint import Damaged
 from jaxrlhf.config import (
     GRPO,
@@ -330,5 +332,16 @@ def test_what_waits_and_was_saved_by_other_code_is_refused(tmp_path, monkeypatch
     item.save(tmp_path)
     monkeypatch.delattr(sys.modules[__name__], "Renamed")
     with pytest.raises(Refusal, match=r"saved by other code .*Renamed"):
+        item.restore(tmp_path)
+    assert not taken
+
+
+def test_what_waits_without_a_field_that_there_is_now_is_refused(tmp_path):
+    taken: list[object] = []
+    sequences = Sequences(*np.zeros((2, 1, 1), np.int32), np.ones((1, 1), bool), np.zeros(1, np.int64))
+    del sequences.__dict__["recorded"]  # as in a checkpoint of before
+    item = QueueItem(lambda: [(sequences,)], taken.append)
+    (tmp_path / "collected.pickle").write_bytes(pickle.dumps([(sequences,)]))
+    with pytest.raises(Refusal, match=r"saved by other code .*recorded"):
         item.restore(tmp_path)
     assert not taken

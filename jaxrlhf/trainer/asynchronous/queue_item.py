@@ -49,12 +49,23 @@ class QueueItem:
         """
         try:
             saved = pickle.loads((directory / _FILE).read_bytes())
+            check_fields(saved)
         except (AttributeError, ImportError, TypeError) as error:
             raise Refusal(
                 f"{directory}: responses that waited for a step were saved by other code ({reason_of(error)}); "
                 "resume with the version and the algorithm's file that saved them, or choose another workdir"
             ) from error
         self._put(saved)
+
+
+def check_fields(value: Any) -> None:
+    """Raise `AttributeError` if a dataclass in a value, or in its lists, tuples and fields, lacks a field."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            check_fields(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            check_fields(getattr(value, field.name))
 
 
 def settled(value: Any) -> Any:
