@@ -161,10 +161,14 @@ class Checkpoints:
         for file in sorted(self.directory.glob(f"{_PREFIX}_*/metrics/metrics")):  # read as the manager starts
             try:
                 json.loads(file.read_text())
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RecursionError) as error:
                 raise Damaged(f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} away") from error
-        with _naming(self.directory):
+        try:
             self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Damaged(
+                f"the metadata of a checkpoint in {self.directory} are damaged ({reason_of(error)}); move it away"
+            ) from error
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint."""
@@ -283,7 +287,9 @@ class Checkpoints:
         try:
             contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
             whole = "checksum" not in contents or contents["checksum"] == _checksum(contents)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            for part in (contents["state"], contents["arrays"], *contents["arrays"].values()):
+                dict(**part)  # an error unless it is a dict
+        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             raise self._damaged(step, f"{place} cannot be read: {reason_of(error)}") from error
         if not whole:
             raise self._damaged(step, f"{place} has other contents than were saved: its checksum differs")

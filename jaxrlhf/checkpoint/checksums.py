@@ -38,7 +38,7 @@ def damage_of(folder: Path, *, checked: bool) -> str | None:
         return f"{folder / FILE} is missing" if checked else None
     try:
         saved = {name: (size, checksum) for name, (size, checksum) in json.loads((folder / FILE).read_text()).items()}
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{folder / FILE} cannot be read: {reason_of(error)}"
     if missing := sorted(saved.keys() - set(_files(folder))):
         return f"{folder / missing[0]} is missing"

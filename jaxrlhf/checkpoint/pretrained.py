@@ -174,7 +174,7 @@ def _kept_dtypes(path: str | Path) -> dict[str, str]:
     file = _weights(path) / _DTYPES
     try:
         return dict(json.loads(file.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"{file} is missing or damaged ({error}); convert the checkpoint again") from error
 
 

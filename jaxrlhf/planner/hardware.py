@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from jaxrlhf.config import Config, Refusal
 from jaxrlhf.config.cli.annotations import check_type, field_types
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.refusal import read_object, require
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, within
 
 _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
@@ -170,12 +170,7 @@ def load_hardware(path: str | Path) -> Hardware:
     file = Path(path).expanduser()
     if not file.is_file():
         raise Refusal(f"no hardware file {str(path)!r}; `python scripts/calibrate.py` writes one")
-    try:
-        fields = json.loads(file.read_text())
-    except ValueError as error:
-        raise Refusal(f"{file} is not valid JSON ({error}); calibrate again") from error
-    if not isinstance(fields, dict):
-        raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object with the fields of Hardware")
+    fields = read_object(file, "calibrate again")
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
         raise Refusal(f"{file} has no {', '.join(missing)}; a hardware file gives every field")

@@ -223,7 +223,7 @@ def read_plan(workdir: Path) -> SavedPlan | None:
     try:
         fields = json.loads(file.read_text())
         return SavedPlan(plan_from_json(fields["plan"]), dict(fields["hardware"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{file} cannot be read ({error}); delete it, and the run plans anew") from error
 
 

@@ -16,11 +16,11 @@ _OTHER_FILES, _FEWEST = 128, 16
 class ConnectionLimits:
     """Open connections of one server.
 
-    A connection without a request under way is idle. Beyond the maximum, the connection that has been silent for longest
-    is closed, among the idle connections, connections whose client does not read its answer, and connections whose
-    client sends requests before the answer to the one before. So clients that send or read nothing, or send without
-    end, cannot keep others out. If there is no such connection, the new connection is closed. An answer that stays
-    unread for `UNREAD_S` seconds closes its connection.
+    A connection without a request under way is idle. Beyond the maximum, a connection is closed that is idle, whose
+    client does not read its answer, or whose client sends requests before the answer to the one before; the one that
+    has been silent for longest comes first. So clients that send or read nothing, or send without end, cannot keep
+    others out. If there is no such connection, the new connection is closed. An answer that stays unread for `UNREAD_S`
+    seconds closes its connection.
 
     Args:
       connections: Maximum number of open connections; fewer if the process may open fewer files.

@@ -1,6 +1,5 @@
 """Export of runs that trained LoRA adapters: the base weights, and base weights and adapters merged."""
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
 from jaxrlhf.config import COLD_START, FromScratch, Lora, Model, Pretrained, Quantization, Refusal, Tower
+from jaxrlhf.config.refusal import read_object, reading
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
@@ -23,6 +23,7 @@ from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
 from jaxrlhf.tracking.files import SETTINGS
+from jaxrlhf.trainer.resume import PUT_BACK
 from jaxrlhf.trainer.workdir import CHECKPOINTS
 
 SUFFIX = "_adapters"
@@ -48,7 +49,12 @@ class AdaptedRun:
     @classmethod
     def of(cls, run: Path, role: str) -> "AdaptedRun":
         """Read the description from the run's workdir."""
-        config = json.loads((run / SETTINGS).read_text())
+        config = read_object(run / SETTINGS, PUT_BACK)
+        with reading(run / SETTINGS, PUT_BACK):
+            return cls._of(config, run, role)
+
+    @classmethod
+    def _of(cls, config: dict[str, Any], run: Path, role: str) -> "AdaptedRun":
         training = config["actor"] if role == "actor" else config["algorithm"][role]
         lora = {name: value for name, value in training["lora"].items() if name != "class"}
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (FromScratch, Pretrained)}

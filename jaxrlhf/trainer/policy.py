@@ -82,14 +82,15 @@ def export_policy(
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = chosen_step(checkpoints, step)
         # A run without a policy trains a reward model: a critic without an actor.
-        trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
+        held = checkpoints.holds(step)
+        trained = held & {"actor", f"actor{SUFFIX}"}
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
         head: Head = "lm" if trained else "value"
         if average:
-            folder = checkpoints.folder(step, f"{role}_optimizer")
-            folder = checkpoints.checked_folder(step, folder.name) if folder.is_dir() else folder
+            optimizer = f"{role}_optimizer"
+            folder = (checkpoints.checked_folder if optimizer in held else checkpoints.folder)(step, optimizer)
             arrays = average_of(folder, param_shapes(config, head, jnp.float32))
-        elif checkpoints.folder(step, role + SUFFIX).is_dir():
+        elif role + SUFFIX in held:
             adapted = AdaptedRun.of(run, role)
             adapters = adapted.adapters(checkpoints, step, role, config, head)
             if not merge:
@@ -193,18 +194,16 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
             step = chosen_step(checkpoints, step)
-            start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
-            for folder in (start, adapters):
-                if folder.is_dir():
-                    checkpoints.checked_folder(step, folder.name)
-        if adapters.is_dir():
+            held = checkpoints.holds(step)
+            start, adapters = (
+                checkpoints.checked_folder(step, item) if item in held else None for item in ("actor", f"actor{SUFFIX}")
+            )
+        if adapters is not None:
             run = AdaptedRun.of(place, "actor")
             actor = replace(config.actor, lora=run.lora)
             config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
-        elif not start.is_dir():
+        elif start is None:
             raise Refusal(f"{place} trained no policy, and evaluation answers problems with one; name another run")
-        else:
-            adapters = None
     phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
     name = f"{place}, step {step}" if from_run else str(policy)
     return ChosenPolicy(config, name, step or 0, phase, tokenizer)

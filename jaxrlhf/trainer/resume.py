@@ -1,17 +1,18 @@
 """Checks of a resumed run: settings that may not change although the checkpoint's arrays would still fit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.checkpoint import identity
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Refusal, to_json
+from jaxrlhf.config.refusal import read_object, reading
 from jaxrlhf.tracking.files import SETTINGS
 from jaxrlhf.tracking.records import write_json
 
 Described = dict[str, Any]
 
 STARTED_FROM = "weights.json"
+PUT_BACK = "it says what the run's checkpoints are: put back what the run wrote"
 _FREE = ("name", "workdir", "resume", "trackers")
 """Settings that do not affect training."""
 
@@ -29,7 +30,7 @@ def changed_settings(workdir: Path, run: Config) -> list[str]:
     """Return the settings that changed since the run was last started, as `name before -> now`."""
     if not (workdir / SETTINGS).exists():
         return []
-    before, now = _flat(_read(workdir / SETTINGS)), _flat(to_json(run))
+    before, now = _flat(read_object(workdir / SETTINGS, PUT_BACK)), _flat(to_json(run))
     changed = [name for name in now if name in before and before[name] != now[name] and name not in _FREE]
     return [f"{name} {before[name]} -> {now[name]}" for name in changed]
 
@@ -53,18 +54,24 @@ def check_same_start(workdir: Path, config: Config) -> None:
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
             raise Refusal(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
         return
-    saved = _read(file)
+    saved = read_object(file, PUT_BACK)
+    with reading(file, PUT_BACK):
+        _check_start(workdir, config, saved)
+
+
+def _check_start(workdir: Path, config: Config, saved: Described) -> None:
     before, now = _model(saved["model"]), _model(to_json(config.model))
     described = workdir / STARTED_FROM
     if "path" in before and isinstance(config.model, Pretrained) and described.exists():
-        known, given = _read(described), identity(config.model.path, fetch=before["path"] != now["path"])
+        given = identity(config.model.path, fetch=before["path"] != now["path"])
+        known = None if described.read_text() == "null\n" else read_object(described, PUT_BACK)
         if known and given:
             _check_same_weights(workdir, before.pop("path"), known, now.pop("path"), given)
     _check_same(workdir, "model", before, now)
     # Only the steps of a cold start are compared: once it is over, its optimizer is not used again.
     cold = [{"steps": was["steps"]} if was else {} for was in (saved["cold_start"], to_json(config.cold_start))]
     _check_same(workdir, "cold_start", *cold)
-    for role, training in trained.items():
+    for role, training in config.trained.items():
         settings = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
         before, now = _lora(settings and settings["lora"]), _lora(to_json(training.lora))
         _check_same(workdir, f"{role}.lora", before, now)
@@ -77,13 +84,6 @@ def _flat(described: Described, prefix: str = "") -> Described:
         inner = dict(value) if isinstance(value, dict) else {"class": value}
         flat |= {prefix + name: inner.pop("class", None), **_flat(inner, f"{prefix}{name}.")}
     return flat
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise Refusal(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
 
 
 def _check_same_weights(workdir: Path, was: str, known: Described, path: str, given: Described) -> None:

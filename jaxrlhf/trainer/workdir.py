@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxrlhf.config import Refusal
+from jaxrlhf.config import COLD_START, Refusal
+from jaxrlhf.single_controller.pools import REWARD_OUTPUT
 from jaxrlhf.tracking import say
+from jaxrlhf.tracking.files import CURVE, EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE, TIMELINE_PICTURE
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+
+_FILES = LOCK, METRICS, SAMPLES, EVALUATION, CURVE, TIMELINE, TIMELINE_PICTURE, SETTINGS, REWARD_OUTPUT
+_FOLDERS = CHECKPOINTS, MODEL, COLD_START
 
 
 @contextmanager
@@ -18,8 +23,14 @@ def locked(workdir: Path) -> Iterator[None]:
     """Make the folder and lock it within the block: another run would truncate this run's metrics and delete its saves.
 
     Raises:
-      Refusal: The folder cannot be written to, or another run holds the lock.
+      Refusal: The folder cannot be written to, something else has the name of a run's file or folder, or another run
+        holds the lock.
     """
+    paths = {workdir / name: Path.is_file for name in _FILES} | {workdir / name: Path.is_dir for name in _FOLDERS}
+    for path, expected in paths.items():
+        if path.exists() and not expected(path):  # a pipe would make the run wait for a reader
+            kind = "folder" if expected is Path.is_dir else "regular file"
+            raise Refusal(f"{path} is no {kind}, which a run writes there; move it away, or choose another workdir")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block

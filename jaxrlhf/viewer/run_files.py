@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.config.refusal import read_object, reason_of
 from jaxrlhf.tracking import read_records
 from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE
 
@@ -81,7 +81,7 @@ class RunFiles:
         for place in (folder, folder.parent):
             file = (place / SETTINGS).resolve()
             if file.is_file() and file.is_relative_to(self.root):
-                return dict(_flat(json.loads(file.read_text())))
+                return dict(_flat(read_object(file, "put it back")))
         return {}
 
     def timeline(self, run: str) -> list[dict[str, Any]]:

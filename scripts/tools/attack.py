@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ATTACKS = {
     "flipped bits and missing files of checkpoints": ["tests/checkpoint/test_checkpoint.py"],
-    "kills, damaged checkpoints, a full disk": ["tests/runs/test_resume.py"],
+    "kills, damaged checkpoints, a full disk": ["tests/runs/test_resume.py", "tests/runs/test_odd_folders.py"],
     "kills of asynchronous runs": ["tests/runs/test_asynchronous.py"],
     "records of other programs, cut and damaged lines": ["tests/tracking/test_tracking.py"],
     "damaged model folders, files that execute": [

@@ -213,7 +213,7 @@ def test_unknown_architecture(copy):
 
 def test_config_that_is_not_json(copy):
     (copy / "config.json").write_text("{")
-    refuses(copy, "config.json is not valid JSON")
+    refuses(copy, "config.json cannot be read as JSON")
 
 
 @pytest.mark.parametrize(

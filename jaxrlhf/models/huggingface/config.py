@@ -4,16 +4,18 @@ A field that changes what the model computes is either understood or refused; no
 that it has its default.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import FromScratch, Refusal, Tower
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, VISION_FORMATS, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import check_no_adapters_alone, resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, sight_of, text_fields
+
+AGAIN = "download or export it again"
 
 # Hugging Face's names of the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -32,17 +34,8 @@ def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
     if not file.is_file():
         check_no_adapters_alone(file.parent)
         raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
-    return _read_object(file) if whole else text_fields(_read_object(file))
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(file.read_text())
-    except ValueError as error:
-        raise Refusal(f"{file} is not valid JSON ({error}); download or export it again") from error
-    if not isinstance(fields, dict):
-        raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object")
-    return fields
+    fields = read_object(file, AGAIN)
+    return fields if whole else text_fields(fields)
 
 
 def sees(path: str | Path) -> bool:
@@ -60,7 +53,7 @@ def read_stop_tokens(path: str | Path) -> list[int]:
     """
     file = resolve(path) / "generation_config.json"
     if file.is_file():
-        return token_ids(_read_object(file).get("eos_token_id"))
+        return token_ids(read_object(file, AGAIN).get("eos_token_id"))
     whole, text = (token_ids(read_fields(path, whole=whole).get("eos_token_id")) for whole in (True, False))
     return whole or text
 

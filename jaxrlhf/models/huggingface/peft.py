@@ -171,7 +171,7 @@ def _check_fields(file: Path, lora: Lora) -> None:
     """Raise `Refusal` unless the file's settings equal `lora`, and no other setting changes numbers."""
     try:
         fields = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
     if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise Refusal(

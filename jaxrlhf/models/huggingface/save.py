@@ -15,8 +15,9 @@ from jax import lax
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.outputs import check_writable
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.config import read_fields, read_stop_tokens, token_ids, write_fields
+from jaxrlhf.models.huggingface.config import AGAIN, read_fields, read_stop_tokens, token_ids, write_fields
 from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors, tensor_shapes
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
@@ -247,7 +248,7 @@ def _stop_at(end: int, directory: Path, source: str | Path) -> None:
     """Add the end token of another tokenizer to the source's stop tokens, in generation_config.json."""
     stops, file = read_stop_tokens(source), directory / "generation_config.json"
     if end not in stops:
-        given = json.loads(file.read_text()) if file.is_file() else {}
+        given = read_object(file, AGAIN) if file.is_file() else {}
         file.write_text(json.dumps(given | {"eos_token_id": [*stops, end]}, indent=2) + "\n")
 
 
@@ -262,7 +263,7 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
         if file.name.endswith("_config.json") or file.name == "config.json":
-            fields = json.loads(file.read_text())
+            fields = read_object(file, AGAIN)
             if fields.pop("auto_map", None) is not None:
                 copy.write_text(json.dumps(fields, indent=2) + "\n")
 

@@ -104,7 +104,7 @@ class TensorFiles:
         try:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
             "".join(file_of.values())  # TypeError if a file name is no text
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Refusal(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
         held: dict[str, set[str]] = {}
         for name, file in file_of.items():

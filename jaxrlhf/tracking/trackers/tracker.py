@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.tracking.metrics import Logger
 from jaxrlhf.tracking.records import write_json
 from jaxrlhf.tracking.samples import Sample
@@ -51,7 +52,7 @@ class TrackedRun:
 
     def _ids(self) -> dict[str, str]:
         file = self.directory / IDS
-        return json.loads(file.read_text()) if file.exists() else {}
+        return read_object(file, "delete it, and trackers begin new runs") if file.exists() else {}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

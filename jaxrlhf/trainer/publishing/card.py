@@ -1,6 +1,5 @@
 """Model card of an export, in the hub's format: base model, data, settings and results."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import read_object, reading
 from jaxrlhf.tracking.files import CURVE, METRICS, SETTINGS
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
+from jaxrlhf.trainer.resume import PUT_BACK
 from jaxrlhf.version import __version__
 
 CARD = "README.md"
@@ -52,12 +53,14 @@ def write_card(run: Path, directory: Path, exported: Exported) -> None:
     """Write `README.md`, and the learning curve if there is one, next to the exported weights of a run."""
     from huggingface_hub import ModelCard
 
-    settings = json.loads((run / SETTINGS).read_text())
+    settings = read_object(run / SETTINGS, PUT_BACK)
     logged = read_records(run / METRICS) if (run / METRICS).is_file() else ()
     records = [record for record in logged if record["step"] <= exported.step]
     exported = replace(exported, name=exported.name or directory.name)
-    text = _text(settings, records, exported, curve=_drawn(run, directory))
-    ModelCard(f"---\n{_metadata(settings, exported)}\n---\n\n{text}").save(directory / CARD)
+    with reading(run / SETTINGS, PUT_BACK):
+        text = _text(settings, records, exported, curve=_drawn(run, directory))
+        metadata = _metadata(settings, exported)
+    ModelCard(f"---\n{metadata}\n---\n\n{text}").save(directory / CARD)
 
 
 def _drawn(run: Path, directory: Path) -> bool:

@@ -118,10 +118,11 @@ def _engine(
 
 def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig) -> Iterator[tuple[str, jax.Array]]:
     """Yield each weight of a run's policy, with adapters merged, and its path."""
-    if checkpoints.folder(step, f"actor{SUFFIX}").is_dir():
+    held = checkpoints.holds(step)
+    if f"actor{SUFFIX}" in held:
         adapted = AdaptedRun.of(run, "actor")
         return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
-    if not checkpoints.folder(step, "actor").is_dir():
+    if "actor" not in held:
         raise Refusal(f"{run} trained no policy, and only policies are served; name another run")
     return checkpoints.read_each(step, "actor", placed(param_shapes(config, "lm", jnp.float32)))
 
