@@ -265,7 +265,7 @@ def _same_families(one: SolutionFamily, other: SolutionFamily) -> bool:
     ]
     if any(line is None for each in lines for line in each) or len(lines[0]) != len(lines[1]):
         return False
-    return _matched(*lines, lambda left, right: _same_lines(left, right, one.domain))
+    return _matched(lines[0], lines[1], lambda left, right: _same_lines(left, right, one.domain))
 
 
 def _line(value: Any, name: str) -> tuple[Any, Any] | None:
