@@ -1,9 +1,10 @@
 """Answers of several turns, learned after what the policy sees there, and prompts that lose no message or tool."""
 
 import json
+import re
 
 import pytest
-from chat_families import FAMILIES, tokenizer_of
+from chat_families import FAMILIES, TEMPLATES, small_tokenizer, tokenizer_of
 from chat_records import CALLED_ALONE, FLOW, FOUR, RESULT, SKY, THOUGHT, TURNS, call, load, said, solution, write
 from trl.data_utils import apply_chat_template
 
@@ -148,3 +149,45 @@ def test_the_tools_of_a_record_are_shown_as_in_trl(tmp_path, family, suffix):
 def test_tools_that_a_template_does_not_show_are_refused(tmp_path):
     with pytest.raises(Refusal, match="line 1: the tokenizer's chat template shows no tools"):
         prompt(tmp_path, "gemma 3", prompt=[SKY], tools=[ADD])
+
+
+# All templates of TRL
+
+CONTROL = re.compile(r"<[|｜][^<>|｜ ]{2,40}[|｜]>|<(?:end_of_turn|start_of_turn)>|<turn\|>|<\|turn>|\[/?INST\]")
+UNSHOWN = ("idefics3", "llava_next", "smolvlm")
+"""Templates that show texts in parts alone."""
+OPENS = (
+    "deepseek_r1_distill",
+    "deepseekv3",
+    *(f"nemotron_3_{name}" for name in ("5_lightning", "nano", "super", "ultra")),
+)
+"""Templates that open thinking in the prompt, and write an answer without thinking elsewhere."""
+
+
+@pytest.mark.parametrize(
+    "name", [file.stem for file in sorted(TEMPLATES.glob("*.jinja")) if "training" not in file.stem]
+)
+def test_an_answer_is_the_rest_of_its_turn_in_every_template(tmp_path, name):
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    special = ("<s>", "</s>", *sorted({*CONTROL.findall(template)}))
+    tokenizer, four = small_tokenizer(special, (), template), said("assistant", "It is 4.")
+    path = write(tmp_path / "a.jsonl", {"prompt": [SKY], "solution": "It is 4."})
+    data = PromptFile(path, answer_key=None, solution_key="solution")
+    if name in (*UNSHOWN, *OPENS):
+        words = "leaves out the message 'sky" if name in UNSHOWN else "opens '<think>' in it"
+        with pytest.raises(Refusal, match=words):
+            load(tokenizer, data)
+        return
+    (problem,) = load(tokenizer, data)
+    learned = str(tokenizer.decode(problem.solution_tokens))
+    shown, longer = (
+        tokenizer.apply_chat_template(chat, tokenize=False).partition("sky?")[2]
+        for chat in ([SKY, four], [SKY, four, said("user", "sure?")])
+    )
+    opened = problem.prompt.partition("sky?")[2]
+    if name != "glm4moe":  # nothing but the next header ends its turns, so EOS does
+        assert shown.startswith(opened + learned)
+        assert "It is 4." in learned and problem.solution_tokens[-1] in tokenizer.convert_tokens_to_ids([*special])
+    after = longer.partition("It is 4.")[2]  # all that the template writes after the answer until the user's header
+    ends = learned.partition("It is 4.")[2]
+    assert name in ("glm4moe", "gptoss") or after.startswith(ends)

@@ -34,6 +34,10 @@ from jaxrlhf.trainer.evaluation import _stated_answers, majority
         ("<think>maybe #### 7", "7", "flexible", 0),
         ("<think>#### 3</think>\n#### 7", "7", "strict", 1),
         ("#### 7", "7", "strict", 1),
+        ("#### **7**", "7", "strict", 1),
+        ("####\n__7__", "7", "strict", 1),
+        ("#### **8**", "7", "strict", 0),
+        ("#### *x* 7", "7", "strict", 0),
         ("In 3 1234 steps", "1234", "flexible", 1),
     ],
 )

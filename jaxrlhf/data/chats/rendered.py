@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -151,8 +152,15 @@ class RenderedChats:
 
     @cached_property
     def _closing(self) -> str:
-        """Special token that ends a turn of the assistant; empty if there is none."""
-        return next((found[0] for found in self._control.found_in(self._after)), "")
+        """Special token that ends a turn of the assistant; empty if there is none.
+
+        The token is the last one that the template writes whether or not a message follows, as Phi writes another one
+        at the end of a chat; gpt-oss ends the last turn with another token than earlier turns.
+        """
+        later = self._text([_USER, {"role": "assistant", "content": _WORD}, _USER]).rpartition(_WORD)[2]
+        kept = len([*takewhile(lambda pair: pair[0] == pair[1], zip(self._after, later, strict=False))])
+        found = [*self._control.found_in(self._after[:kept])][-1:] or [*self._control.found_in(self._after)][:1]
+        return found[0][0] if found else ""
 
     @property
     def _end(self) -> str:

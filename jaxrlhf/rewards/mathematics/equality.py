@@ -1,6 +1,6 @@
 """Equality of the values of two answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -197,23 +197,14 @@ def _same_differences(one: Sequence[Any], other: Sequence[Any], *, scaled: str) 
     first, second = (operation("add", left.expr, operation("neg", right.expr)) for left, right in (one, other))
     if first.symbols() != second.symbols() or not first.symbols():
         return False
-    ratios = []
-    with mpmath.workdps(DIGITS):
-        for point in range(1, 6):
-            at = {name: mpmath.mpf(7 * point + 3 * place) / 5 for place, name in enumerate(sorted(first.symbols()))}
-            try:
-                values = first.value(at), second.value(at)
-            except Undefined:
-                continue
-            if values[1] == 0:
-                if values[0] != 0:
-                    return False
-                continue
-            ratios.append(values[0] / values[1])
-        good = len(ratios) >= 2 and all(
-            abs(each - ratios[0]) <= abs(ratios[0]) * mpmath.mpf(10) ** -40 for each in ratios
-        )
-        return good and ratios[0] != 0 and (scaled == "either" or mpmath.re(ratios[0]) > 0)
+    # One is a multiple of the other if first(x) second(y) = second(x) first(y) at any two points x and y.
+    crossed = operation("mul", first, second.renamed("'")), operation("mul", second, first.renamed("'"))
+    at = {name: mpmath.mpf(7 + 3 * place) / 5 for place, name in enumerate(sorted(first.symbols()))}
+    try:
+        factor = mpmath.re(first.value(at) / second.value(at))
+    except (Undefined, ZeroDivisionError):
+        return False
+    return factor != 0 and alike(*crossed) and (scaled == "either" or bool(factor > 0))
 
 
 def _variable_of(relation: Relation) -> frozenset[str]:
@@ -253,11 +244,11 @@ def _compound_of(items: Items) -> Compound | None:
     return Compound(tuple(quantities))
 
 
-def _matched(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _matched(one: Sequence[Any], other: Sequence[Any], same: Callable[[Any, Any], bool] = equal) -> bool:
     """Return whether the values of two lists can be matched in equal pairs."""
     left = list(other)
     for value in one:
-        place = next((index for index, each in enumerate(left) if equal(value, each)), None)
+        place = next((index for index, each in enumerate(left) if same(value, each)), None)
         if place is None:
             return False
         del left[place]
@@ -274,17 +265,7 @@ def _same_families(one: SolutionFamily, other: SolutionFamily) -> bool:
     ]
     if any(line is None for each in lines for line in each) or len(lines[0]) != len(lines[1]):
         return False
-    return _matched_by(lines[0], lines[1], one.domain)
-
-
-def _matched_by(one: list[Any], other: list[Any], domain: str) -> bool:
-    left = list(other)
-    for line in one:
-        place = next((index for index, each in enumerate(left) if _same_lines(line, each, domain)), None)
-        if place is None:
-            return False
-        del left[place]
-    return True
+    return _matched(lines[0], lines[1], lambda left, right: _same_lines(left, right, one.domain))
 
 
 def _line(value: Any, name: str) -> tuple[Any, Any] | None:

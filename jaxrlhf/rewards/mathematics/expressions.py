@@ -23,6 +23,9 @@ _POINTS = 6
 _MOST_DIGITS = 10_000
 """Maximum number of decimal digits, before or after the point, of powers and factorials that are computed."""
 
+_GAMMA_DIGITS = 500
+"""Maximum precision of the gamma function, which takes a second at 2000 digits."""
+
 Number = Any
 """Number of mpmath."""
 
@@ -48,6 +51,12 @@ class Expr:
         if self.head == "symbol":
             return frozenset(self.args)
         return frozenset().union(*(arg.symbols() for arg in self.args if isinstance(arg, Expr)))
+
+    def renamed(self, suffix: str) -> "Expr":
+        """Return the expression with a suffix at the name of every variable."""
+        if self.head == "symbol":
+            return Expr("symbol", (self.args[0] + suffix,))
+        return Expr(self.head, tuple(arg.renamed(suffix) if isinstance(arg, Expr) else arg for arg in self.args))
 
     def value(self, at: Mapping[str, Number], sizes: list[Number] | None = None) -> Number:
         """Compute the expression.
@@ -125,6 +134,8 @@ def _factorial(value: Number) -> Number:
     """Return the gamma function of value + 1, so that formulas agree at points between whole numbers too."""
     if abs(value) * _digits(abs(value) + 1) > _MOST_DIGITS:
         raise Undefined("the factorial is too large to compute")
+    if mpmath.mp.dps > _GAMMA_DIGITS and not mpmath.isint(value):
+        raise Undefined("the gamma function takes too long")
     return mpmath.factorial(value)
 
 
@@ -191,10 +202,10 @@ def same(one: Expr, other: Expr) -> bool:
                 name: mpmath.mpf(dice.randint(10**6, 10**8)) / 10**7 * (-1) ** (point + dice.randrange(2))
                 for name in names
             }
-            values = [_value_or_none(each, at) for each in (one, other)]
-            if values[0] is None and values[1] is None:
+            undefined = [_value_or_none(each, at) is None for each in (one, other)]
+            if all(undefined):
                 continue
-            if values[0] is None or values[1] is None or not _close(one, other, at):
+            if any(undefined) or not _close(one, other, at):
                 return False
             compared += 1
             if compared == _POINTS:
