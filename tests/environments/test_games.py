@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import environment_games
 import numpy as np
 import pytest
+from scratch_learning import mean_scores
 
 from jaxrlhf.config import Environment, load
 from jaxrlhf.data.generated import generated_records
@@ -117,6 +118,14 @@ def test_tasks_of_reasoning_gym_are_scored_as_it_scores():
         seen = episode.step(said(f"perhaps <answer> {task['answer']} </answer>"))
         assert (seen.done, seen.reward) == (True, 1.0)
         assert episode.step(said("no idea")).reward == tasks.score_answer("no idea", task) < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_task_of_reasoning_gym_is_learned(tmp_path):
+    letters = Environment(factory=f"{SUPPORT / 'environment_tasks.py'}:letters", turn_tokens=1, cut_turns="close")
+    scores = mean_scores(letters, tmp_path, prompts_per_step=16, max_prompt_tokens=72)
+    assert scores[0] < 0.1 and scores[-1] > 0.5, scores
 
 
 class Countdown:

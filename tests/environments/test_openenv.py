@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("openenv")
 
+from scratch_learning import mean_scores
+
 from jaxrlhf.config import Environment
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply
@@ -20,10 +22,12 @@ LIMIT_S = 300.0
 
 
 @pytest.fixture
-def pool(request, monkeypatch):
+def factory(request, monkeypatch):
+    """The factory of the parameter's name, and the server of its environment."""
+    game, name = request.param
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "--factory", f"openenv_games:{request.param}_app", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", "--factory", f"openenv_games:{game}_app", "--port", str(port)]
     server = subprocess.Popen(command, cwd=SUPPORT)
     monkeypatch.setenv("OPENENV_SERVER", f"http://127.0.0.1:{port}")
     try:
@@ -32,15 +36,19 @@ def pool(request, monkeypatch):
                 if there.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.5)
-        factory = f"{SUPPORT}/openenv_games.py:{request.param}"
-        with EnvironmentPool([Environment(factory=factory, call_s=LIMIT_S)]) as made:
-            yield made
+        yield f"{SUPPORT}/openenv_games.py:{name}"
     finally:
         server.terminate()
         server.wait()
 
 
-@pytest.mark.parametrize("pool", ["path"], indirect=True)
+@pytest.fixture
+def pool(factory):
+    with EnvironmentPool([Environment(factory=factory, call_s=LIMIT_S)]) as made:
+        yield made
+
+
+@pytest.mark.parametrize("factory", [("path", "path")], indirect=True)
 def test_a_game_on_a_server_is_played_to_its_end(pool):
     openings = [pool.start(number, 0, {}, number).result(LIMIT_S) for number in (0, 1)]
     texts = [opening.messages[0]["content"] for opening in openings]
@@ -55,8 +63,16 @@ def test_a_game_on_a_server_is_played_to_its_end(pool):
         assert pool.finish(number).result(LIMIT_S) is None
 
 
-@pytest.mark.parametrize("pool", ["adder"], indirect=True)
+@pytest.mark.parametrize("factory", [("adder", "adder")], indirect=True)
 def test_a_tool_of_an_mcp_server_is_an_action(pool):
     [opened] = pool.start(0, 0, {}, 0).result(LIMIT_S).messages
     told = pool.step(0, Reply("3 4 5", "3 4 5")).result(LIMIT_S)
     assert (opened["content"], told.messages[0]["content"], told.done) == ("Add.", "12", False)
+
+
+@pytest.mark.usefixtures("programs", "undrawn")
+@pytest.mark.parametrize("factory", [("path", "walked")], indirect=True)
+def test_a_game_is_learned(factory, tmp_path):
+    game = Environment(factory=factory, max_turns=6, turn_tokens=1, cut_turns="close", call_s=LIMIT_S, in_flight=8)
+    scores = mean_scores(game, tmp_path, max_response_tokens=48)
+    assert scores[0] < 0.6 and scores[-1] > 0.9, scores

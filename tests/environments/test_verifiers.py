@@ -1,6 +1,5 @@
 """Environments of verifiers play their tasks through the endpoint; their rewards score and train what was sampled."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,10 @@ import pytest
 pytest.importorskip("verifiers.v1")
 
 import verifiers.v1 as vf
-from learning_task import TINY, training
+from scratch_learning import mean_scores
 from served_models import build_engine
-from tiny_runs import records
 
-import jaxrlhf
-from jaxrlhf.config import Agent, Checkpointing, Evaluation, load
+from jaxrlhf.config import Agent
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -45,23 +42,7 @@ def test_a_task_is_played_and_scored_by_its_rewards(harness):
 
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_task_is_learned(tmp_path):
-    config = load("agent_openai")
-    jaxrlhf.run(
-        replace(
-            config,
-            model=TINY,
-            cold_start=None,
-            environment=Agent(program=f"{TASKS}:asked"),
-            actor=training(3e-2),
-            algorithm=replace(config.algorithm, responses_per_update=32),
-            rollout=replace(config.rollout, prompts_per_step=4, responses_per_prompt=8, max_response_tokens=8),
-            steps=20,
-            evaluation=Evaluation(every_steps=0, problems=1),
-            checkpoint=Checkpointing(every_steps=0, keep_best=0),
-            workdir=str(tmp_path),
-        )
-    )
-    scores = [record["score/mean"] for record in records(tmp_path / "metrics.jsonl")]
+    scores = mean_scores(Agent(program=f"{TASKS}:asked"), tmp_path)
     assert scores[0] < 0.75 and scores[-1] > 1.3, scores
 
 

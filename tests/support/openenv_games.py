@@ -14,6 +14,13 @@ ADDRESS = os.environ.get("OPENENV_SERVER", "http://127.0.0.1:1")
 path = OpenEnv(ADDRESS, action=move, view=lambda seen: f"You are at {seen['place']}.", prompt="Go to 3.")
 
 
+def walk(reply):
+    return {"direction": "LEFT" if sum(map(ord, reply.text)) % 2 else "RIGHT"}
+
+
+walked = OpenEnv(ADDRESS, action=walk, view=lambda seen: str(seen["place"]))
+
+
 def add(reply):
     numbers = [int(each) for each in reply.text.split()]
     return {"type": "call_tool", "tool_name": "add", "arguments": {"numbers": numbers}}
