@@ -32,8 +32,12 @@ def expected(model, tokens, temperature=1.0):
 
 @pytest.mark.parametrize(
     ("model", "sizes"),
-    [(MODEL, {}), (LATENT, {}), (MODEL, {"data": 2, "tensor": 2}), (MODEL, {"stage": 2})],
-    ids=["rings", "latent", "sharded", "stages"],
+    [
+        pytest.param(MODEL, {}, id="rings"),
+        pytest.param(MODEL, {"data": 2, "tensor": 2}, id="sharded"),
+        pytest.param(LATENT, {}, id="latent", marks=pytest.mark.slow),
+        pytest.param(MODEL, {"stage": 2}, id="stages", marks=pytest.mark.slow),
+    ],
 )
 def test_scores_are_log_probabilities_of_the_tokens(model, sizes):
     engine = build(model, **sizes)
@@ -53,10 +57,15 @@ def test_scores_are_log_probabilities_of_the_tokens(model, sizes):
             np.testing.assert_array_equal(scores.is_greedy_T[1:], own_T > best_TK[:, 0] - 1e-9)
 
 
+KINDS = {"experts": test_routing.MODEL}
+FURTHER = {"apart": test_rings.APART, "borrowing": test_rings.BORROWING, "rings": MODEL, "latent": LATENT}
+FURTHER |= dict(zip(("states", "spaces", "states borrowed"), test_states.PARAMS, strict=True))
+
+
 @pytest.mark.parametrize(
     "model",
-    [MODEL, LATENT, test_routing.MODEL, test_rings.APART, test_rings.BORROWING, *test_states.PARAMS],
-    ids=["rings", "latent", "experts", "apart", "borrowing", "states", "spaces", "states borrowed"],
+    [*KINDS.values(), *(pytest.param(model, marks=pytest.mark.slow) for model in FURTHER.values())],
+    ids=[*KINDS, *FURTHER],
 )
 def test_unstacked_layers_score_alike(model):
     """An engine that serves has deleted the stacks of its layers."""

@@ -18,11 +18,12 @@ from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, Checkpointing, Layout, Lora, Nnx, Training
+from jaxrlhf.engine import Engine
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.planner.problem import question_of
-from jaxrlhf.sharding.mesh import factored_mesh
-from jaxrlhf.sharding.rules import TRAIN, shardings
+from jaxrlhf.sharding.mesh import SLOT_AXES, factored_mesh, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -100,6 +101,18 @@ def test_packed_sequences_are_what_the_module_says_of_each(shown, model, params)
     packed_W = logp(model, params, token_RW, position_RW, segment_RW)[0]
     np.testing.assert_allclose(packed_W[1:4], first, atol=1e-5)
     np.testing.assert_allclose(packed_W[5:9], second, atol=1e-5)
+
+
+def test_an_engine_scores_its_tokens(model, params):
+    mesh = mesh_of({"data": 1}, jax.devices()[:1])
+    sizes = {"slots": 2, "max_prompt_tokens": 8, "max_response_tokens": 4, "decode_tokens_per_dispatch": 2}
+    engine = Engine(model, mesh, stop_tokens=(), slot_axes=SLOT_AXES, **sizes)
+    params = jax.device_put(params, shardings(mesh, param_dims(model, "lm"), GENERATE))
+    engine.load(params, version=0, donated=jax.tree.map(lambda _: True, params))
+    tokens = [5, 9, 2, 7, 1]
+    expected_W = logp(model, params, jnp.array([tokens]), jnp.arange(5)[None], jnp.ones((1, 5), int))[0]
+    [scores] = engine.score([tokens])
+    np.testing.assert_allclose(scores.logp_T[1:], expected_W[1:], atol=1e-5)
 
 
 def test_a_value_head_is_one_vector_more(model):

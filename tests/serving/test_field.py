@@ -1,5 +1,7 @@
 """Answers and refusals of a server that were wrong in the field, and others of their kinds."""
 
+from types import SimpleNamespace
+
 import pytest
 from chat_families import small_tokenizer, tokenizer_of
 from scripted_models import Api
@@ -10,6 +12,7 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.data.tokenizer import TokenBytes, decoder, embedded_tokenizer, pieces_of
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.sequence import SequenceState, WindowTokens
+from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.texts import TextStream
 
 
@@ -341,6 +344,17 @@ def test_variables_of_the_chat_template_are_set():
     assert "Reasoning: high" in api.prompt()
     api.choice()
     assert "Reasoning: medium" in api.prompt()
+
+
+def test_json_is_not_asked_of_a_prompt_that_opens_reasoning(monkeypatch):
+    monkeypatch.setattr(ServedModel, "grammars", SimpleNamespace(constraint=lambda schema, stops: None))
+    api = Api(tokenizer_of("qwen3.5"), "{}")
+    json_wanted = {"response_format": {"type": "json_object"}}
+    error = api.chat(**json_wanted).json()["error"]
+    assert error["param"] == "response_format" and "chat_template_kwargs" in error["message"]
+    choice = api.choice(chat_template_kwargs={"enable_thinking": False}, **json_wanted)
+    assert choice["message"]["content"] == "{}"
+    assert Api(tokenizer_of("qwen3"), "{}").choice(**json_wanted)["message"]["content"] == "{}"
 
 
 def test_a_model_is_found_by_its_name():

@@ -77,7 +77,10 @@ def gsm8k():
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.real)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("tiny", marks=pytest.mark.slow), pytest.param("smollm2", marks=pytest.mark.real)],
+)
 def checkpoint(request, tmp_path_factory):
     if request.param == "tiny":
         path = write_policy(tmp_path_factory.mktemp("policy") / "tiny")
