@@ -43,11 +43,11 @@ def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
     """Return a sentence that recommends a schedule and its placement."""
     best, first = recommended(scheduled), scheduled[0].prediction
     if best is None:
-        return "no schedule is faster than the synchronous one: leave rollout.staleness at 0"
+        return "no schedule is faster than the synchronous one; set rollout.staleness=0"
     result = best.prediction
     return (
-        f"{placement_text(best.plan.pools)} at staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s a "
-        f"step, {first.step_s / result.step_s:.2f} times as fast, from tokens {result.age_mean:.2f} versions old"
+        f"{placement_text(best.plan.pools)} with staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s "
+        f"per step, {first.step_s / result.step_s:.2f} times as fast, mean age {result.age_mean:.2f} versions"
     )
 
 
