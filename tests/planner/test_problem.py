@@ -224,7 +224,7 @@ def test_supervised_training_has_one_update_of_its_examples():
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower it"),
+        ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower the mean"),
         ((None, 301), "a mean of 301 response_tokens is above rollout.max_response_tokens=300"),
         ((0, None), "the mean prompt_tokens must be above 0 and finite, got 0"),
         ((math.inf, None), "the mean prompt_tokens must be above 0 and finite, got inf"),

@@ -19,13 +19,22 @@ def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
     table = Table(title="schedules, simulated", **LOOK)
     for heading in ("staleness", "placement"):
         table.add_column(heading)
-    for heading in ("step s", "times", "generates idle", "learns idle", "slots used", "age", "most", "again"):
+    for heading in (
+        "step s",
+        "speedup",
+        "generation idle",
+        "learning idle",
+        "slots used",
+        "age",
+        "max age",
+        "recomputed",
+    ):
         table.add_column(heading, justify="right")
     first = scheduled[0].prediction.step_s
     for one in scheduled[: 1 + _SHOWN]:
         result, schedule = one.prediction, one.schedule
         shares = (result.generation_idle, result.learning_idle, result.slots_in_use)
-        more = f", {schedule.over_provision:g} steps' groups" if schedule.over_provision > 1 else ""
+        more = f", over-provision {schedule.over_provision:g}" if schedule.over_provision > 1 else ""
         cells = [f"{schedule.staleness}{more}", placement_text(one.plan.pools)]
         cells += [seconds_text(result.step_s), f"{first / result.step_s:.2f}", *(f"{share:.0%}" for share in shares)]
         cells += [f"{result.age_mean:.2f}", str(result.age_max), f"{result.recomputed:.1%}"]
