@@ -11,15 +11,15 @@ from jaxrlhf.config import Refusal, run_command
 from jaxrlhf.version import __version__
 
 COMMANDS = {
-    "train": "run a configuration: reinforcement learning, supervised or on preferences",
-    "evaluate": "accuracy of a policy on held-out problems, greedy or pass@k",
-    "generate": "write a policy's completions of a file of prompts, all of them or the best by a reward",
-    "view": "see runs in the browser",
-    "serve": "a policy behind OpenAI's API",
-    "chat": "talk to a policy or a server in the terminal",
+    "train": "train with a configuration: reinforcement learning, supervised or preferences",
+    "evaluate": "measure the accuracy of a policy on held-out problems, greedy or pass@k",
+    "generate": "generate completions of a file of prompts: all, or the best by a reward",
+    "view": "show runs in the browser",
+    "serve": "serve a policy with OpenAI's API",
+    "chat": "chat with a policy or a server in the terminal",
     "plan": "find the best placement of a run on devices",
-    "export": "write a run's policy as a Hugging Face checkpoint",
-    "convert": "write a Hugging Face checkpoint's weights with orbax, for many hosts to read",
+    "export": "write the policy of a run as a Hugging Face checkpoint",
+    "convert": "write the weights of a Hugging Face checkpoint with orbax, for loading on many hosts",
 }
 """Commands with a description each."""
 
@@ -35,7 +35,7 @@ def _command() -> None:
         width = max(map(len, COMMANDS))
         print("usage: jaxrlhf COMMAND ...\n")
         print("\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items()))
-        print("\njaxrlhf COMMAND --help says more, with examples.")
+        print("\njaxrlhf COMMAND --help describes a command, with examples.")
         return
     if name == "--version":
         print(f"jaxrlhf {__version__}")
@@ -43,7 +43,7 @@ def _command() -> None:
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise Refusal(f"there is no command {name!r}; there are {', '.join(COMMANDS)}{hint}")
+        raise Refusal(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}{hint}")
     sys.argv = [f"jaxrlhf {name}", *rest]
     importlib.import_module(f"jaxrlhf.{name}").main()
 

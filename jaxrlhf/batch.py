@@ -69,8 +69,8 @@ class SeenPrompt(tuple[int, ...]):
             return tokens
         numbers = list(tokens)
         for image in images:
-            drawn = hashlib.shake_128(image.digest.encode()).digest(8 * image.tokens)
-            below_zero = -1 - (np.frombuffer(drawn, "<u8") >> np.uint64(1)).astype(np.int64)
+            digest = hashlib.shake_128(image.digest.encode()).digest(8 * image.tokens)
+            below_zero = -1 - (np.frombuffer(digest, "<u8") >> np.uint64(1)).astype(np.int64)
             numbers[image.start : image.start + image.tokens] = below_zero.tolist()
         prompt = cls(numbers)
         prompt.tokens, prompt.images = tokens, images
@@ -123,8 +123,8 @@ class Problem:
         texts = [str(message.get("content") or "") for message in self.messages]
         if len(texts) == 1:
             return texts[0]
-        said = [f"{message['role']}: {text}" for message, text in zip(self.messages, texts, strict=True)]
-        return "\n\n".join(said) or None
+        turns = [f"{message['role']}: {text}" for message, text in zip(self.messages, texts, strict=True)]
+        return "\n\n".join(turns) or None
 
 
 def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:

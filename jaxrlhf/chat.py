@@ -31,24 +31,24 @@ def main() -> None:
         prog="jaxrlhf chat",
         description="Chat with a policy or a server.",
         examples=[
-            ("runs/ppo_gsm8k --system 'Be brief.'", "with a run's policy"),
-            ("runs/grpo_shapes --vision", "with a policy that sees: /image FILE shows an image"),
+            ("runs/ppo_gsm8k --system 'Be brief.'", "with the policy of a run"),
+            ("runs/grpo_shapes --vision", "with a vision-language policy: /image FILE attaches an image"),
             ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, a directory, GGUF file or hub id, or a server's address")
-    command.add_argument("--vision", action="store_true", help="load the policy with its vision tower")
-    command.add_argument("--model", help="name of a server's model; default: its first")
-    command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")
+    command.add_argument("policy", help="workdir of a run, directory, GGUF file, hub id, or address of a server")
+    command.add_argument("--vision", action="store_true", help="also load the vision tower of the policy")
+    command.add_argument("--model", help="name of the model on the server; default: its first model")
+    command.add_argument("--key", help="API key of the server; default: the environment variable OPENAI_API_KEY")
     command.add_argument("--system", help="system prompt")
-    command.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest tokens")
+    command.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy")
     command.add_argument("--seed", type=int, help="sampling seed; equal seeds give equal answers")
     add_engine_flags(command, slots=1)
     flags: argparse.Namespace = command.parse_args()
     loading = [name for name in _LOADING if getattr(flags, name) != command.get_default(name)]
     if loading and flags.policy.startswith(_ADDRESS):
         given = ", ".join(f"--{name}" for name in loading)
-        raise Refusal(f"{given}: for a policy that is loaded here, and {flags.policy} is a server; drop them")
+        raise Refusal(f"{given} cannot be used with a server, got {flags.policy}; remove these flags")
 
     from jaxrlhf.tracking import default_console
     from jaxrlhf.trainer.failures import one_message
@@ -66,8 +66,8 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
     from jaxrlhf.data.images import data_url
     from jaxrlhf.tracking import default_console, visible
 
-    begun = [{"role": "system", "content": flags.system}] if flags.system else []
-    messages, console, images = list(begun), default_console(), list[dict[str, Any]]()
+    initial = [{"role": "system", "content": flags.system}] if flags.system else []
+    messages, console, images = list(initial), default_console(), list[dict[str, Any]]()
     while True:
         try:
             words = ask().strip()
@@ -77,7 +77,7 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
             return
         before = list(messages)
         if words == "/new":
-            messages, images = list(begun), []
+            messages, images = list(initial), []
             continue
         if words.startswith("/image "):
             try:
@@ -91,32 +91,32 @@ def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[]
         elif words == "/again":
             continue
         else:
-            said_now: Any = [*images, {"type": "text", "text": words}] if images else words
-            messages.append({"role": "user", "content": said_now})
+            content: Any = [*images, {"type": "text", "text": words}] if images else words
+            messages.append({"role": "user", "content": content})
             images = []
         options = {} if flags.seed is None else {"seed": flags.seed}
         options |= {} if flags.max_tokens is None else {"max_tokens": flags.max_tokens}
-        said = ""
+        answer = ""
         try:
             stream = client.chat.completions.create(
                 model=model, messages=messages, temperature=flags.temperature, stream=True, **options
             )
             for choice in (event.choices[0] for event in stream if event.choices):
-                thought = getattr(choice.delta, "reasoning_content", None)
-                if thought:
-                    console.print(visible(thought), end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+                thinking = getattr(choice.delta, "reasoning_content", None)
+                if thinking:
+                    console.print(visible(thinking), end="", style="dim", markup=False, highlight=False, soft_wrap=True)
                 console.print(
                     visible(choice.delta.content or ""), end="", markup=False, highlight=False, soft_wrap=True
                 )
-                said += choice.delta.content or ""
+                answer += choice.delta.content or ""
                 if choice.finish_reason == "length":
-                    console.print(" [dim](cut at its limit)[/dim]", end="")
+                    console.print(" [dim](truncated at the token limit)[/dim]", end="")
             console.print()
         except APIError as error:
             console.print(visible(error.message), style="red", markup=False, highlight=False)
             messages = before
             continue
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
@@ -129,9 +129,9 @@ def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
         try:
             names = [flags.model] if flags.model else [model.id for model in client.models.list()]
         except APIError as error:
-            raise Refusal(f"{flags.policy} does not answer as OpenAI's API ({error.message}); is it up?") from error
+            raise Refusal(f"{flags.policy} does not answer with OpenAI's API ({error.message}); start it") from error
         if not names:
-            raise Refusal(f"{flags.policy} lists no models; name one with --model")
+            raise Refusal(f"{flags.policy} lists no models; give --model NAME")
         return client, names[0]
     from jaxrlhf.engine import EngineService
     from jaxrlhf.serving.served import ServedModel

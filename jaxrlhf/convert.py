@@ -17,10 +17,10 @@ def main() -> None:
     command = CommandLine(
         prog="jaxrlhf convert",
         description="Write the weights of a Hugging Face checkpoint with orbax.",
-        examples=[("Qwen/Qwen3-8B models/qwen3", "to start from on many hosts, with --model.path models/qwen3")],
+        examples=[("Qwen/Qwen3-8B models/qwen3", "start from the result on many hosts with --model.path models/qwen3")],
     )
     command.add_argument("model", help="local directory or hub id, such as Qwen/Qwen3-0.6B")
-    command.add_argument("directory", help="where the converted checkpoint goes; all hosts have to see it")
+    command.add_argument("directory", help="directory for the converted checkpoint, visible to all hosts")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the files")
     command.add_argument("--multihost", action="store_true", help="join all hosts on which this command was started")
     flags: argparse.Namespace = command.parse_args()

@@ -304,8 +304,8 @@ class EpisodeRecord:
     @property
     def messages(self) -> list[Message]:
         """Messages of the whole conversation."""
-        told = [message for turn in self.turns for message in (turn.reply.message, *turn.observed)]
-        return [*self.opening, *told]
+        exchanged = [message for turn in self.turns for message in (turn.reply.message, *turn.observed)]
+        return [*self.opening, *exchanged]
 
     @property
     def answer(self) -> str:

@@ -24,19 +24,19 @@ def main() -> None:
         return _tasks()
     command = CommandLine(
         prog="jaxrlhf evaluate",
-        description="Evaluate a policy on held-out problems, or in tasks of lm_eval, with other flags: `jaxrlhf "
-        "evaluate --tasks NAMES --help`.",
+        description="Evaluate a policy on held-out problems; for tasks of lm_eval see `jaxrlhf evaluate --tasks NAMES "
+        "--help`.",
         examples=[
             ("--config ppo_gsm8k", "greedy accuracy of the newest checkpoint of runs/ppo_gsm8k"),
             ("--config ppo_gsm8k --step 40 --samples 8", "pass@k of another checkpoint"),
-            ("--config ppo_gsm8k --policy Qwen/Qwen2.5-0.5B-Instruct", "of a checkpoint of the hub"),
+            ("--config ppo_gsm8k --policy Qwen/Qwen2.5-0.5B-Instruct", "accuracy of a checkpoint of the hub"),
             ("runs/ppo_gsm8k --tasks arc_easy,hellaswag", "scores in tasks of lm_eval"),
         ],
     )
-    command.add_argument("--policy", default=None, help="a run's workdir, Hugging Face directory, GGUF file or hub id")
-    command.add_argument("--step", type=int, default=None, help="checkpoint of the run; default: the newest")
+    command.add_argument("--policy", default=None, help="workdir of a run, Hugging Face directory, GGUF file or hub id")
+    command.add_argument("--step", type=int, default=None, help="step of the checkpoint; default: the newest")
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")
-    command.add_argument("--show", type=int, default=5, help="answers to print")
+    command.add_argument("--show", type=int, default=5, help="number of answers to print")
     config, flags = command.parse_config()
     if flags.samples < 1:
         raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
@@ -54,37 +54,37 @@ def _tasks() -> None:
     """Run the command for tasks of lm_eval."""
     command = CommandLine(
         prog="jaxrlhf evaluate",
-        description="Evaluate a policy in tasks of EleutherAI's lm-evaluation-harness (pip install "
+        description="Evaluate a policy on tasks of EleutherAI's lm-evaluation-harness (pip install "
         "'jaxrlhf[evaluate]').",
         examples=[
             ("runs/my_run --tasks arc_easy,hellaswag --limit 100", "100 examples of each of two tasks"),
             ("model.gguf --tasks my_task --include-path tasks --dtype float32", "a task of a YAML file in tasks/"),
-            ("runs/my_run --tasks gsm8k --num-fewshot 5 --apply-chat-template", "as a chat with five examples"),
+            ("runs/my_run --tasks gsm8k --num-fewshot 5 --apply-chat-template", "as chats with five examples"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
+    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
     command.add_argument(_TASKS, required=True, help="names of tasks, separated by commas")
-    command.add_argument("--include-path", type=Path, help="folder of further tasks, in YAML files of lm_eval's form")
-    command.add_argument("--limit", type=float, help="examples of each task, or their share if below 1; default: all")
-    command.add_argument("--num-fewshot", type=int, help="solved examples before each; default: what the task says")
-    command.add_argument("--apply-chat-template", action="store_true", help="write examples as chats")
+    command.add_argument("--include-path", type=Path, help="folder with more tasks, as YAML files of lm_eval")
+    command.add_argument("--limit", type=float, help="examples per task, or their share if below 1; default: all")
+    command.add_argument("--num-fewshot", type=int, help="solved examples in the prompt; default: as in the task")
+    command.add_argument("--apply-chat-template", action="store_true", help="apply the chat template to examples")
     command.add_argument("--output-path", type=Path, help="JSON file for the results")
     add_engine_flags(command)
     flags: argparse.Namespace = command.parse_args()
     tasks = [name.strip() for name in flags.tasks.split(",") if name.strip()]
     if not tasks:
-        raise Refusal("--tasks names no task; give names separated by commas")
+        raise Refusal("--tasks is empty; give names separated by commas")
     for name, value, least in (("--limit", flags.limit, 0), ("--num-fewshot", flags.num_fewshot, -1)):
         if value is not None and not value > least:
             raise Refusal(f"{name} must be {'above 0' if least == 0 else '0 or more'}, got {value:g}")
     if flags.include_path is not None and not flags.include_path.is_dir():
-        raise Refusal(f"--include-path {flags.include_path} is no folder; give the folder of the YAML files")
+        raise Refusal(f"--include-path {flags.include_path} is not a folder; give a folder with YAML files")
     if flags.output_path is not None:
         check_file("--output-path", flags.output_path, ".json")
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
-        raise Refusal("--tasks needs the package lm_eval; pip install 'jaxrlhf[evaluate]'") from error
+        raise Refusal("--tasks requires the package lm_eval; pip install 'jaxrlhf[evaluate]'") from error
 
     from jaxrlhf.trainer.failures import one_message
     from jaxrlhf.trainer.served_policy.harness import evaluate_tasks

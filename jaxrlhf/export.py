@@ -21,14 +21,14 @@ def main() -> None:
         description="Write a Hugging Face checkpoint.",
         examples=[
             ("runs/ppo_gsm8k my_policy", "the newest checkpoint of a run"),
-            ("runs/ppo_gsm8k my_policy --step 40 --dtype bfloat16 --merge", "another one, adapters merged"),
-            ("runs/ppo_gsm8k my_policy --push me/my-policy", "to the hub as well"),
-            ("runs/ppo_gsm8k my_policy --gguf my_policy.gguf --gguf-type q8_0", "for llama.cpp as well"),
+            ("runs/ppo_gsm8k my_policy --step 40 --dtype bfloat16 --merge", "another checkpoint, with merged adapters"),
+            ("runs/ppo_gsm8k my_policy --push me/my-policy", "also upload to the hub"),
+            ("runs/ppo_gsm8k my_policy --gguf my_policy.gguf --gguf-type q8_0", "also write a GGUF file for llama.cpp"),
         ],
     )
     command.add_argument("run", help="workdir of a run, such as runs/ppo_arithmetic, or a converted checkpoint")
-    command.add_argument("directory", help="where the checkpoint goes")
-    command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
+    command.add_argument("directory", help="directory for the checkpoint")
+    command.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     add_flags(command)
     flags = command.parse_args()
 

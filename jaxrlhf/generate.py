@@ -51,31 +51,31 @@ def main() -> None:
     """Run the command."""
     command = CommandLine(
         prog="jaxrlhf generate",
-        description="Write completions of a file of prompts. Settings are those of --config or, without one, of a file "
-        "with a field 'prompt': --data.prompt-key, --system-prompt, --rollout.max-response-tokens, "
-        "--rollout.sampling.temperature, --rewards.parts.0 and others can be given. --rollout.prompts-per-step "
-        "prompts are answered and written together.",
+        description="Generate completions of a file of prompts. Settings are those of --config or, without --config, "
+        "of a file with a field 'prompt'; --data.prompt-key, --system-prompt, --rollout.max-response-tokens, "
+        "--rollout.sampling.temperature, --rewards.parts.0 and others can be given. --rollout.prompts-per-step prompts "
+        "are completed and written at a time.",
         examples=[
             ("Qwen/Qwen2.5-0.5B-Instruct prompts.jsonl answers.jsonl", "one greedy answer to each prompt"),
-            ("runs/my_run prompts.parquet answers.parquet --samples 8", "eight sampled answers"),
-            ("runs/my_run prompts.jsonl answers.jsonl --data.image-key images", "about images"),
+            ("runs/my_run prompts.parquet answers.parquet --samples 8", "eight sampled answers to each prompt"),
+            ("runs/my_run prompts.jsonl answers.jsonl --data.image-key images", "for prompts with images"),
             (
                 "runs/my_run train.jsonl best.jsonl --samples 8 --best --reward MathReward --data.answer-key answer",
-                "the best",
+                "the best answer by a reward",
             ),
-            ("runs/my_run train.jsonl best.jsonl --samples 8 --best --reward mine.py:score", "by a function of yours"),
+            ("runs/my_run train.jsonl best.jsonl --samples 8 --best --reward mine.py:score", "by your own function"),
             ("runs/my_run train.jsonl best.jsonl --samples 8 --best --config my_run.py", "by the rewards of a run"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
+    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
     command.add_argument("prompts", help="file of prompts: JSON lines, JSON or parquet")
     command.add_argument("out", help="file of completions: .jsonl or .parquet")
     command.add_argument(
         "--samples", type=int, default=1, help="answers per prompt; one is greedy, several are sampled"
     )
     command.add_argument("--best", action="store_true", help="keep only the answer with the highest score")
-    command.add_argument("--reward", help="reward that scores: a class such as MathReward, or file.py:function")
-    command.add_argument("--step", type=int, help="checkpoint of a run; default: the newest")
+    command.add_argument("--reward", help="reward for scores: a class such as MathReward, or file.py:function")
+    command.add_argument("--step", type=int, help="step of a run's checkpoint; default: the newest")
     config, flags = command.parse_config(implied=_reward_settings, default=_default())
     _check(flags)
     scored = flags.reward is not None or flags.config is not None
@@ -125,10 +125,10 @@ def _check(flags: Namespace) -> None:
     if flags.samples < 1:
         raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
     if flags.best and flags.reward is None and flags.config is None:
-        raise Refusal("--best keeps the answer with the highest score, and nothing scores; give --reward or --config")
+        raise Refusal("--best requires scores; give --reward or --config")
     check_file("OUT", Path(flags.out), ".jsonl", ".parquet")
     if Path(flags.out).exists():
-        raise Refusal(f"{flags.out} is there already; name another file, or delete it")
+        raise Refusal(f"{flags.out} already exists; choose another file, or delete this file")
 
 
 def _answering(config: Config, prompts: str) -> Config:

@@ -45,7 +45,7 @@ def _header(content: bytes) -> Iterator[Any]:
     known = [name for name in FORMATS if name in PIL.Image.OPEN]
     with PIL.Image.open(io.BytesIO(content), formats=known) as picture:
         if picture.width * picture.height > MOST_PIXELS:
-            raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS}")
+            raise ValueError(f"the image has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS}")
         yield picture
 
 
@@ -87,8 +87,8 @@ def _grey(picture: Any) -> Any:
         scaled = pixels
     else:
         raise ValueError(
-            f"its numbers, of the mode {picture.mode}, are {pixels.min():g} to {pixels.max():g}, and nothing says "
-            "which one is white; scale them to 0 to 255"
+            f"pixel values of mode {picture.mode} are from {pixels.min():g} to {pixels.max():g}, and the value of "
+            "white is unknown; scale them to 0 to 255"
         )
     levels = np.round(scaled).astype(np.uint8)
     clear = picture.info.get("transparency")

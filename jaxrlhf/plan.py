@@ -39,28 +39,28 @@ def main() -> None:
         prog="jaxrlhf plan",
         description="Find the best placement of a run on devices.",
         examples=[
-            ("--config ppo_gsm8k --model.path Qwen/Qwen2.5-7B-Instruct --hardware h100x4", "on devices to be rented"),
+            ("--config ppo_gsm8k --model.path Qwen/Qwen2.5-7B-Instruct --hardware h100x4", "on other devices"),
             ("--config ppo_gsm8k --hardware v5p-16 --compile", "checked by the chip's own compiler"),
         ],
     )
     command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a file of scripts/calibrate.py")
-    command.add_argument("--plans", type=int, default=5, metavar="N", help="how many to show, one of each placement")
+    command.add_argument("--plans", type=int, default=5, metavar="N", help="plans to show, one per placement")
     command.add_argument(
-        "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the longest"
+        "--prompt-tokens", type=float, metavar="N", help="expected mean prompt length; default: the maximum"
     )
-    command.add_argument("--response-tokens", type=float, metavar="N", help="mean response length; default: longest")
-    command.add_argument("--picture", metavar="FILE", help="where the timeline goes; default: plan_NAME.png")
+    command.add_argument("--response-tokens", type=float, metavar="N", help="mean response length; default: maximum")
+    command.add_argument("--picture", metavar="FILE", help="file for the timeline; default: plan_NAME.png")
     command.add_argument("--json", action="store_true", help="print only one JSON object; draw only with --picture")
-    command.add_argument("--afresh", action="store_true", help="also search pools, layouts and offload that are set")
+    command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload even if they are set")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
-    command.add_argument("--cluster", choices=["ray", "None"], help="plan for hosts joined by Ray, as `train` does")
+    command.add_argument("--cluster", choices=["ray", "None"], help="plan for hosts joined by Ray, as in `train`")
     command.add_argument(
-        "--staleness", type=int, metavar="K", help="simulate this rollout.staleness next to 0; default: as configured"
+        "--staleness", type=int, metavar="K", help="also simulate this rollout.staleness; default: as configured"
     )
     command.add_argument("--over-provision", type=float, metavar="F", help="with this rollout.over_provision, 1 to 2")
-    command.add_argument("--lengths", metavar="FILE", help="response lengths of a run, its samples.jsonl")
+    command.add_argument("--lengths", metavar="FILE", help="response lengths from a run's samples.jsonl")
     command.add_argument("--length-mean", type=float, metavar="N", help="mean of lognormal response lengths")
-    command.add_argument("--length-tail", type=float, metavar="N", help="99th percentile of these lengths")
+    command.add_argument("--length-tail", type=float, metavar="N", help="99th percentile of lognormal response lengths")
     config, flags = command.parse_config(implied=on_cluster)
     if flags.plans < 1:
         raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
@@ -82,8 +82,8 @@ def _plan(written: Config, flags: Namespace) -> None:
 
     config = planner.freed(written) if flags.afresh else written
     hardware = planner.hardware_of(config, flags.hardware)
-    drawn = _lengths(config, flags)
-    mean = flags.response_tokens if drawn is None else drawn.mean
+    distribution = _lengths(config, flags)
+    mean = flags.response_tokens if distribution is None else distribution.mean
     lengths = planner.Lengths(flags.prompt_tokens, mean)
     question = planner.question_of(config, hardware, lengths=lengths)
     found = search(question.problem, keep=max(2, flags.plans))  # two, to explain why the second is worse
@@ -95,8 +95,8 @@ def _plan(written: Config, flags: Namespace) -> None:
         ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
     # On one pool a staleness of whole batches gains nothing, so no schedules are simulated for it.
     if flags.staleness is not None or (ahead and (more > 1 or config.generates_apart)):
-        drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
-        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more)
+        distribution = distribution or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
+        scheduled = predictions(question.problem, best, distribution, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))
     if flags.picture is not None:
         title = planner.timeline_title(config, hardware)
@@ -145,11 +145,11 @@ def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":
 
     ways = [flags.lengths is not None, flags.length_mean is not None, flags.response_tokens is not None]
     if sum(ways) > 1:
-        raise Refusal("--lengths, --length-mean and --response-tokens each say how long responses are; give one")
+        raise Refusal("--lengths, --length-mean and --response-tokens all set response lengths; give only one of them")
     if (flags.length_mean is None) != (flags.length_tail is None):
-        raise Refusal("--length-mean and --length-tail are of one distribution; give both")
+        raise Refusal("--length-mean and --length-tail require each other; give both")
     if flags.over_provision is not None and flags.staleness is None:
-        raise Refusal("--over-provision puts off groups as often as --staleness allows; give that too")
+        raise Refusal("--over-provision requires --staleness, which allows postponed groups; give both")
     if flags.lengths is not None:
         return read_lengths(flags.lengths)
     if flags.length_mean is not None:
@@ -187,11 +187,11 @@ def _compile(
 def _advice(code: str) -> str:
     """Return advice on how to run the plan."""
     if not code:
-        return "the configuration runs the best plan as it is"
+        return "the configuration already has the best plan"
     return (
-        "to run it, paste into the configuration file:\n\n"
+        "to use the best plan, paste this into the configuration file:\n\n"
         f"from jaxrlhf.config import Layout, Pool, override\n\n{code}\n\n"
-        "or set placement='auto', and every start of the run plans for the devices it finds"
+        "or set placement='auto' to plan at every start, for the devices that are found"
     )
 
 

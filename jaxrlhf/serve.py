@@ -16,25 +16,25 @@ def main() -> None:
     """Run the command."""
     command = CommandLine(
         prog="jaxrlhf serve",
-        description="Serve a policy as OpenAI's API.",
+        description="Serve a policy with OpenAI's API.",
         examples=[
             ("runs/ppo_gsm8k", "the newest checkpoint of a run, at 127.0.0.1:8000"),
             ("Qwen/Qwen2.5-0.5B-Instruct --port 9000 --slots 64", "a checkpoint of the hub"),
         ],
     )
-    command.add_argument("policy", help="a run's workdir, Hugging Face directory, GGUF file or hub id")
-    command.add_argument("--vision", action="store_true", help="with its vision tower: chats may have images")
-    command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's")
-    command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")
-    command.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
-    command.add_argument("--token", help="key that requests must bear; default: a new one, which is printed")
+    command.add_argument("policy", help="workdir of a run, Hugging Face directory, GGUF file or hub id")
+    command.add_argument("--vision", action="store_true", help="also load the vision tower, for chats with images")
+    command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's path")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free port")
+    command.add_argument("--token", help="API key that requests need; default: a new key, which is printed")
     command.add_argument("--no-token", action="store_true", help="accept requests without a key")
-    command.add_argument("--requests", type=int, default=1024, help="requests under way at once, at most")
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer, at most")
+    command.add_argument("--requests", type=int, default=1024, help="largest number of requests in progress")
+    command.add_argument("--timeout", type=float, default=600.0, help="time limit of an answer in seconds")
     add_engine_flags(command)
     flags: argparse.Namespace = command.parse_args()
     if flags.token and flags.no_token:
-        raise Refusal("--token and --no-token contradict each other; give one")
+        raise Refusal("--token and --no-token cannot be combined; give only one")
     flags.name = flags.name or Path(flags.policy).name or Path(flags.policy).resolve().name  # the name of "." is empty
     limits = ServingLimits(requests=flags.requests, request_s=flags.timeout)
     token = None if flags.no_token else flags.token or f"sk-{secrets.token_urlsafe(24)}"
@@ -58,7 +58,7 @@ def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -
         model = ServedModel(flags.name, service, *parts, today=True)
         with Server(model, host=flags.host, port=flags.port, token=token) as server:
             print(f"serving {flags.name} at {server.address}/v1", flush=True)
-            print("no key is asked for" if token is None else f"key: {token}", flush=True)
+            print("no key is required" if token is None else f"key: {token}", flush=True)
             server.wait()
 
 

@@ -25,22 +25,22 @@ def main() -> None:
         prog="jaxrlhf train",
         description="Train a language model with RL.",
         examples=[
-            ("--config ppo_arithmetic", "a run that needs no download"),
+            ("--config ppo_arithmetic", "a run without downloads"),
             ("--config grpo_gsm8k --model.path Qwen/Qwen2.5-0.5B-Instruct --actor.lora.rank 16", "with adapters"),
-            ("--config my_run.py --dry-run", "check settings and data, and stop"),
-            ("--config my_run.py --export my_model", "write what was trained for Hugging Face"),
-            ("--config my_run.py --export my_model --push me/my-model --private", "and upload it"),
+            ("--config my_run.py --dry-run", "check settings and data, then stop"),
+            ("--config my_run.py --export my_model", "also write the trained model as a Hugging Face checkpoint"),
+            ("--config my_run.py --export my_model --push me/my-model --private", "also upload the model"),
         ],
     )
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
     command.add_argument(
         "--cluster",
         choices=["ray", "None"],
-        help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
-        "--devices and --cluster.devices-per-host say how many hosts; None is this process alone",
+        help="run on hosts joined by Ray, on a cluster started on this machine or the cluster at --cluster.address; "
+        "--devices and --cluster.devices-per-host set the number of hosts; None runs in this process",
     )
     command.add_argument(
-        "--export", dest="directory", metavar="DIRECTORY", help="write what was trained there, for Hugging Face"
+        "--export", dest="directory", metavar="DIRECTORY", help="directory for the trained Hugging Face model"
     )
     add_flags(command)
     config, flags = command.parse_config(implied=on_cluster)

@@ -17,15 +17,15 @@ def main() -> None:
         examples=[("runs/", "all runs of a folder, side by side")],
     )
     command.add_argument("folder", nargs="?", default="runs", help="folder with the workdirs of runs; default: runs")
-    command.add_argument("--port", type=int, default=6060, help="port to listen at; 0 takes a free one")
+    command.add_argument("--port", type=int, default=6060, help="port to listen on; 0 chooses a free port")
     flags = command.parse_args()
     try:
         from jaxrlhf.viewer import ViewServer
         from jaxrlhf.viewer.run_files import RunFiles
     except ModuleNotFoundError as error:
-        raise Refusal(f"the view needs {error.name}, which is not installed: pip install 'jaxrlhf[view]'") from error
+        raise Refusal(f"view needs {error.name}, which is not installed: pip install 'jaxrlhf[view]'") from error
     with ViewServer(RunFiles(Path(flags.folder)), port=flags.port) as server:
-        print(f"runs in {flags.folder} at {server.address} (Ctrl-C ends it)", flush=True)
+        print(f"runs in {flags.folder} at {server.address} (stop with Ctrl-C)", flush=True)
         server.wait()
 
 

@@ -94,8 +94,7 @@ class ClipCov(GRPO):
         super().__post_init__()
         require(
             self.covariance_low < self.covariance_high,
-            f"ClipCov samples tokens whose covariance lies between covariance_low={self.covariance_low} and "
-            f"covariance_high={self.covariance_high}; the first must be the smaller",
+            f"ClipCov.covariance_low={self.covariance_low} must be below covariance_high={self.covariance_high}",
         )
 
 

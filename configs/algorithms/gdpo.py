@@ -56,11 +56,11 @@ def learn(roles: Roles, work: StepInput["GDPO"], batch: ScoredRollout) -> StepRe
         weights[ENVIRONMENT] = 1.0
 
     def advantage(returns: grpo.Returns) -> Array:
-        weighed = {name: weight for name, weight in weights.items() if weight}
-        part_KB = np.stack([value_of(batch.scores).parts[name] for name in weighed])
+        weighted = {name: weight for name, weight in weights.items() if weight}
+        part_KB = np.stack([value_of(batch.scores).parts[name] for name in weighted])
         if environment is not None and batch.record_E is not None:
             part_KB = np.where(truncated_with(environment, list(batch.record_E), "zero"), 0, part_KB)
-        return decoupled(part_KB, np.array([*weighed.values()]), returns.scorable_B, returns.prompt_id_B)
+        return decoupled(part_KB, np.array([*weighted.values()]), returns.scorable_B, returns.prompt_id_B)
 
     return grpo.learn(roles, work, batch, advantage)
 
@@ -73,21 +73,21 @@ class GDPO(GroupCompared):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        weighed = sum(part.weight != 0 for part in config.rewards.parts) + (config.environment is not None)
+        weighted = sum(part.weight != 0 for part in config.rewards.parts) + (config.environment is not None)
         require(
-            weighed > 1,
-            f"GDPO normalises several rewards by themselves, and rewards has {weighed} of a weight that is not 0; add "
-            "one, or choose GRPO",
+            weighted > 1,
+            f"GDPO requires at least two rewards with a weight other than 0, got {weighted}; add rewards.parts, or "
+            "choose GRPO",
         )
         own = [source.name for source in config.sources if source.rewards is not None]
         require(
             not own,
-            f"GDPO normalises each of the run's rewards, and sources {', '.join(own)} have others in their place; give "
-            "all sources the same, or choose GRPO",
+            f"GDPO normalizes each reward of the run, but sources {', '.join(own)} have their own rewards; remove "
+            "these rewards, or choose GRPO",
         )
         require(
             not isinstance(self.kl, KLInReward),
-            f"GDPO normalises rewards of whole responses, and kl={self.kl} would charge every token; give KLInLoss",
+            f"GDPO normalizes rewards of whole responses, but kl={self.kl} penalizes every token; use KLInLoss",
         )
 
 

@@ -64,7 +64,7 @@ def learn(roles: Roles, work: StepInput["GiGPO"], batch: ScoredRollout) -> StepR
         # A step may hold first turns alone because every first reply ended its episode.
         if turn_N.max(initial=0) > 0 > anchor_N.max(initial=-1):
             raise Refusal(
-                "GiGPO compares turns that were made in one state, and the environment named none in this step; set "
+                "GiGPO compares turns in equal states, but the environment set no state in this step; set "
                 "Opening.state and Observation.state, or choose GRPO or TurnGRPO"
             )
         whole_B = algos.group_relative(*returns.groups, normalize_std=normalize_std)
@@ -102,12 +102,13 @@ class GiGPO(GRPO):
         super().check(config)
         if config.environment is None:
             raise Refusal(
-                "GiGPO gives credit to the turns of episodes, and the run has no environment; give one, or choose GRPO"
+                "GiGPO gives credit to turns of episodes, but the run has no environment; set environment, or choose "
+                "GRPO"
             )
         require(
             any(isinstance(one, Environment) for one in choices(config.environment)),
-            "GiGPO compares turns that were made in one state, and tools and agent programs name no states; give an "
-            "Environment that sets Observation.state, or choose GRPO or TurnGRPO",
+            "GiGPO compares turns in equal states, but tools and agent programs have no states; use an Environment "
+            "that sets Observation.state, or choose GRPO or TurnGRPO",
         )
 
 

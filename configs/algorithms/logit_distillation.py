@@ -190,9 +190,9 @@ class NamingTeacher(Teacher):
             partner_S = np.where(whole_S, partners(own), spans.NO_SPAN)
             alone_S = partner_S != spans.NO_SPAN
             column_S, place_S = np.flatnonzero(mask_BT[row]), np.flatnonzero(read.chosen_BT[row])[partner_S[alone_S]]
-            for said, filled in ((read.output.names, name_BTK), (read.output.named, named_BTK)):
-                each_SK = np.asarray(said)[row, place_S, :named]
-                filled[row, column_S[alone_S], : each_SK.shape[1]] = each_SK
+            for source, target in ((read.output.names, name_BTK), (read.output.named, named_BTK)):
+                each_SK = np.asarray(source)[row, place_S, :named]
+                target[row, column_S[alone_S], : each_SK.shape[1]] = each_SK
         if named:
             name_BTK = np.where(name_BTK < 0, -1, self.own_id_V[name_BTK])
         name_BTK[name_BTK == np.asarray(rollout.sequences.token_BT)[..., None]] = -1  # the span itself
@@ -261,13 +261,13 @@ class LogitDistillation(SpanDistillation):
         read = PolicyLoss(aggregation=self.policy.aggregation, entropy_coefficient=self.policy.entropy_coefficient)
         require(
             self.policy == read,
-            f"LogitDistillation follows a divergence, and of policy={self.policy} reads aggregation and "
-            "entropy_coefficient alone; give PolicyLoss with only those",
+            f"LogitDistillation minimizes a divergence, so policy={self.policy} may only set aggregation and "
+            "entropy_coefficient; use PolicyLoss with only these settings",
         )
         require(
             config.rollout.sampling.most_kept == 0,
-            "LogitDistillation compares whole distributions, and with rollout.sampling.top_k the student's is of a few "
-            "tokens; sample with temperature only",
+            "LogitDistillation compares whole distributions, but rollout.sampling.top_k truncates the student's; "
+            "sample with temperature only",
         )
 
 

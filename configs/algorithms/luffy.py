@@ -76,8 +76,8 @@ def learn(roles: Roles, work: StepInput["LUFFY"], batch: ScoredRollout) -> StepR
     """Compute advantages over responses and solutions, and update the actor on both."""
     old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
     # `beside` is None when programs are lowered.
-    taught = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)
-    prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *taught)
+    solutions = () if batch.beside is None else (batch.beside.rollout, batch.beside.scores)
+    prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *solutions)
     actor = roles.actor.update_actor(prepared.policy, objective=guided_objective, settings=work.settings)
     return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
@@ -93,8 +93,8 @@ def solutions_of(problems: Sequence[Problem], config: Config, *, each: int) -> R
         source = f" of source {missing[0].source!r}" if missing[0].source else ""
         wanted, fewer = ("a worked solution", "none") if each == 1 else (f"{each} worked solutions", "fewer")
         raise Refusal(
-            f"LUFFY learns from {wanted} to each prompt, and {len(missing)} of {len(problems)} prompts of the step "
-            f"have {fewer}, first record {missing[0].prompt_id}{source}; name data.solution_key, or leave those out"
+            f"LUFFY requires {wanted} for each prompt, but {len(missing)} of {len(problems)} prompts of the step have "
+            f"{fewer}, first record {missing[0].prompt_id}{source}; set data.solution_key, or remove these records"
         )
     problems = [
         replace(problem, solution_tokens=one)
@@ -168,25 +168,26 @@ class LUFFY(GRPO):
         super().__post_init__()
         require(
             not isinstance(self.kl, KLInReward),
-            f"LUFFY rewards solutions that the policy did not draw, and kl={self.kl} would charge each of its tokens; "
-            "give KLInLoss",
+            f"LUFFY also scores solutions, which the policy did not sample, but kl={self.kl} penalizes each of their "
+            "tokens; use KLInLoss",
         )
 
     def check(self, config: Config) -> None:
         super().check(config)
         require(
             config.rollout.responses_per_prompt > self.solutions,
-            f"LUFFY has solutions={self.solutions} of the {config.rollout.responses_per_prompt} responses of a group, "
-            "which leaves none to sample; raise rollout.responses_per_prompt",
+            f"LUFFY.solutions={self.solutions} leaves none of the {config.rollout.responses_per_prompt} responses of "
+            "a group to sample; raise rollout.responses_per_prompt",
         )
         require(
             config.environment is None,
-            "LUFFY puts a worked solution beside responses to a prompt, and environment has episodes; drop one",
+            "LUFFY adds worked solutions to the responses to a prompt, but environment has episodes; set "
+            "environment=None",
         )
         require(
             config.rollout.over_provision == 1,
-            f"LUFFY samples fewer responses than a group has, and over_provision={config.rollout.over_provision} "
-            "has groups of all go on from step to step; leave it at 1",
+            f"LUFFY samples only a part of each group, but over_provision={config.rollout.over_provision} continues "
+            "whole groups in later steps; set rollout.over_provision=1",
         )
 
 

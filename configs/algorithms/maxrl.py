@@ -59,8 +59,8 @@ def learn(roles: Roles, work: StepInput["MaxRL"], batch: ScoredRollout) -> StepR
         lowest = float(np.min(returns.score_B, where=np.asarray(returns.scorable_B), initial=0.0))
         if lowest < 0:
             raise Refusal(
-                f"MaxRL divides by the mean score of a group, which is a share of successes, and a response has the "
-                f"score {lowest:g}; give rewards of 0 or more, or choose GRPO"
+                "MaxRL divides by the mean score of a group, so scores must be 0 or more, but a response has the "
+                f"score {lowest:g}; use rewards of 0 or more, or choose GRPO"
             )
         return mean_relative(*returns.groups)
 
@@ -77,8 +77,8 @@ class MaxRL(GroupCompared):
         super().__post_init__()
         require(
             not isinstance(self.kl, KLInReward),
-            f"MaxRL divides by the mean score of a group, a share of successes, and kl={self.kl} would charge every "
-            "token, down to below 0; give KLInLoss",
+            f"MaxRL divides by the mean score of a group, but kl={self.kl} penalizes every token, so scores could be "
+            "below 0; use KLInLoss",
         )
 
 

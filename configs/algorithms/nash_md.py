@@ -80,15 +80,15 @@ class GeometricMixture(CausalLM):
         """
         what = None
         if not isinstance(base, ModelConfig):
-            what = "has functions of its own"
+            what = "is not a built-in decoder"
         elif base.final_logit_softcapping is not None:
-            what = "caps its logits, so that those of two are no product of both hidden states"
+            what = "caps its logits, so the mixture's logits are no product of both hidden states"
         elif {*base.pattern.stack_of()} != {LAYERS} or base.latent is not None:
-            what = "has layers of several kinds, or with a latent instead of keys and values"
+            what = "has layers of several kinds, or latents instead of keys and values"
         elif base.experts is not None or base.vision is not None:
             what = "has experts, or reads images"
         if what is not None or not isinstance(base, ModelConfig):
-            raise Refusal(f"a mixture of policies samples from dense decoders that read text, and the model {what}")
+            raise Refusal(f"a mixture of policies requires dense text decoders, but the model {what}")
         sizes = base.vocab_size, 2 * base.hidden_size, base.max_positions, 2 * base.num_layers, base.num_kv_heads
         return cls(base, share, "a mixture of two policies", *sizes)
 
@@ -127,7 +127,7 @@ class GeometricMixture(CausalLM):
         chunk_tokens: int | None = None,
         execution: Execution = ONE_DEVICE,
     ) -> PrefillOutput:
-        assert layers is None, "the layers of a mixture stay in their stacks"
+        assert layers is None, "a mixture does not support unstacked layers here"
         prompts, how = (token_PS, length_P), {"chunk_tokens": chunk_tokens, "execution": execution}
         policy, reference = (prefill(params[name], self.base, *prompts, **how) for name in ("policy", "reference"))
         prefix = jax.tree.map(lambda *layers: jnp.concatenate(layers), policy.prefix, reference.prefix)
@@ -263,9 +263,9 @@ def collect(roles: Roles, work: StepInput["NashMD"]) -> ScoredRollout:
     seed = int(np.random.SeedSequence([work.seed, 1]).generate_state(1)[0] >> 1)
     actor: Any = roles.actor  # the algorithm's roles say that it is a `MixtureActor`
     how = {"share": work.settings.mixture, "seed": seed}
-    drawn = actor.generate_opponents(sampled.problems, work.config.rollout.sampling, **how)
-    scores = roles.reward.compute_reward(sampled.problems, drawn)
-    return replace(sampled, beside=ScoredRollout(sampled.problems, drawn, scores))
+    rollout = actor.generate_opponents(sampled.problems, work.config.rollout.sampling, **how)
+    scores = roles.reward.compute_reward(sampled.problems, rollout)
+    return replace(sampled, beside=ScoredRollout(sampled.problems, rollout, scores))
 
 
 def learn(roles: Roles, work: StepInput["NashMD"], batch: ScoredRollout) -> StepResult:
@@ -275,7 +275,7 @@ def learn(roles: Roles, work: StepInput["NashMD"], batch: ScoredRollout) -> Step
     metrics: Metrics = {}
 
     def advantage(returns: grpo.Returns) -> Array:
-        assert returns.log_ratio_BT is not None, "the role is there"
+        assert returns.log_ratio_BT is not None, "NashMD has a reference"
         theirs_B, known_B = returns.score_B, np.asarray(returns.scorable_B)
         if opponents is not None:
             theirs = value_of(opponents.scores)
@@ -329,7 +329,7 @@ class NashMD(PolicyGradient):
     def check(self, config: Config) -> None:
         super().check(config)
         rollout = config.rollout
-        odd = {
+        unsupported = {
             "environment": config.environment is not None,
             "actor.lora": config.actor.lora is not None,
             "actor.layout.generation_stage": config.actor.layout.generation_stage > 1,
@@ -339,11 +339,11 @@ class NashMD(PolicyGradient):
             "a pool for 'rollout'": config.generates_apart,
             "placement='auto'": config.placement == "auto",
         }
-        given = [name for name, is_given in odd.items() if is_given]
+        given = [name for name, is_given in unsupported.items() if is_given]
         require(
             not given,
-            "NashMD draws from a mixture of policy and reference, on the actor's devices and with whole weights; leave "
-            f"out {', '.join(given)}",
+            "NashMD samples from a mixture of policy and reference, on the actor's devices and with whole weights; "
+            f"remove {', '.join(given)}",
         )
 
 

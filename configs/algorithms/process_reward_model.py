@@ -84,7 +84,7 @@ def step_experience(problems: Sequence[Problem], config: Config) -> Experience:
     token_BT, length_B = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
     mask_BT, label_BT = np.zeros((count, width), bool), np.zeros((count, width), np.float32)
     for row, problem in enumerate(problems):
-        assert isinstance(problem, LabelledSteps), "the configuration lets no other problems through"
+        assert isinstance(problem, LabelledSteps), "check() refuses other problems"
         start, end = len(problem.prompt_tokens), len(problem.prompt_tokens) + len(problem.solution_tokens)
         token_BT[row, :end] = (*problem.prompt_tokens, *problem.solution_tokens)
         places = start + np.array(problem.step_ends)
@@ -124,7 +124,7 @@ class ProcessRewardModel(Algorithm):
         return 1
 
     def check(self, config: Config) -> None:
-        check_labelled(self, config, (StepFile, HubSteps), "labelled steps", give="StepFile or HubSteps")
+        check_labelled(self, config, (StepFile, HubSteps), "labeled steps", give="StepFile or HubSteps")
         check_critic_alone(self, config)
 
 

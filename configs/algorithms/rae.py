@@ -41,7 +41,7 @@ def learn(roles: Roles, work: StepInput["RAE"], batch: ScoredRollout) -> StepRes
 
     Source: Liu et al. 2025 (SPIRAL, arXiv:2506.24119), section 3.3, with the mean over a step's episodes of a game.
     """
-    assert batch.record_E is not None, "a run without an environment is refused with the configuration"
+    assert batch.record_E is not None, "check() refuses a run without an environment"
     game_E, baselines = np.array([record.environment for record in batch.record_E]), dict[str, float]()
 
     def advantage(returns: grpo.Returns) -> Array:
@@ -83,15 +83,15 @@ class RAE(PolicyGradient):
         super().__post_init__()
         require(
             not isinstance(self.kl, KLInReward),
-            f"RAE takes what a player is paid from the other, and kl={self.kl} would have one gain by the other's KL; "
-            "give KLInLoss",
+            f"RAE subtracts the rewards of the other player, so kl={self.kl} would reward a player for the other's "
+            "KL; use KLInLoss",
         )
 
     def check(self, config: Config) -> None:
         super().check(config)
         require(
             config.environment is not None,
-            "RAE plays games in turns, and the run has no environment; give one, or choose ReinforcePlusPlus",
+            "RAE plays games with turns, but the run has no environment; set environment, or choose ReinforcePlusPlus",
         )
 
 

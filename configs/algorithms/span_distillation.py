@@ -80,8 +80,7 @@ class Retokenizer:
     def __init__(self, policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
         if not other.is_fast:
             raise Refusal(
-                f"{type(other).__name__} does not say where in a text its tokens are; give a model that has a "
-                "tokenizer.json"
+                f"{type(other).__name__} does not report the offsets of tokens; use a model with a tokenizer.json"
             )
         self._decode, self._special, self._other = decoder(policy), frozenset(policy.all_special_ids), other
 
@@ -99,11 +98,11 @@ class Retokenizer:
           finished: False if a limit truncated the response, so that it has no EOS.
         """
         ends = finished and bool(tokens) and tokens[-1] in self._special
-        said = list(tokens[:-1] if ends else tokens)
-        pieces = pieces_of(said, self._decode)
+        text_tokens = list(tokens[:-1] if ends else tokens)
+        pieces = pieces_of(text_tokens, self._decode)
         # Another model cannot score bytes of half a character, so the response is truncated before them.
         pieces = pieces[: next((index for index, piece in enumerate(pieces) if NO_CHARACTER in piece), len(pieces))]
-        ends = ends and len(pieces) == len(said)
+        ends = ends and len(pieces) == len(text_tokens)
         ids, end_T = self._ids("".join(pieces), special=False)
         # A policy token without text belongs to the token that completes its character. The other tokenizer reports
         # the end of the character as the end of each of the character's tokens.
@@ -206,7 +205,7 @@ class Teacher(ModelWorker):
         prompts = [retokenizer.prompt(problem) for problem in problems]
         if (longest := max(map(len, prompts))) > room:
             raise Refusal(
-                f"a prompt has {longest} tokens of {self.role}_model, which has room for {room}; raise algorithm.room"
+                f"a prompt has {longest} tokens of {self.role}_model, above the limit of {room}; raise algorithm.room"
             )
         sequences, copies = rollout.sequences, len(rollout.truncated_B) // len(problems)
         rows = zip(np.asarray(sequences.token_BT), np.asarray(sequences.mask_BT), rollout.truncated_B, strict=True)
@@ -302,13 +301,13 @@ class SpanDistillation(Distillation):
         super().check(config)
         require(
             config.environment is None,
-            f"{type(self).__name__} tokenises a response anew, and environment has episodes of several; drop it, or "
-            "choose Distillation with a teacher of the student's tokenizer",
+            f"{type(self).__name__} tokenizes responses again, but environment has episodes of several turns; set "
+            "environment=None, or choose Distillation with a teacher that has the student's tokenizer",
         )
         require(
             not getattr(config.model, "vision", False),
-            f"{type(self).__name__} tokenises texts for the teacher, and model.vision has it see; choose a model that "
-            "reads text",
+            f"{type(self).__name__} tokenizes texts for the teacher, but model.vision=True adds images; set "
+            "model.vision=False",
         )
 
 

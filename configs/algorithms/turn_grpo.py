@@ -76,7 +76,7 @@ def turn_relative(
 
 def turns_of(returns: grpo.Returns) -> EpisodeRows:
     """Return the turns of a step's episodes."""
-    assert returns.episodes is not None, "a run without an environment is refused with the configuration"
+    assert returns.episodes is not None, "check() refuses a run without an environment"
     return returns.episodes
 
 
@@ -113,8 +113,8 @@ class TurnGRPO(GRPO):
         super().check(config)
         require(
             config.environment is not None,
-            f"{type(self).__name__} gives credit to the turns of episodes, and the run has no environment; give one, "
-            "or choose GRPO",
+            f"{type(self).__name__} gives credit to turns of episodes, but the run has no environment; set "
+            "environment, or choose GRPO",
         )
 
 

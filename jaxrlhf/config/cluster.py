@@ -43,6 +43,6 @@ class RayCluster(Settings):
         host, _, port = str(self.address).rpartition(":")
         require(
             self.address in (None, "auto") or (bool(host) and "/" not in host and port.isdigit()),
-            f"RayCluster.address must be 'auto' or host:port, such as 10.0.0.1:6379, got {self.address!r}; "
-            "Ray Client (ray://) is not supported, start the run on a machine of the cluster",
+            f"RayCluster.address must be 'auto' or host:port, such as 10.0.0.1:6379, got {self.address!r}; Ray Client "
+            "(ray://) is not supported; start the run on a machine of the cluster",
         )

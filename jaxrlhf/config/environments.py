@@ -50,8 +50,8 @@ class Turns(Episodes):
 
     Attributes:
       max_calls: Largest number of tool calls in an episode.
-      observation_tokens: Largest number of tokens of the answer to a reply. Longer text is truncated, and the policy is
-        told so.
+      observation_tokens: Largest number of tokens of the answer to a reply. Longer text is truncated, with a note to
+        the policy.
       call_s: Wall-clock limit in seconds of one tool call or one method call of an environment; its process is then
         killed.
       malformed_calls: Handling of malformed tool calls: `answer` replies with an error message, `end` ends the episode.
@@ -81,7 +81,7 @@ class Tools(Turns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.functions) > 0, "Tools.functions is empty; name at least one function")
+        require(len(self.functions) > 0, "Tools.functions is empty; give at least one function")
         for function in self.functions:
             check_reference(function, "Tools.functions")
 
@@ -145,7 +145,7 @@ class EnvironmentByRecord(Settings):
         names = Counter(choice.name for choice in self.choices)
         require(
             "" not in names and max(names.values()) == 1,
-            f"EnvironmentByRecord.choices need a name each, all different, got {sorted(names.elements())}",
+            f"EnvironmentByRecord.choices require different names, got {sorted(names.elements())}",
         )
 
 
@@ -169,7 +169,7 @@ def choice(environment: AnyEnvironment, record: object) -> int:
     given: Any = record.get(environment.field) if hasattr(record, "get") else None
     require(
         given in names,
-        f"a record's field {environment.field!r} is {given!r}, and the environments are {', '.join(names)}; "
-        "name one of them in every record",
+        f"a record has {environment.field!r}: {given!r}, but the environments are {', '.join(names)}; set the field "
+        "to one of them in every record",
     )
     return names.index(given)

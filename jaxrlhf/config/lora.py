@@ -47,10 +47,10 @@ class Lora(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        strange = [name for name in self.targets if name not in self.MATRICES]
+        unknown = [name for name in self.targets if name not in self.MATRICES]
         require(
-            bool(self.targets) and not strange,
-            f"Lora.targets are some of {', '.join(self.MATRICES)}, got {self.targets!r}",
+            bool(self.targets) and not unknown,
+            f"Lora.targets must be some of {', '.join(self.MATRICES)}, got {self.targets!r}",
         )
 
     @property

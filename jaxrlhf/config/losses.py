@@ -151,8 +151,8 @@ class CISPOLoss(RatioLoss):
         super().__post_init__()
         require(
             self.ratio_low <= 1 <= self.ratio_high,
-            "CISPOLoss bounds a ratio that starts at 1: ratio_low <= 1 <= ratio_high must hold, "
-            f"got {self.ratio_low} and {self.ratio_high}",
+            "CISPOLoss bounds a ratio that starts at 1: ratio_low <= 1 <= ratio_high is required, got "
+            f"{self.ratio_low} and {self.ratio_high}",
         )
 
 
@@ -217,7 +217,7 @@ class DPPOLoss(RatioLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.ratio_high >= 1, f"DPPOLoss.ratio_high bounds a ratio that starts at 1, got {self.ratio_high}")
+        require(self.ratio_high >= 1, f"DPPOLoss.ratio_high must be 1 or more, got {self.ratio_high}")
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class IcePop(Settings):
         super().__post_init__()
         require(
             self.low <= 1 <= self.high,
-            f"IcePop keeps ratios around 1: low <= 1 <= high must hold, got {self.low} and {self.high}",
+            f"IcePop keeps ratios around 1: low <= 1 <= high is required, got {self.low} and {self.high}",
         )
 
 
@@ -288,13 +288,13 @@ class Rejection(Settings):
         super().__post_init__()
         require(
             self.low is None or self.low <= 0,
-            f"Rejection.low must be None or at most 0, the estimate where both agree, got {self.low}",
+            f"Rejection.low must be None or at most 0, because equal policies have estimate 0, got {self.low}",
         )
 
 
 def _check_one_ratio(loss: GSPOLoss | GMPOLoss) -> None:
     require(
         loss.aggregation == "seq-mean-token-mean",
-        f"{type(loss).__name__} has one ratio per response, so each response must count once and not by its tokens: "
-        f"aggregation must be 'seq-mean-token-mean', got {loss.aggregation!r}",
+        f"{type(loss).__name__} has one ratio per response, so responses must have equal weights: aggregation must be "
+        f"'seq-mean-token-mean', got {loss.aggregation!r}",
     )

@@ -38,15 +38,15 @@ class Selection(Settings):
         super().__post_init__()
         require(
             len(self.band) == 2 and self.band[0] <= self.band[1],
-            f"Selection.band takes the lowest and the highest mean score, got {self.band}",
+            f"Selection.band must be the lowest and the highest mean score, got {self.band}",
         )
         require(
             self.online or self.samples is not None or self.band == Selection.band,
-            f"Selection.band={self.band} is of mean scores, and neither samples nor online gives any; give one of them",
+            f"Selection.band={self.band} filters by mean scores, but samples and online are not set; set one of them",
         )
         require(
             self.order != "by_difficulty" or self.samples is not None,
-            "Selection.order='by_difficulty' goes by the scores in samples; name a run's samples.jsonl",
+            "Selection.order='by_difficulty' requires Selection.samples; set samples to the samples.jsonl of a run",
         )
 
     @property
@@ -121,7 +121,7 @@ class EvaluationSet(Settings):
         require(
             (several and not self.sampling.greedy) or self.sampling == Sampling(),
             f"EvaluationSet.samples={self.samples} and sampling={self.sampling}: "
-            + ("several greedy answers are one; sample them" if several else "one answer is greedy; drop sampling"),
+            + ("greedy answers are equal; sample them" if several else "one answer is greedy; remove sampling"),
         )
         _check_rewards(self.rewards, "EvaluationSet")
 
@@ -151,15 +151,15 @@ def check_names(names: Sequence[str], what: str) -> None:
     wrong = [name for name in names if not name or set(name) & set("/@ ")]
     require(
         not twice and not wrong,
-        f"{what} need a name each, all different and without '/', '@' and spaces, got {list(names)}",
+        f"{what} require different names without '/', '@' and spaces, got {list(names)}",
     )
 
 
 def _check_rewards(parts: tuple[RewardPart, ...] | None, owner: str) -> None:
     if parts is None:
         return
-    require(len(parts) > 0, f"{owner}.rewards is empty; name at least one, or None for those of the run")
+    require(len(parts) > 0, f"{owner}.rewards is empty; give at least one, or None for the rewards of the run")
     require(
         not any(isinstance(part, ModelReward) for part in parts),
-        f"{owner}.rewards names a ModelReward, which scores the responses of the whole run; put it in Config.rewards",
+        f"{owner}.rewards has a ModelReward, which must score all responses of the run; move it to Config.rewards",
     )

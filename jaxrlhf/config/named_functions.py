@@ -58,7 +58,7 @@ def imported(given: object, what: str) -> Any:
     where = f"{what}={given!r}"
     module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
     if not (module and colon and name):
-        raise Refusal(f"{where} is no function; give one, or its name as 'module:function'")
+        raise Refusal(f"{where} is not a function; give a function, or its name as 'module:function'")
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
@@ -114,7 +114,7 @@ def check_call(what: str, function: Callable[..., Any], *args: str, **fields: An
     except TypeError as error:
         called = ", ".join([*args, *(f"{name}={name}" for name in fields)])
         raise Refusal(
-            f"{what} has the signature {signature}; it is called with ({called}), and that fails with: {error}"
+            f"{what} has the signature {signature}, but is called with ({called}), which fails with: {error}"
         ) from error
 
 
@@ -129,7 +129,7 @@ def _load_file(reference: str, path: Path, what: str) -> ModuleType:
     if not path.is_file():
         path = shipped_file(str(path)) or path
     if not path.is_file():
-        raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
+        raise Refusal(f"{what} {reference!r}: there is no file {path} (relative to {Path.cwd()})")
     path = path.resolve()
     find_neighbours(path)
     name = f"{what.split()[0]}_file_{path.stem}"
@@ -159,7 +159,7 @@ def one_line(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception as worse:  # a user's error class whose __str__ fails
-        message = f"its message cannot be had: {type(worse).__name__}"
+        message = f"str() of the error failed with {type(worse).__name__}"
     text = " ".join(f"{type(error).__name__}: {message}".split())
     return text if len(text) <= 300 else text[:297] + "..."
 

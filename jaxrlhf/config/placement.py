@@ -31,8 +31,10 @@ class Pool(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.name.strip()) and "/" not in self.name, f"Pool.name must be a plain name, got {self.name!r}")
-        require(bool(self.roles), f"pool {self.name!r} has no roles; drop it, or place some")
+        require(
+            bool(self.name.strip()) and "/" not in self.name, f"Pool.name must be a name without '/', got {self.name!r}"
+        )
+        require(bool(self.roles), f"pool {self.name!r} has no roles; remove the pool, or add roles")
 
 
 def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
@@ -40,20 +42,20 @@ def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
     if not pools:
         return
     names = [pool.name for pool in pools]
-    require(len(set(names)) == len(names), f"two of the pools {names} have one name; rename one")
+    require(len(set(names)) == len(names), f"pools have the names {names}, but names must be different; rename a pool")
     placed = [role for pool in pools for role in pool.roles]
     twice = sorted({role for role in placed if placed.count(role) > 1})
-    require(not twice, f"pools place {', '.join(twice)} more than once; a role lives on one pool")
+    require(not twice, f"pools place {', '.join(twice)} more than once; place each role on one pool")
     together = [pool.name for pool in pools if {"actor", ROLLOUT} <= set(pool.roles)]
     require(
         not together,
-        f"pool {', '.join(together)} places actor and rollout, and on its own devices the actor generates itself; "
-        f"leave rollout out, or place it on another pool",
+        f"pool {', '.join(together)} places actor and rollout, but on this pool the actor itself generates; remove "
+        "rollout, or place rollout on another pool",
     )
     known = {*roles, ROLLOUT, "reward"} if "actor" in roles else {*roles, "reward"}
-    strange = sorted(set(placed) - known)
-    hint = "; it has a reference where it has a kl" if strange == ["reference"] else ""
-    require(not strange, f"pools place {', '.join(strange)}, and the algorithm has {', '.join(roles)}{hint}")
+    unknown = sorted(set(placed) - known)
+    hint = "; with a kl it has a reference" if unknown == ["reference"] else ""
+    require(not unknown, f"pools place {', '.join(unknown)}, but the algorithm only has {', '.join(roles)}{hint}")
     missing = sorted(set(roles) - set(placed) - {"reward"})
     require(not missing, f"pools do not place {', '.join(missing)}; add them to the roles of a pool")
 
@@ -62,12 +64,10 @@ def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequen
     """Raise `Refusal` if an entry names no part of a model of the run."""
     for entry in offload:
         role, _, part = entry.partition(".")
-        require(role in models, f"offload: {entry!r} names no model of this run; it has {', '.join(models)}")
+        require(role in models, f"offload: {entry!r}, but the models of this run are {', '.join(models)}")
         named = part in ("", *PARTS) and entry.count(".") == (part != "")
-        require(
-            named, f"offload: {entry!r} names no part of {role}; write {role}, {role}.parameters or {role}.optimizer"
-        )
-        require(part != "optimizer" or role in trained, f"offload: {entry!r}, and {role} is not trained; write {role}")
+        require(named, f"offload: {entry!r}; for {role} write {role}, {role}.parameters or {role}.optimizer")
+        require(part != "optimizer" or role in trained, f"offload: {entry!r}, but {role} is not trained; write {role}")
 
 
 def offloaded(offload: Sequence[str], role: str, part: str) -> bool:

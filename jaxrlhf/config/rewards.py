@@ -102,7 +102,7 @@ class TagsReward:
     weight: float = 0.1
 
     def __post_init__(self) -> None:
-        require(len(self.names) > 0 and all(self.names), f"TagsReward.names must name tags, got {self.names}")
+        require(len(self.names) > 0 and all(self.names), f"TagsReward.names must be names of tags, got {self.names}")
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ class CosineLengthReward(Settings):
             pair = getattr(self, name)
             require(
                 len(pair) == 2 and all(math.isfinite(value) for value in pair),
-                f"CosineLengthReward.{name} takes two finite numbers, for no length and the greatest, got {pair}",
+                f"CosineLengthReward.{name} must be two finite numbers, for length 0 and the maximum, got {pair}",
             )
         require(
             self.correct.weight == 1.0,
-            f"CosineLengthReward.correct.weight={self.correct.weight:g} has no effect; leave it 1, or weigh the whole",
+            f"CosineLengthReward.correct.weight={self.correct.weight:g} has no effect; use CosineLengthReward.weight",
         )
 
 
@@ -194,7 +194,7 @@ class ProcessModelReward(ModelReward):
     steps: Literal["min", "last", "mean", "product"] = "min"
 
     def __post_init__(self) -> None:
-        require(bool(self.separator), "ProcessModelReward.separator is empty; give the text that steps end with")
+        require(bool(self.separator), "ProcessModelReward.separator is empty; give the text at the end of each step")
 
     @property
     def key(self) -> str:
@@ -256,15 +256,15 @@ class JudgeReward(Settings):
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise Refusal(f"JudgeReward.pattern {self.pattern!r} is not a regular expression: {error}") from error
-        require(groups > 0, f"JudgeReward.pattern {self.pattern!r} has no group to take the score from")
+        require(groups > 0, f"JudgeReward.pattern {self.pattern!r} has no group; put the score in parentheses")
         try:
             shown = self.template.format(prompt="", response="\0", answer="", record=_AnyRecord())
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise Refusal(
-                "JudgeReward.template takes {prompt}, {response}, {answer} and {record[FIELD]}; other braces are "
-                f"doubled. Formatting it fails with {type(error).__name__}: {error}"
+                "JudgeReward.template may contain {prompt}, {response}, {answer} and {record[FIELD]}; double all other "
+                f"braces. Formatting fails with {type(error).__name__}: {error}"
             ) from error
-        require("\0" in shown, "JudgeReward.template does not show the response; put {response} where it goes")
+        require("\0" in shown, "JudgeReward.template has no {response}; add {response}")
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,8 @@ class RemoteReward(Settings):
 
 def _check_url(owner: object, url: str) -> None:
     name = type(owner).__name__
-    require(url.startswith(("http://", "https://")), f"{name}.url must begin with http:// or https://, got {url!r}")
-    require(not url.endswith("/"), f"{name}.url ends with a slash; leave it out: {url!r}")
+    require(url.startswith(("http://", "https://")), f"{name}.url must start with http:// or https://, got {url!r}")
+    require(not url.endswith("/"), f"{name}.url={url!r} ends with a slash; remove the slash")
 
 
 RewardPart = (
@@ -337,7 +337,7 @@ class Rewards(Settings):
         super().__post_init__()
         require(
             self.timeout_s <= 1e6,
-            f"Rewards.timeout_s={self.timeout_s:g} is more than the system can wait for; give at most 1e6",
+            f"Rewards.timeout_s={self.timeout_s:g} is above the limit of the system; give at most 1e6",
         )
         self.check_limits(self.parts)
 
@@ -347,14 +347,14 @@ class Rewards(Settings):
             total_s = getattr(part, "total_s", 0.0)
             require(
                 total_s < self.timeout_s,
-                f"{type(part).__name__}.total_s={total_s:g} must be below Rewards.timeout_s={self.timeout_s:g}, past "
-                "which the call is ended from outside; raise Rewards.timeout_s",
+                f"{type(part).__name__}.total_s={total_s:g} must be below Rewards.timeout_s={self.timeout_s:g}, after "
+                "which the call is killed; raise Rewards.timeout_s",
             )
             concurrency = getattr(part, "concurrency", self.workers)
             require(
                 concurrency >= self.workers,
-                f"{type(part).__name__}.concurrency={concurrency} is below Rewards.workers={self.workers}, each of "
-                "which has at least one request open; lower Rewards.workers",
+                f"{type(part).__name__}.concurrency={concurrency} is below Rewards.workers={self.workers}, but each "
+                "worker has at least one open request; lower Rewards.workers",
             )
 
     @property

@@ -95,12 +95,12 @@ class Config(Settings):
         require(self.seed < 2**32, f"Config.seed must be below 2**32, got {self.seed}")
         require(
             self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
-            f"Config.name must be the name of a folder, without separators, got {self.name!r}; "
-            "where the run goes is workdir",
+            f"Config.name must be a folder name without separators, got {self.name!r}; to choose where the run is "
+            "stored, set workdir",
         )
-        require(self.workdir != "", "Config.workdir is empty; name a folder, or None for runs/<name>")
+        require(self.workdir != "", "Config.workdir is empty; give a folder, or None for runs/<name>")
         wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
-        require(not wrong, f"profile_steps names {wrong}, and the run has steps 1 to {self.steps}; name some of those")
+        require(not wrong, f"profile_steps has {wrong}, but the run has steps 1 to {self.steps}; remove {wrong}")
         self._check_placement()
         self._check_lora()
         self._check_sampler()
@@ -119,17 +119,17 @@ class Config(Settings):
     def _check_placement(self) -> None:
         require(
             self.devices is None or not self.pools,
-            f"devices={self.devices} and pools are both given; each pool says how many devices it has, drop devices",
+            f"devices={self.devices} and pools are both set; each pool has its own devices; set devices=None",
         )
         roles = tuple(self.roles)
         check_pools(self.pools, roles)
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.trained))
-        without = " with kl=None" if hasattr(self.algorithm, "kl") else ""
+        name = type(self.algorithm).__name__ + " with kl=None" * hasattr(self.algorithm, "kl")
         require(
             self.reference_layout is None or "reference" in roles,
-            f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
+            f"reference_layout is set, but {name} has no reference; set reference_layout=None",
         )
 
     @property
@@ -222,17 +222,17 @@ class Config(Settings):
         return "reference" in self.roles and self.roles["reference"].model is None
 
     def _check_lora(self) -> None:
-        waits = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
+        entries = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
         require(
-            not (waits and self.reference_is_frozen_actor),
-            f"offload: {', '.join(waits)}, and with actor.lora the reference is the actor's own frozen weights; "
-            "write actor.parameters",
+            not (entries and self.reference_is_frozen_actor),
+            f"offload: {', '.join(entries)}, but with actor.lora the reference shares the actor's frozen weights; use "
+            "actor.parameters instead",
         )
         given = self.actor.lora is not None and self.actor.lora.start is not None
         require(
             not (given and self._refers_to_start) or self.reference_is_frozen_actor,
-            "actor.lora.start gives adapters that the reference starts with too, and it has them only on the actor's "
-            "pool and in its layout; place it there, or merge them into the model and drop start",
+            "actor.lora.start also gives the reference adapters, which requires the actor's pool and layout; place "
+            "the reference there, or merge the adapters into the model and set actor.lora.start=None",
         )
 
     def _check_sampler(self) -> None:
@@ -249,18 +249,17 @@ class Config(Settings):
             corrected = algorithm.correction_for(self) is not None or algorithm.old_logp == "bypass"
         require(
             corrected,
-            f"rollout.{differs}, which costs accuracy where no importance weights correct for it, and "
-            f"{type(algorithm).__name__} has none; set algorithm.correction=TruncatedImportance(), or drop "
-            f"{'quantize' if kind else 'server'}",
+            f"rollout.{differs}, which costs accuracy without importance weights, but {type(algorithm).__name__} has "
+            f"none; set algorithm.correction=TruncatedImportance(), or rollout.{'quantize' if kind else 'server'}=None",
         )
         require(
             kind is None or not self.generates_apart,
-            f"rollout.quantize={kind!r} rounds weights in the switch of layouts, and pools give 'rollout' one of its "
-            "own; have the actor's pool generate, or drop quantize",
+            f"rollout.quantize={kind!r} rounds weights in the switch to the generation layout, but pools place "
+            "'rollout' apart from 'actor'; remove 'rollout' from pools, or set rollout.quantize=None",
         )
         require(
             kind is None or self.actor.lora is None or self.actor.lora.quantize is None,
-            f"rollout.quantize={kind!r}, and actor.lora.quantize has rounded the same matrices already; drop one",
+            f"rollout.quantize={kind!r}, but actor.lora.quantize already rounds the same matrices; set one to None",
         )
 
     def _check_search(self) -> None:
@@ -268,15 +267,15 @@ class Config(Settings):
         if self.placement == "given":
             require(
                 self.hardware is None,
-                f"hardware={self.hardware!r} is read by placement='auto' alone; drop it, or set placement='auto'",
+                f"hardware={self.hardware!r} is only used by placement='auto'; set placement='auto', or hardware=None",
             )
             return
         chosen = [f"layout of {name}" for name, layout in self._layouts().items() if layout != Layout()]
         chosen += [name for name in ("pools", "reference_layout", "offload") if getattr(self, name)]
         require(
             not chosen,
-            f"placement='auto' chooses pools, layouts and offload, and the configuration gives {', '.join(chosen)}; "
-            "drop them, or set placement='given'",
+            f"placement='auto' chooses pools, layouts and offload, but the configuration sets {', '.join(chosen)}; "
+            "remove these settings, or set placement='given'",
         )
 
     def _layouts(self) -> dict[str, Layout]:
@@ -292,7 +291,7 @@ class Config(Settings):
         for name, layout in layouts.items():
             fields = (f"generation_{axis}" for axis in ("context", "stage", "tensor"))
             given = ", ".join(f"{field}={size}" for field in fields if (size := getattr(layout, field)) > 1)
-            require(not given, f"{name} generates nothing, so its layout has no use for {given}; leave it out")
+            require(not given, f"{name} has {given}, but only the actor generates; remove {given}")
 
     def _check_microbatches(self) -> None:
         if self.placement == "auto":  # the plan raises a limit that is too small
@@ -302,9 +301,9 @@ class Config(Settings):
             name = role if role == "actor" else f"algorithm.{role}"
             require(
                 training.tokens_per_microbatch >= longest,
-                f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} cannot hold one sequence of "
-                f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}, or have "
-                "placement='auto' do that",
+                f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} is below the longest sequence, "
+                f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}, or set "
+                "placement='auto'",
             )
 
     def _check_sources(self) -> None:
@@ -319,21 +318,21 @@ class Config(Settings):
             require(
                 source.environment is None
                 or (isinstance(self.environment, EnvironmentByRecord) and source.environment in there),
-                f"source {source.name!r} names environment={source.environment!r}, and there are "
-                f"{', '.join(there) or 'none'}; name one of an EnvironmentByRecord, or drop it",
+                f"source {source.name!r} has environment={source.environment!r}, which must be one of an "
+                f"EnvironmentByRecord (the run has {', '.join(there) or 'none'}); choose one, or None",
             )
 
     def _check_records(self) -> None:
         supervised = isinstance(self.algorithm, SFT)
         require(
             not (supervised and self.cold_start),
-            "cold_start before algorithm SFT is the same training twice; drop cold_start and raise steps",
+            "cold_start and algorithm SFT are the same training; remove cold_start and raise steps",
         )
         longest = self.rollout.max_prompt_tokens
         require(
             self.cold_start is None or (self.cold_start.max_prompt_tokens or 0) <= longest,
-            f"cold_start has longer prompts than rollout.max_prompt_tokens={longest}, which the run is laid out for; "
-            "give it shorter ones",
+            f"cold_start.max_prompt_tokens must be at most rollout.max_prompt_tokens={longest}; lower "
+            "cold_start.max_prompt_tokens",
         )
         if not isinstance(self.data, PromptFields):
             return
@@ -341,15 +340,15 @@ class Config(Settings):
         require(
             self.data.solution_key is not None or not (reads or (cold and cold.data is None)),
             f"{f'algorithm {type(self.algorithm).__name__}' if reads else 'cold_start'} trains on worked solutions, "
-            "and data.solution_key is None; name the field that has them",
+            "but data.solution_key is None; set data.solution_key to the field with the solutions",
         )
         readers = (Gsm8kReward, ArithmeticReward, MathReward)
         graded = [type(p).__name__ for p in self.rewards.parts if isinstance(getattr(p, "correct", p), readers)]
         scored = not supervised or self.data.evaluation is not None
         require(
             self.data.answer_key is not None or not (graded and scored),
-            f"{', '.join(graded)} compares with a reference answer, and data.answer_key is None; name the field that "
-            f"has it, or choose other rewards{' or, for a loss alone, rewards=Rewards(parts=())' * supervised}",
+            f"{', '.join(graded)} compares with a reference answer, but data.answer_key is None; set data.answer_key, "
+            f"or choose other rewards{' or, to evaluate only the loss, rewards=Rewards(parts=())' * supervised}",
         )
 
     def _check_environment(self) -> None:
@@ -357,20 +356,20 @@ class Config(Settings):
         own = self.environment is not None and self.source_rewards
         unscored = isinstance(self.algorithm, SFT) and all(one.rewards for one in self.evaluation.sets)
         require(
-            bool(self.rewards.parts or own or unscored) or self._environment_pays,
-            "Rewards.parts is empty, and nothing else scores: no environment pays; name at least one reward",
+            bool(self.rewards.parts or own or unscored) or self._environment_rewards,
+            "Rewards.parts is empty, and no environment gives rewards; give at least one reward",
         )
         if self.environment is None:
             return
         algorithm = type(self.algorithm).__name__
         require(
             REWARD.name in self.roles or isinstance(self.algorithm, SFT),
-            f"environment is given, and {algorithm} samples no responses; drop it",
+            f"environment is set, but {algorithm} samples no responses; set environment=None",
         )
         require(
             not self.rollout.replay_routing,
-            "rollout.replay_routing trains a response through the experts that it was sampled with, and episodes do "
-            "not record them; drop it, or drop environment",
+            "rollout.replay_routing needs the experts that each token was sampled with, but episodes do not record "
+            "experts; set rollout.replay_routing=False, or environment=None",
         )
         several = [
             type(one).__name__
@@ -379,8 +378,8 @@ class Config(Settings):
         ]
         require(
             not several or self.algorithm.takes_several(),
-            f"{', '.join(several)} may make several sequences of an episode, and {algorithm} weighs each sequence by "
-            "itself; choose another algorithm, or an environment whose history is 'as_sampled'",
+            f"{', '.join(several)} may turn an episode into several sequences, but {algorithm} treats each sequence "
+            "separately; choose another algorithm, or an environment with history='as_sampled'",
         )
 
     def _check_weights(self) -> None:
@@ -389,12 +388,12 @@ class Config(Settings):
             for index, part in enumerate(parts):
                 require(math.isfinite(part.weight), f"{name}.{index}.weight must be finite, got {part.weight}")
             require(
-                not parts or any(part.weight for part in parts) or self._environment_pays,
-                f"every weight of {name} is 0, so every score would be; give one another weight",
+                not parts or any(part.weight for part in parts) or self._environment_rewards,
+                f"every weight of {name} is 0, so every score is 0; set at least one weight other than 0",
             )
 
     @property
-    def _environment_pays(self) -> bool:
-        """True if an environment adds rewards to the scores of episodes; tools alone pay none."""
+    def _environment_rewards(self) -> bool:
+        """True if an environment adds rewards to the scores of episodes; tools alone give none."""
         environment = self.environment
         return environment is not None and not all(isinstance(one, Tools) for one in choices(environment))

@@ -40,8 +40,8 @@ class Checkpointing(Settings):
         ranked = (self.keep_best or 0) > 0 and saved > 0 and evaluated > 0
         require(
             not ranked or saved % evaluated == 0,
-            f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "
-            "would have nothing to rank them by; make it one, or set checkpoint.keep_best=0",
+            f"checkpoint.every_steps={saved} is not a multiple of evaluation.every_steps={evaluated}, so checkpoints "
+            "cannot be ranked; set it to a multiple, or set checkpoint.keep_best=0",
         )
 
     def filled_in(self, evaluated: int) -> "Checkpointing":
@@ -78,7 +78,8 @@ class TokenRecords(Settings):
         super().__post_init__()
         require(
             self.responses > 0 or not self.entropy,
-            "token_records.entropy is on and token_records.responses=0 has no tokens; name some responses, or drop it",
+            "token_records.entropy=True requires recorded tokens, but token_records.responses=0; raise "
+            "token_records.responses, or set token_records.entropy=False",
         )
 
 

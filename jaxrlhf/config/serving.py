@@ -73,12 +73,12 @@ class RolloutServer(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.urls) > 0, "RolloutServer.urls names no server; give at least one address")
-        require(len(set(self.urls)) == len(self.urls), f"RolloutServer.urls names a server twice: {self.urls}")
+        require(len(self.urls) > 0, "RolloutServer.urls is empty; give at least one address")
+        require(len(set(self.urls)) == len(self.urls), f"RolloutServer.urls has an address twice: {self.urls}")
         for url in self.urls:
             require(
                 url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
-                f"RolloutServer.urls are addresses without a path, such as 'http://localhost:8000', got {url!r}",
+                f"RolloutServer.urls must be addresses without a path, such as 'http://localhost:8000', got {url!r}",
             )
 
 
@@ -91,10 +91,11 @@ def check_server(*, episodes: bool, hosts: bool) -> None:
     """
     require(
         not episodes,
-        "rollout.server generates responses to prompts, and episodes keep keys and values from turn to turn in the "
-        "run's own engine; drop rollout.server or environment",
+        "rollout.server does not support episodes, which keep keys and values from turn to turn in the built-in "
+        "engine; set rollout.server=None, or environment=None",
     )
     require(
         not hosts,
-        "rollout.server is asked by one process, which writes its weights, and cluster has one on every host; drop one",
+        "rollout.server requires a single process, which sends requests and writes weights, but cluster has one "
+        "process per host; set rollout.server=None, or cluster=None",
     )

@@ -56,7 +56,7 @@ class FromScratch(Settings):
         super().__post_init__()
         require(
             self.experts == 0 or self.experts_per_token <= self.experts,
-            f"FromScratch.experts_per_token={self.experts_per_token} of experts={self.experts}; take at most all",
+            f"FromScratch.experts_per_token={self.experts_per_token} must be at most experts={self.experts}",
         )
 
 
@@ -305,8 +305,8 @@ class PairFields(Settings):
         super().__post_init__()
         require(
             self.safe_keys is None or len(self.safe_keys) == 2,
-            f"{type(self).__name__}.safe_keys names two fields, of the chosen and the rejected answer, "
-            f"got {self.safe_keys}",
+            f"{type(self).__name__}.safe_keys must be two fields, for the chosen and the rejected answer, got "
+            f"{self.safe_keys}",
         )
 
 
@@ -341,8 +341,8 @@ class HubPairs(PairFields, HubFiles):
 def _check_held_out(data: PairFile | HubPairs) -> None:
     require(
         data.evaluation is None or not data.evaluation_fraction,
-        f"{type(data).__name__} holds out evaluation={data.evaluation!r} and "
-        f"evaluation_fraction={data.evaluation_fraction}; give one of them",
+        f"{type(data).__name__} has evaluation={data.evaluation!r} and "
+        f"evaluation_fraction={data.evaluation_fraction}; set only one of them",
     )
 
 
@@ -370,8 +370,8 @@ class StepFields(Settings):
         super().__post_init__()
         require(
             bool(self.separator),
-            f"{type(self).__name__}.separator is empty, and where a step ends could not be told from its text; give "
-            "one, such as a line break",
+            f"{type(self).__name__}.separator is empty, but separators mark the ends of steps; give a separator, such "
+            "as a line break",
         )
 
 

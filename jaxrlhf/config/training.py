@@ -53,13 +53,13 @@ class Layout(Settings):
         super().__post_init__()
         require(
             self.context == 1 or self.stage == 1,
-            f"Layout.context={self.context} splits the tokens of a row over devices, and stage={self.stage} hands rows "
-            "from stage to stage; use one of them, with fsdp or tensor beside it",
+            f"Layout.context={self.context} splits the tokens of a row, but stage={self.stage} needs whole rows; set "
+            "context=1 or stage=1, and use fsdp or tensor in addition",
         )
         require(
             self.generation_context == 1 or self.generation_stage == 1,
-            f"Layout.generation_context={self.generation_context} splits a cache over positions, and "
-            f"generation_stage={self.generation_stage} over layers; use one of them, with generation_tensor beside it",
+            f"Layout.generation_context={self.generation_context} and generation_stage={self.generation_stage} both "
+            "split a cache; set one of them to 1, and use generation_tensor in addition",
         )
 
     @property
@@ -114,8 +114,8 @@ class Layout(Settings):
     def _require_refinement(self, name: str) -> None:
         require(
             self.refines,
-            f"Layout.{name} exists where training refines generation; context={self.context}, stage={self.stage}, "
-            f"tensor={self.tensor} are not multiples of generation_context={self.generation_context}, "
+            f"Layout.{name} requires sizes divisible by those of generation, got context={self.context}, "
+            f"stage={self.stage}, tensor={self.tensor}, generation_context={self.generation_context}, "
             f"generation_stage={self.generation_stage}, generation_tensor={self.generation_tensor}",
         )
 
@@ -142,7 +142,7 @@ class ParameterGroup(Settings):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise Refusal(f"ParameterGroup.pattern={self.pattern!r} is no regular expression: {error}") from error
+            raise Refusal(f"ParameterGroup.pattern={self.pattern!r} is not a regular expression: {error}") from error
 
 
 ADAMW = ("beta1", "beta2", "eps", "weight_decay", "state_dtype")
@@ -190,21 +190,21 @@ class Optimizer(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("beta1", "beta2"):
-            require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: such a moment never moves")
+            require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: the moment would never change")
         require(
             self.factory is not None or not self.arguments,
-            f"Optimizer.arguments={self.arguments} are those of a factory, and none is given; name it, such as "
+            f"Optimizer.arguments={self.arguments} require a factory, but factory is None; set one, such as "
             "factory='optax:adafactor'",
         )
         own = [f"{name}={getattr(self, name)}" for name in ADAMW if getattr(self, name) != getattr(Optimizer, name)]
         require(
             self.factory is None or not own,
-            f"Optimizer has {', '.join(own)}, which AdamW reads, and factory={self.factory!r}; give arguments instead",
+            f"Optimizer has {', '.join(own)} of AdamW, but factory={self.factory!r}; use arguments instead",
         )
         require(
             "learning_rate" not in self.keywords,
-            "Optimizer.arguments has a learning_rate, and the factory is given Optimizer.learning_rate's schedule; "
-            "set that",
+            "Optimizer.arguments has learning_rate, but the factory gets Optimizer.learning_rate's schedule; set "
+            "Optimizer.learning_rate instead",
         )
 
     @property
@@ -247,19 +247,19 @@ class Training(Settings):
         super().__post_init__()
         require(
             self.lora is None or self.optimizer.average_decay is None,
-            f"Optimizer.average_decay={self.optimizer.average_decay} averages whole weights, and lora trains adapters "
-            "beside them; drop one",
+            f"Optimizer.average_decay={self.optimizer.average_decay} averages whole weights, but lora trains only "
+            "adapters; set average_decay=None, or lora=None",
         )
         require(
             self.remat != "offload" or self.layout.stage == 1,
-            f"Training.remat='offload' sends the inputs of layers to host memory, and layout.stage={self.layout.stage} "
-            "hands them from stage to stage; use remat='full', or fsdp or tensor instead of stages",
+            f"Training.remat='offload' does not support pipeline stages, got layout.stage={self.layout.stage}; set "
+            "remat='full', or use fsdp or tensor instead of stage",
         )
         rate, part = self.optimizer.vision_learning_rate, "decoder" if self.lora is None else self.lora.part
         require(
             self.lora is None or (rate is None) == (part == "decoder"),
-            f"Lora.part={part!r} and Optimizer.vision_learning_rate={rate}: adapters of a tower learn at that rate, "
-            "and beside those of the decoder alone the tower is frozen; give both, or none",
+            f"Lora.part={part!r}, but Optimizer.vision_learning_rate={rate}; part='tower' and part='both' require a "
+            "vision_learning_rate, part='decoder' requires None; change one of them",
         )
 
 
@@ -306,9 +306,9 @@ class Sampling(Settings):
         require(0 <= self.min_p < 1, f"Sampling.min_p must be in [0, 1), got {self.min_p}")
         require(
             not (self.ignore_eos and self.stop_tokens),
-            f"Sampling.ignore_eos lets no token end a response, and stop_tokens={self.stop_tokens} would; give one",
+            f"Sampling.ignore_eos=True cannot be combined with stop_tokens={self.stop_tokens}; set only one",
         )
-        require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text, which ends nothing")
+        require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text; remove this text")
 
     @property
     def most_kept(self) -> int:
@@ -365,9 +365,9 @@ class Rollout(Settings):
 
     removed: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "on_new_weights": "keys and values are always computed again with the new weights; drop the setting",
+            "on_new_weights": "keys and values are always computed again with the new weights; remove the setting",
             "stream_parts": "set staleness=1, which overlaps generation and learning",
-            "replay_arrivals": "runs with order='arrival' cannot be repeated; order='deterministic' can",
+            "replay_arrivals": "runs with order='arrival' cannot be repeated; set order='deterministic'",
         }
     )
 
@@ -379,8 +379,8 @@ class Rollout(Settings):
         )
         require(
             self.server is None or not (self.quantize or self.replay_routing),
-            "rollout.server generates with another engine, which rounds weights by settings of its own and records no "
-            "experts; drop quantize and replay_routing",
+            "rollout.server does not support quantize and replay_routing: another engine has its own quantization and "
+            "records no experts; set quantize=None and replay_routing=False",
         )
 
     @property

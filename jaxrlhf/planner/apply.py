@@ -37,7 +37,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     known = set(placed_roles(config))
     if layouts.keys() - {ROLLOUT} != known:
         placed, has = (", ".join(sorted(roles)) for roles in (layouts, known))
-        raise Refusal(f"the plan places {placed} and the configuration has {has}; plan anew")
+        raise Refusal(f"the plan places {placed}, but the configuration has {has}; make a new plan")
     settings: dict[str, Any] = {"placement": "given", "hardware": None, "devices": None}
     settings["pools"] = _pools(config, plan, judges)
     for role, training in config.trained.items():

@@ -114,7 +114,7 @@ def _compiled(
         raise Refusal(f"{name} does not compile for this hardware: {str(error).partition(chr(10))[0]}") from error
     seconds = time.perf_counter() - start
     memory, text = program.memory_analysis(), _text(program)
-    assert memory is not None, "a compiler of accelerators says what a program needs"
+    assert memory is not None, "compilers of accelerators report memory"
     counted = {"nothing": 0, "arguments": memory.argument_size_in_bytes}
     counted["arguments and outputs"] = counted["arguments"] + memory.output_size_in_bytes
     return CompiledProgram(

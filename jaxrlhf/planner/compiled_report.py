@@ -28,7 +28,7 @@ _NAME_WIDTH = 16
 
 def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> RenderableType:
     """Return the tables of programs and collectives, and a sentence on the program that needs the most memory."""
-    title = f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each"
+    title = f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB per device"
     table = Table(title=title, padding=(0, 1, 0, 0), **LOOK)
     table.add_column("program", overflow="fold", min_width=_NAME_WIDTH)  # narrowed before figures are truncated
     for heading in ("compile s", "args", "temp", "out", "all", "plan", "beside", "TFLOP", "least s"):
@@ -69,7 +69,7 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
 def collectives_text(found: Sequence[Collective] | None) -> str:
     """Return collectives as text, such as `28 all-gather over fsdp 12.3 GiB`."""
     if found is None:
-        return "its compiler cannot print this program"
+        return "the compiler cannot print this program"
     parts = []
     for each in found:
         if each.bytes >= _SMALL / 100:

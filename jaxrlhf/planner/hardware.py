@@ -142,7 +142,7 @@ def hardware(spec: str) -> Hardware:
             kind = KNOWN_HARDWARE[_ALIASES.get(name, name)]
             return _slice(spec, kind, sizes[1:]) if sizes.startswith("-") else _machines(spec, kind, sizes)
     known = sorted(KNOWN_HARDWARE, key=lambda name: -difflib.SequenceMatcher(None, name, given).ratio())
-    raise Refusal(f"unknown hardware {spec!r}; known are {', '.join(known)}; {_FORMS}")
+    raise Refusal(f"unknown hardware {spec!r}; known names are {', '.join(known)}; {_FORMS}")
 
 
 def recognise(device_kind: str, platform: str) -> str | None:
@@ -173,7 +173,7 @@ def load_hardware(path: str | Path) -> Hardware:
     fields = read_object(file, "calibrate again")
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
-        raise Refusal(f"{file} has no {', '.join(missing)}; a hardware file gives every field")
+        raise Refusal(f"{file} lacks {', '.join(missing)}; a hardware file needs every field")
     if unknown := [name for name in fields if name not in types]:
         raise Refusal(f"{file} has unknown fields {', '.join(unknown)}; the fields are {', '.join(types)}")
     for name, kind in types.items():
@@ -206,17 +206,17 @@ def _slice(spec: str, kind: Hardware, number: str) -> Hardware:
     """
     counted = _KINDS[kind.name].get("slice_counts_per_device")  # 2 for v4 and v5p, which count TensorCores
     if counted is None:
-        raise Refusal(f"hardware {spec!r}: only TPU slices are named with a dash; {_FORMS}")
+        raise Refusal(f"hardware {spec!r}: only TPU slices have names with a dash; {_FORMS}")
     if not _whole(number):
         raise Refusal(f"hardware {spec!r}: the size of a slice must be a whole number of at least 1; {_FORMS}")
     devices, rest = divmod(int(number), counted)
     if rest:
-        raise Refusal(f"hardware {spec!r}: {kind.name} slices count TensorCores, two a chip; give an even number")
+        raise Refusal(f"hardware {spec!r}: {kind.name} slices count TensorCores, two per chip; give an even number")
     if devices <= kind.devices_per_machine:
         return _sized(kind, 1, devices)
     per_host = _KINDS[kind.name].get("devices_per_host_of_many", kind.devices_per_machine)
     if devices % per_host:
-        raise Refusal(f"hardware {spec!r}: {devices} devices do not fill hosts of {per_host}; give a multiple of it")
+        raise Refusal(f"hardware {spec!r}: {devices} devices do not fill hosts of {per_host} devices; give a multiple")
     return _sized(kind, devices // per_host, per_host)
 
 
@@ -239,7 +239,7 @@ def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 
 
-_HOW = "name it, such as a100x16x8, or give the file that `python scripts/calibrate.py` wrote there, as hardware"
+_HOW = "set hardware to a name such as a100x16x8, or to a file written there by `python scripts/calibrate.py`"
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:
@@ -256,7 +256,7 @@ def hardware_of(config: Config, spec: str | None = None) -> Hardware:
         return _hardware_here(config)
     name = config.hardware if spec is None else spec
     if name is None:
-        raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")
+        raise Refusal(f"placement='auto' with a cluster requires hardware, as its devices are not visible here; {_HOW}")
     return _first(hardware(name), config.devices)
 
 
@@ -269,18 +269,18 @@ def _hardware_here(config: Config) -> Hardware:
     count = config.devices or len(devices)
     if count > len(devices):
         raise Refusal(
-            f"devices={count} were asked for and JAX sees {len(devices)} {platform} devices; lower them, or plan "
-            f"for other devices with --hardware"
+            f"devices={count}, but JAX sees {len(devices)} {platform} devices; lower devices, or plan for other "
+            "devices with --hardware"
         )
     if config.hardware is None:
         name = recognise(kind, platform)
         if name is None:
-            raise Refusal(f"of the {len(devices)} devices here, {kind!r}, no figures are known; {_HOW}")
+            raise Refusal(f"the speed of the {len(devices)} devices here, {kind!r}, is unknown; {_HOW}")
         return _first(hardware(f"{name}x1x{len(devices)}"), count)
     described = hardware(config.hardware)
     if count > described.devices_per_machine:
         raise Refusal(
-            f"hardware={config.hardware!r} has machines of {described.devices_per_machine} devices, and this process "
+            f"hardware={config.hardware!r} has machines of {described.devices_per_machine} devices, but this process "
             f"uses {count}; {_HOW}"
         )
     return _first(replace(described, machines=1), count)
@@ -292,14 +292,14 @@ def _first(machines: Hardware, devices: int | None) -> Hardware:
         return machines
     if devices > machines.devices:
         raise Refusal(
-            f"devices={devices} were asked for, and {machines.machines} machines of {machines.devices_per_machine} x "
-            f"{machines.name} have {machines.devices}; lower devices, or name more machines"
+            f"devices={devices}, but {machines.machines} machines of {machines.devices_per_machine} x {machines.name} "
+            f"have {machines.devices}; lower devices, or add machines"
         )
     each = machines.devices_per_machine
     if devices % each == 0:
         return replace(machines, machines=devices // each)
     if devices > each:
-        raise Refusal(f"devices={devices} is no whole number of machines of {each}; give a multiple of {each}")
+        raise Refusal(f"devices={devices} is not a multiple of {each}, the devices of a machine; change devices")
     shared = _OF_PROCESSOR if machines.shared_compute else ()  # the other devices are idle
     rates = {name: getattr(machines, name) * each / devices for name in shared}
     return replace(machines, machines=1, devices_per_machine=devices, **rates)

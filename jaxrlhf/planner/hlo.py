@@ -89,12 +89,12 @@ def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
     out = math.prod(_dims(instruction.type))
     if instruction.operation != "convolution":
         found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\s*[\[{]([\d,"\s]*)[\]}]', instruction.rest)
-        assert found is not None, f"a product says what it sums over: {instruction.rest}"
+        assert found is not None, f"product without contracting dimensions: {instruction.rest}"
         return 2 * out * math.prod(first[int(dim)] for dim in re.findall(r"\d+", found[1]))
     # TPUs express products as convolutions without spatial dimensions, or with batch dimensions in their place. Then
     # the sum is over the input features.
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
-    assert labels is not None, f"a convolution names its dimensions: {instruction.rest}"
+    assert labels is not None, f"convolution without dimension labels: {instruction.rest}"
     space = 1
     if window := re.search(r"window=\{size=([\dx]+)([^}]*)\}", instruction.rest):
         sums = "pad" not in window[2] and "dilate" not in window[2] and "rhs_reversal" not in window[2]
@@ -106,7 +106,7 @@ def _run(text: str, wanted: Callable[[_Instruction], bool]) -> Iterator[tuple[_I
     """Yield the wanted instructions of a program, the types in their computation, and how often each runs."""
     computations = dict(_computations(text))
     entry = re.search(r"^ENTRY (%[\w.\-]+) ", text, re.MULTILINE)
-    assert entry is not None, "this is no text of a compiled program"
+    assert entry is not None, "not the text of a compiled program"
     runs: set[str] = set()
     for name, instructions in computations.items():  # a called computation comes before its callers
         called = (called for each in instructions for called in _called(each.rest))
@@ -213,7 +213,7 @@ def _groups(rest: str, mesh_shape: Mapping[str, int]) -> np.ndarray:
         mesh, dims, order, axes = named.groups()
         numbers = np.arange(devices) if dims is None else _transposed(dims, order).reshape(-1)
         return numbers[_named_groups(mesh, axes)]
-    assert "replica_groups" not in rest or "replica_groups={}" in rest, f"groups of a form of their own: {rest}"
+    assert "replica_groups" not in rest or "replica_groups={}" in rest, f"unknown form of replica groups: {rest}"
     return np.arange(devices)[None]
 
 

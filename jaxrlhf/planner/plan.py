@@ -198,10 +198,10 @@ class SavedPlan:
     def why_not(self, *, devices: int, roles: Iterable[str]) -> str | None:
         """Return the reason why the plan cannot serve a run with these devices and roles; None if it can."""
         if self.devices != devices:
-            return f"it is for {self.devices} devices and there are {devices}"
+            return f"the plan is for {self.devices} devices, but there are {devices}"
         placed = {role for pool in self.plan.pools for role in pool.roles} - {ROLLOUT}
         if placed != set(roles):
-            return f"it places {', '.join(sorted(placed))} and the run has {', '.join(sorted(roles))}"
+            return f"the plan places {', '.join(sorted(placed))}, but the run has {', '.join(sorted(roles))}"
         return None
 
 
@@ -224,7 +224,7 @@ def read_plan(workdir: Path) -> SavedPlan | None:
         fields = json.loads(file.read_text())
         return SavedPlan(plan_from_json(fields["plan"]), dict(fields["hardware"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refusal(f"{file} cannot be read ({error}); delete it, and the run plans anew") from error
+        raise Refusal(f"{file} cannot be read ({error}); delete the file to make a new plan") from error
 
 
 def plan_to_json(plan: PlacementPlan) -> dict[str, Any]:
@@ -248,4 +248,4 @@ def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
         return PlacementPlan(tuple(pools), tuple(data["offload"]), calls, dict(data["stage_seconds"]), data["slots"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise Refusal(f"this is no plan: {reason}; plan anew") from error
+        raise Refusal(f"not a valid plan: {reason}; make a new plan") from error

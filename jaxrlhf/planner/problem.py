@@ -110,7 +110,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     for name, spec in config.roles.items():
         if name in _unplaced(config):
             continue
-        assert spec.head is not None, f"the model of role {name} is not known"
+        assert spec.head is not None, f"role {name} has no model head"
         settings = spec.training or config.actor
         model = shapes(spec.model or config.model)
         found.append(
@@ -199,7 +199,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     for name in ("prompt_tokens", "response_tokens"):
         most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
         if mean is not None and mean > most:
-            raise Refusal(f"a mean of {mean} {name} is above rollout.max_{name}={most}; lower it, or raise that")
+            raise Refusal(f"a mean of {mean} {name} is above rollout.max_{name}={most}; lower the mean")
         means[name] = float(most if mean is None else mean)
     return Workload(
         prompts=prompts,
@@ -285,8 +285,8 @@ class _Shapes:
             return from_scratch(model, tokens=self._vocabulary)
         if isinstance(model, Nnx):
             raise Refusal(
-                "a plan counts the matrices of the decoder, and the model is a module of your own (Nnx); "
-                "write layouts yourself, with placement='given'"
+                "a plan requires the decoder of this package, but the model is your own module (Nnx); set layouts "
+                "yourself, with placement='given'"
             )
         shape, source = shape_of(model)
         self.notes.append(f"the shape of {model} is from {source}")
@@ -296,16 +296,16 @@ class _Shapes:
 def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
     notes = []
     if config.pools:
-        notes.append("pools, layouts and offload are the configuration's; --afresh of the plan command searches them")
+        notes.append("pools, layouts and offload are as configured; with --afresh the plan command searches them")
     elif given := [*written_layouts(config), *(["offload"] if config.offload else [])]:
-        notes.append(f"{', '.join(given)} as the configuration says; --afresh of the plan command searches all")
+        notes.append(f"{', '.join(given)} as configured; with --afresh the plan command searches everything")
     notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     for role, training in config.trained.items():
         if training.tokens_per_microbatch < longest:
             notes.append(
-                f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} does not hold the longest sequence; "
-                f"the plan takes {longest} for each device that has rows of its own"
+                f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} is below the longest sequence; the "
+                f"plan uses {longest} for each device with its own rows"
             )
     what = "responses" if generates(config) else "solutions"
     unknown = [name for name in ("prompt", "response") if getattr(lengths, f"{name}_tokens") is None]
@@ -313,25 +313,23 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         means = " and ".join(f"{getattr(config.rollout, f'max_{name}_tokens')} tokens of {name}" for name in unknown)
         flags = " and ".join(f"--{name}-tokens" for name in unknown)
         notes.append(
-            f"all {what} are taken to be as long as they may be, {means}; the plan command takes means by {flags}"
+            f"all {what} are assumed to have maximal length, {means}; to set means, use {flags} of the plan command"
         )
     if generates(config) and not config.rewards.by_model:
-        notes.append("rewards are functions: their seconds on the hosts are not counted")
+        notes.append("the time of reward functions on the hosts is not counted")
     if generates(config) and not generates_here(config):
-        notes.append("the seconds of rollout.server, which generates, are not counted")
+        notes.append("the time of rollout.server, which generates, is not counted")
     if generates(config) and config.environment is not None:
-        notes.append(
-            "episodes are taken to be responses of one turn, and seconds of tools and environments are not counted"
-        )
+        notes.append("episodes are assumed to have one turn; the time of tools and environments is not counted")
     if any(spec.room is not None for spec in config.roles.values()):
-        notes.append("models with a tokenizer of their own are taken to make as many tokens of a text as the policy")
+        notes.append("models with their own tokenizer are assumed to have as many tokens per text as the policy")
     if getattr(config.model, "vision", None):
         weights = "weights and " if isinstance(config.model, Pretrained) else ""
         notes.append(f"{weights}work of the vision tower are not counted")
     if getattr(config.algorithm, "max_rounds", 1) > 1:
-        notes.append("each step is assumed to sample its prompts once; each further round generates as much again")
+        notes.append("each step is assumed to sample prompts once; each further round generates as many again")
     left_out = [config.algorithm.draws_beside] if config.algorithm.draws_beside is not None else []
     left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
     left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
-    notes.append(f"only steps are planned for; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")
+    notes.append(f"only steps are planned; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")
     return notes

@@ -31,7 +31,7 @@ def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, sh
     rows += [Text(f"{call.role} {call.verb}: {call.note}") for call in best.calls if call.note]
     rows += [Text(), Text(why_it_lost(others[0], best)), Text()] if others else [Text()]
     idle = hardware.devices - sum(pool.devices for pool in best.pools)
-    rows += [Text(f"{idle} of {hardware.devices} devices are left over: with them no plan is faster")] if idle else []
+    rows += [Text(f"{idle} of {hardware.devices} devices are unused: no plan is faster with them")] if idle else []
     extent = f"{search.placements} placements, {search.allocations} allocations and {search.simulated} layouts"
     rows += [Text(f"searched {extent} in {search.seconds:.2f} s")]
     rows += [Text(f"note: {note}", style="dim") for note in notes]
@@ -89,13 +89,13 @@ def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
     excess = {stage: loser.stage_seconds.get(stage, 0.0) - winner.stage_seconds.get(stage, 0.0) for stage in STAGES}
     total = loser.seconds - winner.seconds
     if total <= 1e-3 * winner.seconds:
-        return f"{placement_text(loser.pools)} is as fast, as far as such a prediction can tell."
+        return f"{placement_text(loser.pools)} is as fast, within the precision of the prediction."
     worst = max(STAGES, key=lambda stage: excess[stage])
     slow, fast = critical_calls(loser, worst), critical_calls(winner, worst)
-    grown = {part: _spent(slow, part) - _spent(fast, part) for part in PARTS}
+    grown = {part: _seconds(slow, part) - _seconds(fast, part) for part in PARTS}
     part = max(grown, key=lambda name: grown[name])
     sentences = [
-        f"{placement_text(loser.pools)} lost by {seconds_text(total)} s ({total / winner.seconds:.0%}).",
+        f"{placement_text(loser.pools)} is slower by {seconds_text(total)} s ({total / winner.seconds:.0%}).",
         f"Its {worst} takes {seconds_text(excess[worst])} s more: {_series(loser, slow)}, against "
         f"{_series(winner, fast)}; {PARTS[part]} grew most, by {seconds_text(grown[part])} s.",
     ]
@@ -132,9 +132,9 @@ def timeline_title(config: Config, hardware: Hardware) -> str:
 def bottleneck(plan: PlacementPlan) -> str:
     """Return the largest part of the cost and the longest call, over calls of the pools that other pools wait for."""
     critical = [call for stage in STAGES for call in critical_calls(plan, stage)]
-    spent = Cost(**{part: _spent(critical, part) for part in PARTS})
+    cost = Cost(**{part: _seconds(critical, part) for part in PARTS})
     longest = max(critical, key=lambda call: call.cost.seconds)
-    return f"{spent.bottleneck}; {longest.role} {longest.verb}"
+    return f"{cost.bottleneck}; {longest.role} {longest.verb}"
 
 
 def critical_calls(plan: PlacementPlan, stage: Stage) -> list[PlannedCall]:
@@ -156,7 +156,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.{digits}f}"
 
 
-def _spent(calls: Sequence[PlannedCall], part: str) -> float:
+def _seconds(calls: Sequence[PlannedCall], part: str) -> float:
     return sum(getattr(call.cost, part) for call in calls)
 
 

@@ -64,4 +64,4 @@ def _hint(path: str) -> str:
     closest = difflib.get_close_matches(path.lower(), lower, n=_CLOSEST, cutoff=0.0)
     names = ", ".join(lower[name] for name in closest)
     others = len(SHAPES) - len(closest)
-    return f"known without a network are {names} and {others} more of Qwen2.5, Qwen3, Llama and DeepSeek"
+    return f"without a network, the known ids are {names} and {others} more of Qwen2.5, Qwen3, Llama and DeepSeek"

@@ -77,14 +77,14 @@ def topology(hardware: Hardware) -> tuple[jax.Device, ...]:
     if hardware.name in _GPUS:
         return _gpu(hardware)
     known = ", ".join([*_GPUS, *_TPU_SLICES])
-    raise Refusal(f"without the hardware, programs cannot be compiled for {hardware.name}, only for {known}")
+    raise Refusal(f"compilation without the hardware supports only {known}, got {hardware.name}")
 
 
 def _tpu(hardware: Hardware) -> tuple[jax.Device, ...]:
     slices = _TPU_SLICES[hardware.name]
     if hardware.devices not in slices:
         sizes = ", ".join(map(str, slices))
-        raise Refusal(f"there is no slice of {hardware.devices} {hardware.name} chips; slices have {sizes} chips")
+        raise Refusal(f"no slice has {hardware.devices} {hardware.name} chips; slices have {sizes} chips")
     if jax.default_backend() != "tpu":  # default_backend also makes other backends read their flags first
         for name, value in _NO_TPU_HERE.items():
             os.environ.setdefault(name, value)
@@ -113,7 +113,7 @@ def _described(platform: str, name: str, package: str, options: Mapping[str, Any
     except Exception as error:  # a missing or incomplete plugin may raise anything
         reason = str(error).partition("\n")[0]
         raise Refusal(
-            f"compiling for {name} needs the package {package}, and asking it for these devices failed with "
-            f"{type(error).__name__}: {reason}; pip install 'jaxrlhf[compile]'"
+            f"compiling for {name} requires the package {package}, which failed with {type(error).__name__}: "
+            f"{reason}; pip install 'jaxrlhf[compile]'"
         ) from error
     return tuple(found.devices)

@@ -135,15 +135,15 @@ def test_gdpo_counts_no_reward_of_an_episode_whose_truncation_scores_0():
 
 def test_gdpo_refuses_one_reward_and_rewards_of_sources():
     two = Rewards(parts=(ArithmeticReward(), FormatReward()))
-    with pytest.raises(Refusal, match="rewards has 1 of a weight that is not 0"):
+    with pytest.raises(Refusal, match="a weight other than 0, got 1"):
         config(gdpo.GDPO(responses_per_update=6), rewards=Rewards(parts=(ArithmeticReward(), FormatReward(weight=0))))
     sources = (
         Source(name="own", data=Arithmetic(), rewards=(ArithmeticReward(),)),
         Source(name="other", data=Arithmetic()),
     )
-    with pytest.raises(Refusal, match="sources own have others in their place"):
+    with pytest.raises(Refusal, match="sources own have their own rewards"):
         config(gdpo.GDPO(responses_per_update=6), rewards=two, data=Mixture(sources))
-    with pytest.raises(Refusal, match=r"KLInReward.* would charge every token"):
+    with pytest.raises(Refusal, match=r"KLInReward.* penalizes every token"):
         config(gdpo.GDPO(responses_per_update=6, kl=KLInReward()), rewards=two)
 
 
@@ -212,7 +212,7 @@ def test_clip_cov_leaves_out_tokens_of_a_covariance_in_the_range():
     assert (chosen != other).any(), "the choice is drawn"
     nothing = np.zeros_like(mask)
     assert not clip_cov.sampled_in_range(advantage, logp, nothing, np.random.default_rng(0), settings).any()
-    with pytest.raises(Refusal, match="the first must be the smaller"):
+    with pytest.raises(Refusal, match="must be below covariance_high"):
         clip_cov.ClipCov(covariance_low=5.0)
 
 

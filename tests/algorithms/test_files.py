@@ -88,7 +88,7 @@ def test_the_classes_reach_processes_that_never_saw_their_files(tmp_path):
 def test_an_old_name_is_refused_with_the_new_one(old, tmp_path):
     file, name = loading._MOVED[old]
     (tmp_path / "old.py").write_text(f"from jaxrlhf.config import {old}\n")
-    advice = f"jaxrlhf.config has no {old} any more; write {name} = load_module('algorithms/{file}').{name}"
+    advice = f"jaxrlhf.config no longer has {old}; write {name} = load_module('algorithms/{file}').{name}"
     with pytest.raises(Refusal, match=re.escape(advice)):
         load(tmp_path / "old.py")
     assert hasattr(load_module(file), name)

@@ -95,7 +95,7 @@ def test_gigpo_refuses_episodes_of_several_turns_without_a_state():
     learn(turn=0, state=-1)  # all may have ended by their first replies
     learn(turn=1, state=7)
     assert len(made.minibatches) == 2
-    with pytest.raises(Refusal, match="named none in this step"):
+    with pytest.raises(Refusal, match="set no state in this step"):
         learn(turn=1, state=-1)
 
 
@@ -139,9 +139,9 @@ def test_what_has_no_turns_or_no_states_is_refused():
     for algorithm in (turn_grpo.TurnGRPO, gigpo.GiGPO, rae.RAE):
         with pytest.raises(Refusal, match=f"{algorithm.__name__} .* the run has no environment"):
             config(algorithm(responses_per_update=6))
-    with pytest.raises(Refusal, match="tools and agent programs name no states"):
+    with pytest.raises(Refusal, match="tools and agent programs have no states"):
         config(gigpo.GiGPO(responses_per_update=6), environment=TOOLS)
-    with pytest.raises(Refusal, match="would have one gain by the other's KL"):
+    with pytest.raises(Refusal, match="would reward a player for the other's KL"):
         rae.RAE(kl=KLInReward())
 
 

@@ -209,7 +209,7 @@ def test_pairs_of_the_hub_are_held_out_by_split_or_share_and_downloaded_as_they_
     assert hub.sent() == {"train-0.jsonl"}
     assert {prompt for prompt, *_ in (*train, *held)} == {f"{n}?" for n in range(60)} and len(train) + len(held) == 60
     assert pairs_of(HubPairs("us/pairs"), "evaluation") == [] and len(pairs_of(HubPairs("us/pairs"))) == 120
-    with pytest.raises(Refusal, match="give one of them"):
+    with pytest.raises(Refusal, match="set only one of them"):
         HubPairs("us/pairs", evaluation="test", evaluation_fraction=0.1)
 
 

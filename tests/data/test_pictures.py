@@ -135,9 +135,9 @@ def test_numbers_of_more_than_eight_bits_keep_their_levels(seeing, tmp_path, nam
 def test_numbers_of_an_unknown_range_are_refused_with_their_place(seeing, tmp_path, pixels):  # noqa: F811
     (tmp_path / "one.tiff").write_bytes(encoded(PIL.Image.fromarray(pixels), "TIFF"))
     path = jsonl(tmp_path / "a.jsonl", {"problem": "?", "images": "one.tiff"})
-    with pytest.raises(Refusal, match=r"line 1: .*nothing says which one is white"):
+    with pytest.raises(Refusal, match=r"line 1: .*the value of white is unknown"):
         load(seeing, path)
-    with pytest.raises(EnvironmentFailure, match="which one is white"):
+    with pytest.raises(EnvironmentFailure, match="the value of white"):
         tool_content(PIL.Image.fromarray(pixels), 10**6)
 
 

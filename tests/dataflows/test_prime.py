@@ -145,7 +145,7 @@ def test_the_accuracy_of_pairs_counts_equals_as_half_and_none_as_unknown():
         ({"process_weight": -1.0}, "PRIME.process_weight must be 0 or more"),
         ({"most_accuracy": 1.5}, "PRIME.most_accuracy must be in"),
         ({"max_rounds": 0}, "PRIME.max_rounds must be above 0"),
-        ({"kl": KLInReward()}, r"PRIME takes outcomes at the last token alone, and kl=KLInReward\(.* give KLInLoss"),
+        ({"kl": KLInReward()}, r"PRIME requires rewards at the last token only, but kl=KLInReward\(.* use KLInLoss"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

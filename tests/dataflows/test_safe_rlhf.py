@@ -218,13 +218,13 @@ def test_the_objective_of_both_is_the_sum_of_each_and_its_metrics_are_of_each():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"constraint": Constraint(part=2)}, "algorithm.constraint.part=2 is the cost's index in rewards.parts"),
+        ({"constraint": Constraint(part=2)}, "algorithm.constraint.part=2 is the index of the cost, but rewards.parts"),
         (
             {"constraint": Constraint(part=0)},
-            "rewards.parts.0 is the cost .* and has weight=1.0, so it would count twice",
+            "rewards.parts.0 is the cost .* so weight=1.0 would count the cost twice",
         ),
-        ({"halve_kl": True, "kl": None}, "SafeRLHF.halve_kl halves a KL in the reward, and kl is None"),
-        ({"ptx": ArithmeticPairs()}, "data is ArithmeticPairs: those are no worked solutions"),
+        ({"halve_kl": True, "kl": None}, "SafeRLHF.halve_kl halves a KL in the reward, but kl is None"),
+        ({"ptx": ArithmeticPairs()}, "data is ArithmeticPairs: no worked solutions"),
         ({"ptx": PromptFile("train.jsonl")}, "data is PromptFile: solution_key is None"),
         ({"constraint": (6.0, 5.0)}, "multiplier=6.0 is above largest_multiplier=5.0"),
     ],

@@ -45,7 +45,7 @@ def owners(path: str) -> set[type]:
 def problem(name: str) -> str | None:
     """Complaint about a name on the page; None if it is a setting, with a value that it may have, or a command."""
     if name.startswith("jaxrlhf "):
-        return None if name.split()[1] in COMMANDS else f"there is no command {name}"
+        return None if name.split()[1] in COMMANDS else f"unknown command {name}"
     path, _, value = name.partition("=")
     found = owners(path)
     if not found:

@@ -78,8 +78,8 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
         "= learn\n": '= "no_such_module:step"\n',
     }
     said = [
-        "RAFT.learn=None is no function; give one, or its name as 'module:function'",
-        "RAFT.learn='step' is no function",
+        "RAFT.learn=None is not a function; give a function, or its name as 'module:function'",
+        "RAFT.learn='step' is not a function",
         "RAFT.learn='jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no function 'raft'",
         "RAFT.learn='no_such_module:step': importing no_such_module failed with No module named",
     ]

@@ -207,7 +207,7 @@ def test_what_it_cannot_do_is_refused_before_anything_compiles(own, training, me
 
 
 def test_it_is_not_planned(own):
-    with pytest.raises(ValueError, match=r"the model is a module of your own .*write layouts yourself"):
+    with pytest.raises(ValueError, match=r"the model is your own module .*set layouts yourself"):
         question_of(replace(learning(GRPO), model=own), machines())
 
 

@@ -148,7 +148,7 @@ def test_a_cache_that_does_not_fit_takes_waves(rows, waves, at_once):
     assert call.note == f"{waves} wave{'s' * (waves > 1)} of {at_once} responses"
     assert plan.slots == at_once
     assert plan.pools[0].peak_bytes == TINY_WEIGHTS * (2 + 2) + at_once * row <= memory
-    with pytest.raises(Infeasible, match=r"actor generate needs .*; offload=\('actor',\) would free most"):
+    with pytest.raises(Infeasible, match=r"actor generate needs .*; offload=\('actor',\) would free the most memory"):
         search(replace(problem, hardware=hardware_of(1, 1, memory_bytes=TINY_WEIGHTS * (2 + 2) + 0.99 * row)))
 
 
@@ -227,7 +227,7 @@ def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_
     assert layouts[(ROLLOUT,)][ROLLOUT].generation_tensor == 2
     # The actor's own pool, of 1 device, holds no such replica.
     together = ((("actor",), 1), (("reference",), 2))
-    with pytest.raises(Infeasible, match="the layout that is given for actor does not fill 1 x made"):
+    with pytest.raises(Infeasible, match="the layout set for actor does not fill 1 x made"):
         search(a_problem((ACTOR, REFERENCE), hardware_of(1, 4), pools=together, layouts={"actor": (given,)}))
 
 
@@ -239,13 +239,16 @@ def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_
     [
         (
             {"roles": (REFERENCE,), "pools": ((("reference",), 1), ((ROLLOUT,), 1))},
-            "no role generates, so rollout has nothing to do",
+            "no role generates, but a pool places rollout",
         ),
-        ({"pools": ((("actor",), 3), (("reference",), 2))}, r"pools take \[3, 2\] devices, and there are 4 in all"),
-        ({"pools": ((("actor", "reference"), 3),), "devices_per_host": 2}, r"take \[3\] devices, and hosts have 2"),
-        ({"devices_per_host": 8}, "hold no pool of whole hosts of 8 devices"),
-        ({"devices_per_host": 3, "hardware": hardware_of(2, 4)}, "hold no pool of whole hosts of 3 devices"),
-        ({"hardware": hardware_of(513, 8)}, "4104 devices were asked for; the search goes up to 4096"),
+        ({"pools": ((("actor",), 3), (("reference",), 2))}, r"pools have \[3, 2\] devices, but only 4 devices exist"),
+        (
+            {"pools": ((("actor", "reference"), 3),), "devices_per_host": 2},
+            r"have \[3\] devices, but must have whole hosts of 2",
+        ),
+        ({"devices_per_host": 8}, "have no pool of whole hosts of 8 devices"),
+        ({"devices_per_host": 3, "hardware": hardware_of(2, 4)}, "have no pool of whole hosts of 3 devices"),
+        ({"hardware": hardware_of(513, 8)}, "at most 4096 devices, got 4104"),
     ],
 )
 def test_devices_that_pools_or_hosts_do_not_divide_are_refused(change, message):

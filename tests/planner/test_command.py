@@ -181,8 +181,8 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
             ("--hardware", "h100", "--response-tokens", "nan"),
             "mean response_tokens must be above 0 and finite, got nan",
         ),
-        (("--hardware", "h100x513x8"), "4104 devices were asked for; the search goes up to 4096"),
-        (("--hardware", "h100", "--devices", "64"), "devices=64 were asked for, and 1 machines of 8 x h100 have 8"),
+        (("--hardware", "h100x513x8"), "at most 4096 devices, got 4104"),
+        (("--hardware", "h100", "--devices", "64"), "devices=64, but 1 machines of 8 x h100 have 8"),
         (("--hardware", "h100", "--model.path", "Qwen/Qwen2.5-0.6B"), "Qwen/Qwen2.5-0.5B"),
         (("--hardware", "h100x1x1", "--model.path", "Qwen/Qwen2.5-7B-Instruct"), "actor does not fit 1 x h100"),
     ],
@@ -196,8 +196,8 @@ def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_p
 @pytest.mark.parametrize(
     ("picture", "why"),
     [
-        ("plan.jpg", "--picture must be a file whose name ends in .png or .svg or .pdf, got 'plan.jpg'"),
-        ("plan", "--picture must be a file whose name ends in"),
+        ("plan.jpg", "--picture must be a file that ends in .png or .svg or .pdf, got 'plan.jpg'"),
+        ("plan", "--picture must be a file that ends in"),
         ("nowhere/plan.png", "--picture 'nowhere/plan.png': there is no folder 'nowhere'"),
     ],
 )
@@ -224,7 +224,7 @@ def test_replicas_lie_within_the_hosts_of_a_cluster(capsys):
 def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
     message = refusal(capsys, "--config", "ppo_gsm8k")
-    assert "no figures are known" in message
+    assert "is unknown" in message
     assert "scripts/calibrate.py" in message
 
 
@@ -232,17 +232,19 @@ def test_slots_that_bind_are_named_with_what_more_would_gain(capsys):
     arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--json", "--plans", 1)
     run_module("plan", *arguments, "--rollout.slots", 32)
     (few,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "rollout.slots" in note]
-    more, fast, slow = re.search(r"=32 binds: with (\d+) .* take (\S+) s instead of (\S+) s", few).groups()
+    more, fast, slow = re.search(
+        r"=32 limits speed: with (\d+) .* is (\S+) s per step instead of (\S+) s", few
+    ).groups()
     assert int(more) > 32 and float(fast) < 0.95 * float(slow)
 
 
 def test_a_budget_below_the_longest_sequence_is_raised_and_said_by_a_plan_and_refused_without(tmp_path, capsys):
     arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--picture", tmp_path / "x.png")
     small = ("--actor.tokens-per-microbatch", 512)
-    assert "cannot hold one sequence" in refusal(capsys, *arguments, *small)
+    assert "is below the longest sequence" in refusal(capsys, *arguments, *small)
     run_module("plan", *arguments, *small, "--placement", "auto", "--json")
     printed = json.loads(capsys.readouterr().out)
     longest = load("grpo_gsm8k").rollout.max_prompt_tokens + load("grpo_gsm8k").rollout.max_response_tokens
-    assert any("actor: tokens_per_microbatch=512 does not hold the longest" in note for note in printed["notes"])
+    assert any("actor: tokens_per_microbatch=512 is below the longest" in note for note in printed["notes"])
     raised = int(re.search(r'"actor.tokens_per_microbatch": (\d+)', printed["settings"])[1])
     assert raised >= longest

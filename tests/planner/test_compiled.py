@@ -178,7 +178,7 @@ def test_the_report_says_what_is_fullest_and_what_travels():
     console = Console(width=150, file=StringIO())
     console.print(compiled_report(programs, machines))
     shown = console.file.getvalue()
-    assert "compiled for 8 devices (1 machine of 8 x h100), GiB of each" in shown
+    assert "compiled for 8 devices (1 machine of 8 x h100), GiB per device" in shown
     assert "56 all-gather over fsdp 3.00 GiB" in shown
     assert "fullest: actor.gradient, 60.0 of the 72.0 GiB that a plan may fill; all 2 programs compiled in 2 s" in shown
     assert compiled_to_json(programs, machines)["fits"]

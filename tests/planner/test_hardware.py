@@ -84,8 +84,8 @@ def test_an_unknown_name_lists_the_known_ones_closest_first(spec, first):
         hardware(spec)
     message = str(error.value)
     assert repr(spec) in message
-    assert f"known are {first}" in message
-    listed = message.split("known are ")[1].split(";")[0].split(", ")
+    assert f"known names are {first}" in message
+    listed = message.split("known names are ")[1].split(";")[0].split(", ")
     assert sorted(listed) == sorted(KNOWN_HARDWARE)
     assert "NAMExMACHINESxDEVICES" in message
     assert "\n" not in message
@@ -98,10 +98,10 @@ def test_an_unknown_name_lists_the_known_ones_closest_first(spec, first):
         ("a100x", "sizes must be whole numbers of at least 1"),
         ("a100x2x8x2", "sizes must be whole numbers of at least 1"),
         ("a100x2.5", "sizes must be whole numbers of at least 1"),
-        ("h100-16", "only TPU slices are named with a dash"),
+        ("h100-16", "only TPU slices have names with a dash"),
         ("v5p-0", "size of a slice must be a whole number"),
         ("v5p-2x2x1", "size of a slice must be a whole number"),
-        ("v4-7", "two a chip; give an even number"),
+        ("v4-7", "two per chip; give an even number"),
         ("v5e-18", "18 devices do not fill hosts of 4"),
     ],
 )

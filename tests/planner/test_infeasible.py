@@ -65,7 +65,7 @@ def test_a_model_that_is_too_large_is_named_with_its_bytes_and_what_would_do():
     # On 4 devices: a quarter of the weights, two whole layers and the embedding, and the same activations.
     assert WEIGHTS * 16 / 2 > 0.9e9 > WEIGHTS * 16 / 4 + GATHERED + ACTIVATIONS
     message = refusal(problem)
-    advice = "4 machines of 1 would do; offload=('actor', 'reference') would free most; "
+    advice = "4 machines of 1 would suffice; offload=('actor', 'reference') would free the most memory; "
     assert message == too_large(1, "actor update", LEARNER_BYTES, 0.9e9) + advice + LAST
     assert (gib(LEARNER_BYTES), gib(0.9e9)) == ("1.98 GiB", "0.838 GiB")
     assert refusal(replace(problem, hardware=hardware_of(2, 1, 1e9))).startswith("actor does not fit 2 x made")
@@ -77,7 +77,7 @@ def test_machines_that_would_do_are_counted_in_doublings_of_those_there_are():
     assert WEIGHTS * 16 / 5 > 0.9 * 4e8 > WEIGHTS * 16 / 10 + GATHERED + ACTIVATIONS
     message = refusal(problem)
     assert message.startswith("actor does not fit 5 x made")
-    assert "; 10 machines of 1 would do; " in message
+    assert "; 10 machines of 1 would suffice; " in message
     assert search(replace(problem, hardware=hardware_of(10, 1, 4e8))).plans
 
 
@@ -89,7 +89,8 @@ def test_where_nothing_splits_the_weights_no_number_of_machines_helps():
     # float32, and 50 scores of one head.
     needs = 15_003_000 * 16 + 100 * ((1000 + 30_000) * 2 + 1000 * 4 + 50 * 12)
     advice = (
-        "no number of machines helps; offload=('actor',) would free most; fsdp layouts would split weights further; "
+        "more machines do not help; offload=('actor',) would free the most memory; "
+        "fsdp layouts would split weights further; "
     )
     assert refusal(problem) == too_large(1, "actor update", needs, 0.9e8, ("actor",)) + advice + LAST
 
@@ -101,7 +102,7 @@ def test_a_response_that_is_too_long_for_the_cache_is_told():
     # Keys and values of 2 layers and 2 heads of 2 numbers, beside a copy of the weights, all in two bytes.
     needs = TINY_WEIGHTS * 2 + 10**8 * (2 * 2 * 2 * 2 * 2)
     told = too_large(1, "actor generate", needs, 2.7e9, ("actor",))
-    assert refusal(problem) == told + "no number of machines helps; " + LAST
+    assert refusal(problem) == told + "more machines do not help; " + LAST
     # Two shards of the cache fit into a machine of two.
     assert search(replace(problem, hardware=hardware_of(1, 2, 3e9))).plans
 
@@ -137,9 +138,9 @@ def test_layouts_that_fill_no_pool_are_named():
         (replace(LEARNER, model=TINY), REFERENCE), hardware_of(1, 4, 1e9), layouts={"reference": everything}
     )
     assert refusal(problem) == (
-        "the layout that is given for reference does not fill 4 x made: data=5 x fsdp=1 x stage=1 x tensor=1, "
-        "generation 1 x 1 or data=rest x fsdp=8 x stage=1 x tensor=1, generation 1 x 2; change it, or leave it to the "
-        "search"
+        "the layout set for reference does not fill 4 x made: data=5 x fsdp=1 x stage=1 x tensor=1, "
+        "generation 1 x 1 or data=rest x fsdp=8 x stage=1 x tensor=1, generation 1 x 2; change this layout, or leave "
+        "it to the search"
     )
 
 
@@ -148,10 +149,10 @@ def test_two_roles_that_fit_only_apart_are_told_to_offload():
     usable = LEARNER_BYTES + WEIGHTS  # half of the frozen weights
     problem = a_problem((LEARNER, reference), hardware_of(1, 1, usable / 0.9))
     assert refusal(problem) == (
-        "each role fits 1 x made by itself with offload=(), and no placement fits them all: "
+        "each role alone fits 1 x made with offload=(), but no placement fits all roles: "
         f"actor update needs {gib(LEARNER_BYTES)} of the {gib(usable)} of a device that a plan may fill, and "
-        "the others that share its devices need more than is left; offload=('actor', 'reference') would free most; "
-        + LAST
+        "the roles that share its devices need more than the rest; "
+        "offload=('actor', 'reference') would free the most memory; " + LAST
     )
     assert search(replace(problem, offloads=(("actor", "reference"),))).plans
     two = search(replace(problem, hardware=hardware_of(1, 2, usable / 0.9)))
@@ -160,10 +161,10 @@ def test_two_roles_that_fit_only_apart_are_told_to_offload():
 
 
 @pytest.mark.parametrize(("change", "advice", "dropped"), [
-    ({}, "offload=('actor',) would free most; ", "fsdp"),
-    ({"offloads": ((), ("actor",))}, "no number of machines helps; " + LAST, "free most"),
-    ({"offloads": (("actor",),), "fsdp": False}, "helps; fsdp layouts would split weights further; " + LAST, "remat"),
-    ({"roles": (replace(LEARNER, remat=False),)}, "most; remat='full' would keep fewer activations; ", "fsdp"),
+    ({}, "offload=('actor',) would free the most memory; ", "fsdp"),
+    ({"offloads": ((), ("actor",))}, "more machines do not help; " + LAST, "free the most"),
+    ({"offloads": (("actor",),), "fsdp": False}, "help; fsdp layouts would split weights further; " + LAST, "remat"),
+    ({"roles": (replace(LEARNER, remat=False),)}, "memory; remat='full' would keep fewer activations; ", "fsdp"),
 ])  # fmt: skip
 def test_only_what_is_not_done_yet_is_advised(change, advice, dropped):
     work = replace(WORK, prompt_tokens=2 * 10.0**9, longest_tokens=10**10)

@@ -224,7 +224,7 @@ def test_supervised_training_has_one_update_of_its_examples():
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower it"),
+        ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower the mean"),
         ((None, 301), "a mean of 301 response_tokens is above rollout.max_response_tokens=300"),
         ((0, None), "the mean prompt_tokens must be above 0 and finite, got 0"),
         ((math.inf, None), "the mean prompt_tokens must be above 0 and finite, got inf"),
@@ -308,14 +308,14 @@ def test_the_notes_say_what_is_an_estimate():
     for words in (
         "a datasheet",
         "100 tokens of prompt and 300 tokens of response",
-        "rewards are functions",
+        "time of reward functions",
         "cold start",
     ):
         assert words in notes
     known = question_of(a_config(), machines(), lengths=Lengths(10, 20), vocabulary=100)
     notes = "\n".join(known.notes)
     assert "the shape of Qwen/Qwen2.5-0.5B is from built-in table" in notes
-    for words in ("as long as they may be", "rewards are functions", "cold start"):
+    for words in ("assumed to have maximal length", "time of reward functions", "cold start"):
         assert words not in notes
 
 
@@ -323,7 +323,7 @@ def test_the_notes_say_what_is_an_estimate():
     ("algorithm", "words"),
     [
         (ReMax(), "greedy answers, evaluation and checkpoints are not counted"),
-        (DAPO(), "each further round generates as much again"),
+        (DAPO(), "each further round generates as many again"),
         (SafeRLHF(ptx=Ptx()), "the algorithm's own examples, evaluation and checkpoints are not counted"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
@@ -347,9 +347,9 @@ def test_the_configuration_takes_as_many_devices_as_it_says():
     assert hardware_of(a_config(devices=8), "a100x2x8").machines == 1
     part = hardware_of(a_config(devices=4), "a100x2x8")
     assert (part.machines, part.devices_per_machine) == (1, 4)
-    with pytest.raises(ValueError, match="devices=32 were asked for, and 2 machines of 8 x a100 have 16"):
+    with pytest.raises(ValueError, match="devices=32, but 2 machines of 8 x a100 have 16"):
         hardware_of(a_config(devices=32), "a100x2x8")
-    with pytest.raises(ValueError, match="devices=12 is no whole number of machines of 8"):
+    with pytest.raises(ValueError, match="devices=12 is not a multiple of 8, the devices of a machine"):
         hardware_of(a_config(devices=12), "a100x2x8")
 
 
@@ -361,17 +361,17 @@ def test_devices_that_are_here_are_recognised(monkeypatch):
     assert two.matmul_flops_per_s * 2 == pytest.approx(here.matmul_flops_per_s * 8)
     named = hardware_of(a_config(placement="auto", hardware="h100", devices=4))
     assert (named.name, named.devices) == ("h100", 4)
-    with pytest.raises(ValueError, match="devices=9 were asked for and JAX sees 8 cpu devices"):
+    with pytest.raises(ValueError, match="devices=9, but JAX sees 8 cpu devices"):
         hardware_of(a_config(devices=9))
-    with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, and this process uses 8"):
+    with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, but this process uses 8"):
         hardware_of(a_config(placement="auto", hardware="v4"))
     monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
-    with pytest.raises(ValueError, match=r"'cpu', no figures are known; .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"'cpu', is unknown; .*scripts/calibrate.py"):
         hardware_of(a_config())
 
 
 def test_a_cluster_has_to_be_described():
-    with pytest.raises(ValueError, match="no device of a cluster is seen, so placement='auto' has to know"):
+    with pytest.raises(ValueError, match="placement='auto' with a cluster requires hardware"):
         hardware_of(a_config(placement="auto", cluster=RayCluster()))
     config = a_config(placement="auto", cluster=RayCluster(), hardware="a100x16x8", devices=32)
     assert hardware_of(config).machines == 4

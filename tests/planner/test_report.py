@@ -155,9 +155,9 @@ def test_a_plan_is_kept_with_its_hardware(refused, tmp_path):
     assert saved.plan == split()
     roles = ("actor", "critic", "reference", "reward")
     assert saved.why_not(devices=8, roles=roles) is None  # two machines of four, of which the plan takes six
-    assert saved.why_not(devices=6, roles=roles) == "it is for 8 devices and there are 6"
+    assert saved.why_not(devices=6, roles=roles) == "the plan is for 8 devices, but there are 6"
     assert saved.why_not(devices=8, roles=roles[:1]) == (
-        "it places actor, critic, reference, reward and the run has actor"
+        "the plan places actor, critic, reference, reward, but the run has actor"
     )
     (tmp_path / "plan.json").write_text("{")
     with refused():
@@ -181,7 +181,7 @@ def test_the_report_says_what_and_why():
     assert "critic+reward waits 2 10.0" in lines
     assert "actor+reference waits 4 2.00" in lines  # 8 s of the critic's update less its own 6
     assert "actor generate: 1 wave" in lines
-    assert "2 of 8 devices are left over: with them no plan is faster" in lines
+    assert "2 of 8 devices are unused: no plan is faster with them" in lines
     assert "searched 15 placements, 40 allocations and 300 layouts in 0.12 s" in lines
     assert "note: lengths are guessed" in lines
 
@@ -190,12 +190,12 @@ def test_why_the_second_lost():
     # Its update takes 15.5 s and the winner's 8; of collectives 5 s and none, of compute 10.5 and 8.
     text = why_it_lost(together(), split())
     assert text == (
-        "actor+critic+reference+reward 8 lost by 5.00 s (24%). Its update takes 7.50 s more: "
+        "actor+critic+reference+reward 8 is slower by 5.00 s (24%). Its update takes 7.50 s more: "
         "actor update + critic update on 8 devices in 15.5 s, against critic update on 2 devices in 8.00 s; "
         "collectives grew most, by 5.00 s. Its generate takes 4.00 s less. Its prepare takes 1.50 s more."
     )
     assert why_it_lost(split(), split()) == (
-        "actor+reference 4 | critic+reward 2 is as fast, as far as such a prediction can tell."
+        "actor+reference 4 | critic+reward 2 is as fast, within the precision of the prediction."
     )
 
 

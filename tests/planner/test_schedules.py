@@ -130,10 +130,10 @@ def test_lengths_of_a_run_stay_with_their_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Schedule(0, 1.5), "a staleness of 0 allows none; give 1 or more"),
-        (lambda: Schedule(1, 1.5, apart=True), "give 2 or more where generation has devices of its own"),
-        (lambda: Schedule(1, 2.5), "over-provisioning must be from 1 to 2, got 2.5"),
-        (lambda: LognormalLengths(100, 50, 200), "above that and at most 1497, got 50"),
+        (lambda: Schedule(0, 1.5), "staleness=0 allows none; set staleness to 1 or more"),
+        (lambda: Schedule(1, 1.5, apart=True), "set staleness to 2 or more if generation has separate devices"),
+        (lambda: Schedule(1, 2.5), "over_provision must be from 1 to 2, got 2.5"),
+        (lambda: LognormalLengths(100, 50, 200), "above the mean and at most 1497, got 50"),
         (lambda: LognormalLengths(300, 500, 200), "at most the longest response, 200 tokens, got 300"),
         (lambda: read_lengths("nowhere.jsonl"), "give the samples.jsonl of a run"),
         (lambda: read_lengths("."), "give the samples.jsonl of a run"),
@@ -168,5 +168,5 @@ def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "schedules, simulated" in shown and f"{printed['schedules'][0]['step_s']:.1f}" in shown
     assert "give both" in refusal(capsys, *asked[:4], "--length-mean", 3)
-    assert "give that too" in refusal(capsys, *asked[:4], "--over-provision", 1.5)
-    assert "give one" in refusal(capsys, *asked, "--response-tokens", 3)
+    assert "requires --staleness" in refusal(capsys, *asked[:4], "--over-provision", 1.5)
+    assert "give only one of them" in refusal(capsys, *asked, "--response-tokens", 3)

@@ -113,7 +113,7 @@ def test_an_unknown_id_names_the_closest_known_ones():
     with pytest.raises(ValueError, match="no reachable hub repository") as error:
         shape_of("Qwen/Qwen2.5-8B-Instruct")
     message = str(error.value)
-    assert "known without a network are Qwen/Qwen2.5-" in message
+    assert "without a network, the known ids are Qwen/Qwen2.5-" in message
     assert sum(name in message.replace(",", " ").split() for name in SHAPES) == 3
     assert f"{len(SHAPES) - 3} more" in message
     assert "\n" not in message

@@ -347,9 +347,9 @@ def with_own(part):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: config.RemoteReward("localhost:8000"), "must begin with http"),
+        (lambda: config.RemoteReward("localhost:8000"), "must start with http"),
         (lambda: config.JudgeReward("http://h/v1/", "m"), "ends with a slash"),
-        (lambda: config.JudgeReward("http://h/v1", "m", template="{prompt}"), "does not show the response"),
+        (lambda: config.JudgeReward("http://h/v1", "m", template="{prompt}"), "has no {response}"),
         (lambda: config.JudgeReward("http://h/v1", "m", template="{response} {score}"), "KeyError"),
         (lambda: config.JudgeReward("http://h/v1", "m", template="{response} {"), "ValueError"),
         (lambda: config.JudgeReward("http://h/v1", "m", pattern="("), "not a regular expression"),

@@ -323,7 +323,7 @@ def test_a_thousand_fast_calls(run):
         ("no/such/file.py:f", "there is no file"),
         ("math:nothing", "has no 'nothing'"),
         ("math:pi", "is a float, which cannot be called"),
-        ("jaxrlhf.rewards.formats:check_pattern", "it is called with .prompt, response, answer, record."),
+        ("jaxrlhf.rewards.formats:check_pattern", "but is called with .prompt, response, answer, record."),
         ("{broken}:f", "failed with SyntaxError"),
     ],
 )

@@ -95,11 +95,15 @@ def test_shapes_are_scored_through_the_pool_with_the_answer_reward_inside(tmp_pa
     ("part", "settings", "message"),
     [
         (config.CosineLengthReward, {"max_characters": 0}, "max_characters must be above 0"),
-        (config.CosineLengthReward, {"max_characters": 9, "right": (1.0,)}, "right takes two finite numbers"),
-        (config.CosineLengthReward, {"max_characters": 9, "wrong": (1.0, math.inf)}, "wrong takes two finite numbers"),
+        (config.CosineLengthReward, {"max_characters": 9, "right": (1.0,)}, "right must be two finite numbers"),
+        (
+            config.CosineLengthReward,
+            {"max_characters": 9, "wrong": (1.0, math.inf)},
+            "wrong must be two finite numbers",
+        ),
         (config.CosineLengthReward, {"max_characters": 9, "correct": config.MathReward(weight=2.0)}, "has no effect"),
         (config.CosineLengthReward, {"max_characters": 9, "too_long": math.nan}, "too_long must be finite"),
-        (config.TagsReward, {"names": ()}, "must name tags"),
+        (config.TagsReward, {"names": ()}, "must be names of tags"),
         (config.RepetitionReward, {"words": 0}, "words must be above 0"),
     ],
 )

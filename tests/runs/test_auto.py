@@ -168,7 +168,7 @@ def test_an_evaluation_takes_the_plan_of_its_run(tmp_path, capsys, slow_devices)
     assert placed_for_evaluation(config, tmp_path) == first.config
     assert placed_for_evaluation(replace(config, devices=2), tmp_path) == replace(config, devices=2)
     shown = capsys.readouterr().out
-    assert "it is for 8 devices and there are 2" in shown
+    assert "the plan is for 8 devices, but there are 2" in shown
 
 
 # Whole runs.

@@ -221,13 +221,16 @@ def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda c: replace(c, data=Arithmetic()), "RewardModel learns from preference pairs, and data is Arithmetic"),
-        (lambda c: replace(c, rewards=Rewards(parts=(FormatReward(),))), "scores nothing by rewards"),
+        (lambda c: replace(c, data=Arithmetic()), "RewardModel learns from preference pairs, but data is Arithmetic"),
+        (lambda c: replace(c, rewards=Rewards(parts=(FormatReward(),))), "does not use rewards"),
         (lambda c: replace(c, actor=training()), "RewardModel has no actor"),
-        (lambda c: replace(c, cold_start=ColdStart(steps=1)), "cold_start trains a policy and RewardModel has none"),
+        (
+            lambda c: replace(c, cold_start=ColdStart(steps=1)),
+            "cold_start trains a policy, but RewardModel has no policy",
+        ),
         (
             lambda c: replace(c, algorithm=reward_model(CostModel), data=PairFile("pairs.jsonl")),
-            r"CostModel learns which answers are harmful, and data\.safe_keys is None",
+            r"CostModel reads labels of harmless answers, but data\.safe_keys is None",
         ),
     ],
 )

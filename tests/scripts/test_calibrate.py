@@ -310,13 +310,13 @@ def test_the_command_writes_a_file_and_says_how_to_use_it(asked, monkeypatch, tm
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "/no/such/folder/x.json"], "there is no folder '/no/such/folder'; make it, or write elsewhere"),
-        (["--out", "hardware.txt"], "--out must be a file whose name ends in .json, got 'hardware.txt'"),
+        (["--out", "/no/such/folder/x.json"], "there is no folder '/no/such/folder'; create it, or choose another"),
+        (["--out", "hardware.txt"], "--out must be a file that ends in .json, got 'hardware.txt'"),
         (["--seconds", "0"], "--seconds must be above 0 and at most 600, got 0.0"),
         (["--devices", "0"], "--devices must be 1 or more, got 0"),
         (["--devices", "9"], "--devices 9 was asked for and JAX sees 8 cpu devices; give fewer"),
         (["--devices", "2", "--multihost"], "several hosts use all of their devices"),
-        (["--multihost"], "--multihost joins hosts as jax.distributed.initialize() finds them, which failed with "),
+        (["--multihost"], "--multihost calls jax.distributed.initialize(), which failed with "),
     ],
 )
 def test_the_command_refuses_in_one_line(words, message, asked, monkeypatch, tmp_path, capsys) -> None:

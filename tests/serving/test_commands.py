@@ -70,7 +70,7 @@ def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, c
     assert "shorten it" in shown, "an error is said, and the chat goes on"
     assert next(asked, None) is None
     monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1"])
-    with pytest.raises(Refusal, match="is it up"):
+    with pytest.raises(Refusal, match="; start it"):
         chat.main()
 
 
@@ -92,7 +92,7 @@ def test_a_chat_needs_a_model_to_talk_to(monkeypatch):
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         monkeypatch.setattr(sys, "argv", ["chat", f"http://127.0.0.1:{server.server_port}/v1"])
-        with pytest.raises(Refusal, match="lists no models; name one with --model"):
+        with pytest.raises(Refusal, match="lists no models; give --model"):
             chat.main()
         thread.join()
 

@@ -206,7 +206,7 @@ def test_an_answer_that_fails_leaves_the_chat_as_it_was(capsys):
 
 def test_flags_that_load_a_policy_are_none_of_a_server(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1", "--vision", "--tensor", "2"])
-    with pytest.raises(Refusal, match="--vision, --tensor: for a policy that is loaded here"):
+    with pytest.raises(Refusal, match="--vision, --tensor cannot be used with a server"):
         terminal.main()
 
 

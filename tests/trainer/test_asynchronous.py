@@ -221,30 +221,30 @@ def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone()
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"staleness": 0}, "lets none wait; set it to 1 or more"),
+        ({"staleness": 0}, "allows no postponed groups; set rollout.staleness to 1 or more"),
         ({"over": 2.5}, r"over_provision must be in \[1\.0, 2\.0\]"),
-        ({"replay_routing": True}, "there is no routing to replay"),
-        ({"server": RolloutServer(("http://127.0.0.1:1",))}, "answers all that it is asked"),
+        ({"replay_routing": True}, "are not recorded for replay_routing"),
+        ({"server": RolloutServer(("http://127.0.0.1:1",))}, "completes every request"),
     ],
 )
 def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):
     with pytest.raises(Refusal, match=said):
         over_provisioned(**{"staleness": 1} | changes)
-    with pytest.raises(Refusal, match="one step ahead already; set it to 2 or more"):
+    with pytest.raises(Refusal, match=r"already uses one step of staleness; set rollout\.staleness to 2 or more"):
         replace(over_provisioned(2), pools=APART, rollout=over_provisioned(1).rollout)
-    with pytest.raises(Refusal, match=r"'arrival' takes the episodes that end first.*counted by their tokens"):
+    with pytest.raises(Refusal, match=r"'arrival' uses the episodes that end first.*the order counts tokens"):
         over_provisioned(1, order="arrival")
 
 
 def test_that_episodes_arrive_by_the_clock_of_their_tools_has_to_be_said():
     game, arrival = Environment("own.py:Game"), over_provisioned(1).rollout
-    with pytest.raises(Refusal, match="that this is meant by rollout"):
+    with pytest.raises(Refusal, match="to accept this, set rollout"):
         replace(over_provisioned(1), environment=game)
     arrival = replace(arrival, order="arrival")
     said = replace(over_provisioned(1), environment=game, rollout=arrival)
     [cold, _] = replace(said, cold_start=ColdStart(steps=2)).phases
     assert cold.rollout.order == "deterministic"
-    with pytest.raises(Refusal, match="with over_provision=1 a step takes all"):
+    with pytest.raises(Refusal, match="with over_provision=1 a step uses all episodes"):
         replace(said, rollout=replace(arrival, over_provision=1))
     assert replace(said, environment=Agent("own.py:agent")).rollout.order == "arrival"
 
@@ -302,12 +302,12 @@ def test_the_correction_is_chosen_by_the_staleness_unless_it_is_given():
 
 def test_what_samples_nothing_has_no_staleness():
     config = config_of(1)
-    with pytest.raises(Refusal, match="SFT samples none"):
+    with pytest.raises(Refusal, match="SFT generates no responses"):
         replace(config, algorithm=SFT(examples_per_update=2))
 
 
 def test_problems_are_not_left_out_by_scores_that_come_after_they_are_drawn():
-    with pytest.raises(Refusal, match=r"selection\.online leaves out problems"):
+    with pytest.raises(Refusal, match=r"selection\.online filters problems"):
         replace(config_of(1), selection=Selection(online=True))
 
 

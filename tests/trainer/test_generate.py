@@ -66,7 +66,7 @@ def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
     ]
     with pytest.raises(SystemExit):
         generate(monkeypatch, files, "one.jsonl", "")
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_prompts_that_cannot_be_read_leave_no_file_in_the_way(files, monkeypatch, capsys):

@@ -245,10 +245,10 @@ def test_weights_wait_in_host_memory_and_adapters_stay():
 
 
 def test_what_a_reference_without_weights_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="the reference is the actor's own frozen weights"):
+    with pytest.raises(ValueError, match="the reference shares the actor's frozen weights"):
         replace(config_of(), offload=("reference",))
     given = config_of(lora=replace(LORA, start="adapters"))
-    with pytest.raises(ValueError, match=r"actor\.lora\.start gives adapters that the reference starts with too"):
+    with pytest.raises(ValueError, match=r"actor\.lora\.start also gives the reference adapters"):
         replace(given, reference_layout=Layout(tensor=2))
 
 

@@ -241,7 +241,7 @@ def test_what_only_chooses_experts_stays_while_others_train():
 def test_groups_that_name_nothing_or_all_are_refused(group, said):
     with pytest.raises(Refusal, match=said):
         ParameterGroups.of(Optimizer(groups=(group,)), declare(MODEL, "lm"), layers_of(MODEL))
-    with pytest.raises(Refusal, match="is no regular expression"):
+    with pytest.raises(Refusal, match="is not a regular expression"):
         ParameterGroup("(")
 
 

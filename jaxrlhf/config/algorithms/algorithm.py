@@ -164,34 +164,34 @@ class PolicyGradient(Algorithm):
         require(
             total % self.responses_per_update == 0,
             f"algorithm.responses_per_update={self.responses_per_update} does not divide the {total} responses of a "
-            f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); "
-            f"nearest that do: {sorted(nearest)}",
+            f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); the nearest "
+            f"divisors are {sorted(nearest)}",
         )
         updates = self.updates_per_step(config)
         require(
             self.old_logp != "sampler" or (updates == 1 and self.correction in (None, "auto")),
-            f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
-            f"and correction={self.correction_for(config)}; choose 'auto', or raise responses_per_update to {total}",
+            f"algorithm.old_logp='sampler' requires one update per step and no correction, got {updates} updates and "
+            f"correction={self.correction_for(config)}; set old_logp='auto', or responses_per_update={total}",
         )
         require(
             self.old_logp != "sampler" or not config.rollout.staleness,
-            "algorithm.old_logp='sampler' takes the sampler's probabilities for those of the policy that learns, which "
-            f"at rollout.staleness={config.rollout.staleness} is a newer one; choose 'auto' or 'bypass'",
+            "algorithm.old_logp='sampler' requires samples of the current policy version, but "
+            f"rollout.staleness={config.rollout.staleness} allows older versions; set old_logp='auto' or 'bypass'",
         )
         require(
             self.old_logp != "sampler" or config.rollout.server is None,
-            "algorithm.old_logp='sampler' takes the sampler's probabilities for those of the policy that learns, and "
-            "those of rollout.server are another engine's; choose 'auto' or 'bypass'",
+            "algorithm.old_logp='sampler' requires samples of the built-in engine, but rollout.server is another "
+            "engine; set algorithm.old_logp='auto' or 'bypass'",
         )
         require(
             self.old_logp != "sampler" or not self.rejection,
-            "algorithm.rejection goes by how far the trainer's log-probabilities are from the sampler's, and "
-            "old_logp='sampler' leaves the trainer's out; choose 'auto' or 'bypass'",
+            "algorithm.rejection compares the log-probabilities of trainer and sampler, but old_logp='sampler' does "
+            "not compute the trainer's; set algorithm.old_logp='auto' or 'bypass'",
         )
         require(
             self.old_logp != "bypass" or self.correction in (None, "auto"),
-            f"algorithm.old_logp='bypass' has the sampler's probabilities in the loss's ratio, and "
-            f"correction={self.correction} would count them twice; drop it, or choose old_logp='trainer'",
+            "algorithm.old_logp='bypass' already uses the sampler's probabilities in the ratio of the loss, so "
+            f"correction={self.correction} would count twice; set correction=None, or old_logp='trainer'",
         )
         _check_sampling(config)
 
@@ -201,33 +201,33 @@ def _check_sampling(config: Config) -> None:
     sampling, whole = config.rollout.sampling, Sampling()
     require(
         not sampling.greedy,
-        "rollout.sampling.greedy draws one token whatever its probability, so there is no policy to learn about; "
-        "sample with a temperature",
+        "rollout.sampling.greedy=True always takes the most likely token, but a policy gradient requires samples; set "
+        "rollout.sampling.greedy=False",
     )
     narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]
     given = ", ".join(f"{name}={getattr(sampling, name)}" for name in narrowed)
     require(
         not narrowed or sampling.most_kept > 0,
-        f"rollout.sampling has {given}, and the trainer has to know what each token was drawn among, which is recorded "
-        f"for a top_k from 1 to {MOST_KEPT}; set one of those beside the rest, or sample with temperature only",
+        f"rollout.sampling has {given}, which requires recorded candidates of each token; only a top_k from 1 to "
+        f"{MOST_KEPT} is recorded; set rollout.sampling.top_k in this range, or sample with temperature only",
     )
     require(
         not narrowed or (config.environment is None and config.rollout.server is None),
-        f"rollout.sampling has {given}, and neither episodes nor servers record what each token was drawn among, so "
-        "the trainer's log-probabilities would be of another distribution; sample with temperature only, or drop "
+        f"rollout.sampling has {given}, but episodes and servers do not record the candidates of each token, so the "
+        "trainer's log-probabilities would be of another distribution; sample with temperature only, or remove "
         "environment and rollout.server",
     )
 
 
 def check_whole_responses(algorithm: PolicyGradient) -> None:
-    """Raise `Refusal` if settings do not fit a loss on whole responses with a pull to the reference (`beta`)."""
+    """Raise `Refusal` if settings do not fit a loss on whole responses with a KL penalty (`beta`)."""
     name, aggregation = type(algorithm).__name__, algorithm.policy.aggregation
     require(
         aggregation == "seq-mean-token-sum",
-        f"{name} has the log-probability of whole responses in its loss: policy.aggregation must be "
+        f"{name} uses the log-probability of whole responses in its loss: policy.aggregation must be "
         f"'seq-mean-token-sum', got {aggregation!r}",
     )
-    require(algorithm.kl is None, f"{name} is kept near the reference by beta, and kl={algorithm.kl} would do so twice")
+    require(algorithm.kl is None, f"{name} already penalizes the KL by beta; set kl=None, got kl={algorithm.kl}")
 
 
 def check_schedule(config: Config) -> None:
@@ -236,46 +236,45 @@ def check_schedule(config: Config) -> None:
     staleness, over = rollout.staleness, rollout.over_provision
     require(
         staleness == 0 or isinstance(config.algorithm, PolicyGradient),
-        f"rollout.staleness={staleness} has responses wait for the policy that learns from them, and {algorithm} "
-        "samples none; leave it at 0",
+        f"rollout.staleness={staleness}, but {algorithm} generates no responses; set rollout.staleness=0",
     )
     require(
         staleness == 0 or not config.selection.online,
-        f"selection.online leaves out problems by scores of earlier steps, and rollout.staleness={staleness} draws "
-        "them before those are there; choose one of the two",
+        f"selection.online filters problems by scores of earlier steps, but rollout.staleness={staleness} samples "
+        "before these scores exist; set selection.online=False, or rollout.staleness=0",
     )
     arrival = rollout.order == "arrival"
     require(
         not arrival or (over > 1 and config.environment is not None),
-        f"rollout.order='arrival' takes the episodes that end first, and with over_provision={over} "
-        + ("a step takes all" if over == 1 else "responses without an environment are counted by their tokens")
-        + "; leave it at 'deterministic'",
+        f"rollout.order='arrival' uses the episodes that end first, but with over_provision={over} "
+        + ("a step uses all episodes" if over == 1 else "and without an environment the order counts tokens")
+        + "; set rollout.order='deterministic'",
     )
     if over == 1:
         return
     least = 1 + int(config.generates_apart)
-    ahead = "; on a pool of its own generation is one step ahead already" if least > 1 else ""
+    ahead = "; a separate rollout pool already uses one step of staleness" if least > 1 else ""
     require(
         staleness >= least,
-        f"rollout.over_provision={over} puts off groups that are not complete, and rollout.staleness={staleness} lets "
-        f"none wait{ahead}; set it to {least} or more",
+        f"rollout.over_provision={over} postpones unfinished groups, but rollout.staleness={staleness} allows no "
+        f"postponed groups{ahead}; set rollout.staleness to {least} or more",
     )
     environments = () if config.environment is None else choices(config.environment)
     require(
         arrival or not environments,
-        f"rollout.over_provision={over} takes the groups that are complete first, and which episodes are hangs on the "
-        "seconds that their tools take, so that no run could be repeated; say that this is meant by "
-        "rollout.order='arrival', or drop over_provision",
+        f"rollout.over_provision={over} uses the groups that are complete first, which for episodes depends on the "
+        "run time of their tools, so the run is not reproducible; to accept this, set rollout.order='arrival'; "
+        "otherwise set rollout.over_provision=1",
     )
     require(
         rollout.server is None,
-        f"rollout.over_provision={over} ends a round when enough groups are complete, and rollout.server answers all "
-        "that it is asked; drop one",
+        f"rollout.over_provision={over} stops generation when enough groups are complete, but rollout.server "
+        "completes every request; set rollout.over_provision=1, or rollout.server=None",
     )
     require(
         not rollout.replay_routing,
-        f"rollout.over_provision={over} has a response go on under the next weights, and the experts that it went "
-        "through before are recorded nowhere, so there is no routing to replay; drop one",
+        f"rollout.over_provision={over} continues responses with the next weights, but the experts of their earlier "
+        "tokens are not recorded for replay_routing; set over_provision=1, or replay_routing=False",
     )
 
 
@@ -284,7 +283,7 @@ def check_read(config: Config) -> None:
     name = type(config.algorithm).__name__
     require(
         not config.evaluation.sets or "actor" in config.roles,
-        f"evaluation.sets are problems that a policy answers, and {name} trains none; drop them",
+        f"evaluation.sets require a policy, but {name} trains no policy; remove evaluation.sets",
     )
     of_responses = {
         "selection.online": config.selection.online,
@@ -294,5 +293,5 @@ def check_read(config: Config) -> None:
     given = [setting for setting, on in of_responses.items() if on]
     require(
         not given or REWARD.name in config.roles,
-        f"{' and '.join(given)} are for responses that a step samples, and {name} samples none; drop that",
+        f"{' and '.join(given)} cannot be set: {name} samples no responses; remove {' and '.join(given)}",
     )

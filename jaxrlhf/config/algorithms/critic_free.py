@@ -116,7 +116,7 @@ class OnlineDPO(GroupCompared):
     of DPO's loss as the advantage, so a step is one update. The reference is always loaded; `kl` must be None.
 
     Attributes:
-      beta: Strength of the pull to the reference.
+      beta: Strength of the KL penalty to the reference.
       policy: Policy loss; token losses are summed over a response, so `aggregation` must be `seq-mean-token-sum`.
     """
 
@@ -137,8 +137,8 @@ class OnlineDPO(GroupCompared):
         updates = self.updates_per_step(config)
         require(
             updates == 1,
-            f"OnlineDPO takes the slope of its loss once a step, and there are {updates} updates; set "
-            f"algorithm.responses_per_update to {config.rollout.responses_per_step} and epochs_per_step to 1",
+            f"OnlineDPO requires one update per step, got {updates} updates; set "
+            f"algorithm.responses_per_update={config.rollout.responses_per_step} and algorithm.epochs_per_step=1",
         )
 
 

@@ -36,5 +36,6 @@ class Distillation(PolicyGradient):
         super().check(config)
         require(
             self.kl is None,
-            "Distillation has the KL to the teacher as its advantage, and kl would count it twice; drop algorithm.kl",
+            "Distillation uses the KL to the teacher as its advantage, so kl would count it twice; set "
+            "algorithm.kl=None",
         )

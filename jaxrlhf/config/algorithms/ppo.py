@@ -51,11 +51,11 @@ class PPO(PolicyGradient):
         super().check(config)
         require(
             self.critic_warmup_steps < config.steps,
-            f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} "
-            "to train the policy; lower it or raise steps",
+            f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} to "
+            "train the policy; lower algorithm.critic_warmup_steps or raise steps",
         )
         require(
             self.actions == "tokens" or config.environment is not None,
-            "algorithm.actions='turns' shares credit among the turns of an episode, and a run without an environment "
-            "has one turn; give an environment, or choose 'tokens'",
+            "algorithm.actions='turns' requires an environment, because a run without an environment has only one "
+            "turn; set environment, or algorithm.actions='tokens'",
         )

@@ -48,7 +48,7 @@ class Preference(Algorithm):
         check_labelled(self, config, kinds, "preference pairs", give="PairFile, HubPairs or ArithmeticPairs")
         fields = ("margin_key", "safe_keys")
         unread = [key for key in fields if key != self.reads and getattr(config.data, key, None) is not None]
-        require(not unread, f"{name} does not read data.{' and data.'.join(unread)}; leave that out")
+        require(not unread, f"{name} does not read data.{' and data.'.join(unread)}; use None instead")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DPO(Preference):
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
     Attributes:
-      beta: Strength of the pull to the reference.
+      beta: Strength of the KL penalty to the reference.
       label_smoothing: Share of pairs whose labels are assumed to be swapped.
     """
 
@@ -100,7 +100,7 @@ class KTO(Preference):
     estimate the policy's distance to the reference.
 
     Attributes:
-      beta: Strength of the pull to the reference.
+      beta: Strength of the KL penalty to the reference.
       desirable_weight: Weight of chosen answers.
       undesirable_weight: Weight of rejected answers.
     """
@@ -115,8 +115,8 @@ class KTO(Preference):
         super().__post_init__()
         require(
             self.pairs_per_update > 1,
-            "KTO measures the distance to the reference by answers behind prompts that are not theirs, and "
-            "pairs_per_update=1 has one prompt; give 2 or more",
+            "KTO estimates the distance to the reference by answers after prompts of other pairs, but "
+            "pairs_per_update=1; set pairs_per_update to 2 or more",
         )
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
@@ -202,22 +202,22 @@ def check_labelled(algorithm: Algorithm, config: Config, kinds: tuple[type, ...]
     name = type(algorithm).__name__
     require(
         isinstance(config.data, kinds),
-        f"{name} learns from {what}, and data is {type(config.data).__name__}; give {give}",
+        f"{name} learns from {what}, but data is {type(config.data).__name__}; give {give}",
     )
-    require(config.rewards == Rewards(), f"{name} scores nothing by rewards, and rewards are given; drop them")
+    require(config.rewards == Rewards(), f"{name} does not use rewards, but rewards are set; remove rewards")
 
 
 def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
     """Refuse policy settings for an algorithm that only trains a critic, read after the last token of an answer."""
     name = type(algorithm).__name__
-    require(config.actor == Training(), f"{name} has no actor, and actor is given; set algorithm.critic instead")
+    require(config.actor == Training(), f"{name} has no actor, but actor is set; set algorithm.critic instead")
     require(
         config.cold_start is None,
-        f"cold_start trains a policy and {name} has none; run it before, and start from its export by model.path",
+        f"cold_start trains a policy, but {name} has no policy; set cold_start=None, and model.path to a policy",
     )
     require(
         config.rollout.max_response_tokens > 1,
-        f"rollout.max_response_tokens=1 leaves no token to an answer of {name}; raise it to 2 or more",
+        f"rollout.max_response_tokens=1 leaves no token for an answer of {name}; set it to 2 or more",
     )
 
 
@@ -231,5 +231,5 @@ class CostModel(RewardModel):
         super().check(config)
         require(
             not isinstance(config.data, PairFields) or config.data.safe_keys is not None,
-            "CostModel learns which answers are harmful, and data.safe_keys is None; name the two fields that say so",
+            "CostModel reads labels of harmless answers, but data.safe_keys is None; set safe_keys to two fields",
         )

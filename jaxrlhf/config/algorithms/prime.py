@@ -53,12 +53,12 @@ class PRIME(GroupCompared):
         super().__post_init__()
         require(
             not isinstance(self.kl, KLInReward),
-            f"PRIME takes outcomes at the last token alone, and kl={self.kl} would charge every token; give KLInLoss",
+            f"PRIME requires rewards at the last token only, but kl={self.kl} penalizes every token; use KLInLoss",
         )
         require(
             self.least_accuracy <= self.most_accuracy,
-            f"PRIME.least_accuracy={self.least_accuracy} is above most_accuracy={self.most_accuracy}; "
-            "no prompt could be trained on",
+            f"PRIME.least_accuracy={self.least_accuracy} is above most_accuracy={self.most_accuracy}, so no prompt "
+            "would be trained on; lower least_accuracy",
         )
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:

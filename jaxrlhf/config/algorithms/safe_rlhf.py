@@ -67,10 +67,10 @@ class Ptx(Settings):
             isinstance(self.data, Arithmetic | Generated | Gsm8k | Shapes)
             or getattr(self.data, "solution_key", None) is not None
         )
-        fields = "solution_key is None; name the field that has them"
-        other = "those are no worked solutions; give Arithmetic, Gsm8k or PromptFile"
+        fields = "solution_key is None; set it to the field with the solutions"
+        other = "no worked solutions; give Arithmetic, Gsm8k or PromptFile"
         why = fields if isinstance(self.data, PromptFields) else other
-        require(solved, f"Ptx imitates worked solutions, and data is {type(self.data).__name__}: {why}")
+        require(solved, f"Ptx imitates worked solutions, but data is {type(self.data).__name__}: {why}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class SafeRLHF(PPO):
         super().__post_init__()
         require(
             not self.halve_kl or isinstance(self.kl, KLInReward),
-            f"SafeRLHF.halve_kl halves a KL in the reward, and kl is {self.kl}; drop it, or give KLInReward",
+            f"SafeRLHF.halve_kl halves a KL in the reward, but kl is {self.kl}; set halve_kl=False, or kl=KLInReward()",
         )
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
@@ -121,18 +121,18 @@ class SafeRLHF(PPO):
         parts, index = config.rewards.parts, self.constraint.part
         require(
             index < len(parts),
-            f"algorithm.constraint.part={index} is the cost's index in rewards.parts, which has {len(parts)}; "
-            "add a part of weight 0 that is above 0 where a response is unsafe",
+            f"algorithm.constraint.part={index} is the index of the cost, but rewards.parts has {len(parts)} parts; "
+            "add a part with weight 0 that is above 0 for unsafe responses",
         )
         require(
             parts[index].weight == 0,
-            f"rewards.parts.{index} is the cost of algorithm.constraint, whose multiplier weighs it, and has "
-            f"weight={parts[index].weight}, so it would count twice; set that to 0",
+            f"rewards.parts.{index} is the cost of algorithm.constraint, weighted by its multiplier, so "
+            f"weight={parts[index].weight} would count the cost twice; set rewards.parts.{index}.weight=0",
         )
         own = [source.name for source in config.sources if source.rewards is not None]
         require(
             not own or isinstance(parts[index], ModelReward),
-            f"rewards.parts.{index} is the cost of algorithm.constraint, and sources {', '.join(own)} have rewards of "
-            "their own in place of rewards.parts, so their responses would have no cost; give a ModelReward, which "
-            "scores all responses, or no rewards by source",
+            f"rewards.parts.{index} is the cost of algorithm.constraint, but sources {', '.join(own)} have their own "
+            "rewards, so their responses would have no cost; use a ModelReward, which scores all responses, or remove "
+            "the rewards of these sources",
         )

@@ -56,12 +56,12 @@ def check_type(name: str, value: object, annotation: Any) -> None:
 def _hint(value: object, annotation: Any) -> str:
     """Return advice on a value of the wrong type, if the intended value can be guessed."""
     if _is_sequence(annotation) and _conforms((value,), annotation):
-        return f"; a tuple of one is written ({value!r},), with a comma"
+        return f"; write a tuple with one entry as ({value!r},), with a comma"
     if isinstance(value, list) and _conforms(tuple(value), annotation):
-        return "; write it as a tuple, with ( ) around it instead of [ ], and a comma after a single one"
+        return "; write a tuple, with ( ) instead of [ ], and a comma after a single entry"
     kinds = variants(annotation)
     if isinstance(value, type) and value in kinds:
-        return f"; write {value.__name__}(...), with what it needs in the brackets"
+        return f"; write {value.__name__}(...), with its settings in the parentheses"
     if isinstance(value, str):
         meant = [kind.__name__ for kind in kinds if kind.__name__.lower() == value.lower()]
         taking = [kind.__name__ for kind in kinds if _begins_with_a_text(kind)]

@@ -20,9 +20,9 @@ from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.run import Config
 
 _EPILOG = (
-    "Any setting of the configuration can be changed by its dotted name: --steps 3 "
-    "--rollout.prompts-per-step 8 --no-resume. A setting with settings of its own takes None or a class: "
-    "--algorithm.kl KLInLoss --algorithm.kl.coefficient 1e-3. --config NAME --help lists them."
+    "Any setting of the configuration can be changed by its dotted name: --steps 3 --rollout.prompts-per-step 8 "
+    "--no-resume. A setting that is a class with settings takes None or the name of a class: --algorithm.kl KLInLoss "
+    "--algorithm.kl.coefficient 1e-3. --config NAME --help lists all settings."
 )
 
 INTERRUPTED = 130
@@ -33,7 +33,7 @@ _EXTRAS = {"starlette": "serve", "uvicorn": "serve", "openai": "serve"}
 _OF_UNIX = ("fcntl", "resource")
 """Modules of Python's standard library that Windows lacks."""
 _FILES = 128
-"""Open files that a command takes: with fewer, libraries fail at any place."""
+"""Number of open files that a command needs; with fewer, libraries fail at any place."""
 
 
 def on_cluster(flags: Namespace) -> list[str]:
@@ -55,7 +55,7 @@ def run_command(main: Callable[[], None]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # text of a model may not fit the terminal's encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _until_the_reader_leaves(exit_code=1):
+        with _exit_if_pipe_closes(exit_code=1):
             _check_files()
             main()
     except KeyboardInterrupt as interrupt:
@@ -67,8 +67,8 @@ def run_command(main: Callable[[], None]) -> None:
         reason = str(error) if isinstance(error, Refusal) else _missing(error)
         if reason is None or os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
-        said = "; ".join([reason, *getattr(error, "__notes__", [])])
-        print("error:", " ".join(said.split()), file=sys.stderr)
+        message = "; ".join([reason, *getattr(error, "__notes__", [])])
+        print("error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
 
@@ -76,10 +76,10 @@ def _check_files() -> None:
     import resource  # Windows lacks it
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= files < _FILES:  # -1 is no limit
+    if 0 <= files < _FILES:  # -1 is unlimited
         raise Refusal(
-            f"this process may open {files} files, and a command needs {_FILES}; raise the limit, such as by "
-            "ulimit -n 4096"
+            f"this process may open {files} files, but a command needs {_FILES}; raise the limit, such as by ulimit "
+            "-n 4096"
         )
 
 
@@ -87,9 +87,9 @@ def _missing(error: ModuleNotFoundError) -> str | None:
     """Return one line on a missing module, or None if no extra or platform explains it."""
     name = (error.name or "").partition(".")[0]
     if name in _OF_UNIX:
-        return f"this system's Python has no module {name}; jaxrlhf runs on Linux and macOS, and on Windows in WSL"
+        return f"Python on this system has no module {name}; jaxrlhf runs on Linux and macOS, and on Windows in WSL"
     extra = _EXTRAS.get(name)
-    return extra and f"this needs {name}, which is not installed: pip install 'jaxrlhf[{extra}]'"
+    return extra and f"this command needs {name}, which is not installed: pip install 'jaxrlhf[{extra}]'"
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -117,7 +117,7 @@ class CommandLine(argparse.ArgumentParser):
         self.epilog = f"examples:\n{self._examples}" if examples else None
 
     def error(self, message: str) -> NoReturn:
-        how = f"; `{self.prog} --help` shows how" if "are required" in message or "unrecognized" in message else ""
+        how = f"; see `{self.prog} --help`" if "are required" in message or "unrecognized" in message else ""
         raise Refusal(f"{message}{how}")
 
     def parse_config(
@@ -136,8 +136,8 @@ class CommandLine(argparse.ArgumentParser):
         Raises:
           Refusal: A configuration, flag or setting does not exist, or a value does not fit.
         """
-        self.add_argument("-h", "--help", action="store_true", help="show this help, and every setting of --config")
-        self.add_argument("--config", metavar="NAME", help=f"a file, or one of: {', '.join(shipped())}")
+        self.add_argument("-h", "--help", action="store_true", help="show this help, and all settings of --config")
+        self.add_argument("--config", metavar="NAME", help=f"configuration file, or one of: {', '.join(shipped())}")
         self.epilog = "\n\n".join(part for part in (self.epilog, _EPILOG) if part)
         words = sys.argv[1:] if argv is None else [*argv]
         if {"-h", "--help"} & {*words}:  # before missing flags are reported
@@ -151,10 +151,8 @@ class CommandLine(argparse.ArgumentParser):
 
         if flags.config is None and default is None:
             if rest and not rest[0].startswith("-"):
-                policy = ", a policy --policy" if "--policy" in self._option_string_actions else ""
-                raise Refusal(
-                    f"do not know what to do with {rest[0]!r} alone; a configuration is --config NAME{policy}"
-                )
+                policy = ", and a policy as --policy POLICY" if "--policy" in self._option_string_actions else ""
+                raise Refusal(f"unexpected argument {rest[0]!r}; give a configuration as --config NAME{policy}")
             self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
         if flags.config is None and default is not None:
             return change(default), flags
@@ -177,7 +175,7 @@ class CommandLine(argparse.ArgumentParser):
         named = CommandLine()
         named.add_argument("--config")
         config = named.parse_known_args([word for word in words if word != "-h" and word != "--help"])[0].config
-        with _until_the_reader_leaves(exit_code=0):
+        with _exit_if_pipe_closes(exit_code=0):
             self.print_help()
             if config is not None:
                 print()
@@ -200,8 +198,8 @@ def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
     classes = _classes(config, [(name, values) for _, name, values in flags])
     changes: dict[str, Any] = {}
     for flag, name, values in flags:
-        room, _, last = name.rpartition(".")
-        switch = f"{room}.{last.removeprefix('no_')}".removeprefix(".")
+        owner, _, last = name.rpartition(".")
+        switch = f"{owner}.{last.removeprefix('no_')}".removeprefix(".")
         is_switch = _is_switch(config, switch, classes)
         if is_switch and switch != name and values:
             raise Refusal(f"{flag} takes no value, got {' '.join(values)!r}")
@@ -243,7 +241,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found:
             found[-1][1].append(word)
         else:
-            raise Refusal(f"do not know what to do with {word!r}; settings are given as --name value")
+            raise Refusal(f"unexpected argument {word!r}; give settings as --name value")
     return found
 
 
@@ -258,13 +256,13 @@ def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any
         names = {kind.__name__.lower(): kind.__name__ for kind in kinds if not isabstract(kind)}
         close = difflib.get_close_matches(" ".join(words).lower(), names, n=1)
         if close and not isinstance(value, tuple):
-            said = f"{name} takes the name of a class, and there is no {' '.join(words)}"
-            raise Refusal(f"{said}; did you mean {names[close[0]]}?")
+            message = f"{name} takes the name of a class, but {' '.join(words)!r} is none"
+            raise Refusal(f"{message}; did you mean {names[close[0]]}?")
         below = [setting for setting in setting_names(config) if setting.startswith(f"{name}.")]
         has = f" ({', '.join(below)})" if below else ""
-        listed = f"name their class: {' or '.join(names.values())}"
+        listed = f"give a class: {' or '.join(names.values())}"
         how = "edit the configuration file" if isinstance(value, tuple) else listed
-        raise Refusal(f"{name} holds settings{has}, not a value; to replace them {how}")
+        raise Refusal(f"{name} holds settings{has}, not a value; to replace them, {how}")
     import tyro
 
     try:
@@ -278,7 +276,7 @@ def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any
 def _print_settings(config: Config, *, command: str) -> None:
     import tyro
 
-    about = f"The settings of {config.name}, and their values."
+    about = f"Settings of {config.name} and their values."
     how = (tyro.conf.AvoidSubcommands,)
     config = _without_words(config)
     with contextlib.suppress(SystemExit):  # tyro exits after its help
@@ -298,7 +296,7 @@ def _without_words(settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _until_the_reader_leaves(*, exit_code: int) -> Iterator[None]:
+def _exit_if_pipe_closes(*, exit_code: int) -> Iterator[None]:
     """Exit without a message if the reader of standard output, such as `head`, closes the pipe within the block."""
     try:
         yield

@@ -15,6 +15,6 @@ def join_hosts() -> None:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
         raise Refusal(
-            f"--multihost joins hosts as jax.distributed.initialize() finds them, which failed with {error}; start "
-            "it on every host of a TPU slice, of Slurm or of MPI, or drop it"
+            f"--multihost calls jax.distributed.initialize(), which failed with {error}; start the command on every "
+            "host of a TPU slice, of Slurm or of MPI, or remove --multihost"
         ) from error

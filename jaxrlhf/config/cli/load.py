@@ -53,11 +53,11 @@ def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = N
     except Refusal as contradiction:
         if change is None:
             raise
-        return _mended(path, change, contradiction)
+        return _repaired(path, change, contradiction)
     return config if change is None else change(config)
 
 
-def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refusal) -> Config:
+def _repaired(path: Path, change: Callable[[Config], Config], contradiction: Refusal) -> Config:
     """Apply a change to a file whose configuration is contradictory; raise the file's error if that does not fix it.
 
     Raises:
@@ -89,7 +89,7 @@ def _read(path: Path) -> Config:
             raise
         raise Refusal(f"{_place(error, path)}: {reason}") from error
     if not defined:
-        raise Refusal(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
+        raise Refusal(f"{path}: get_config() is missing; add `def get_config() -> Config:`")
     if not isinstance(config, Config):
         raise Refusal(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
     return config
@@ -146,10 +146,10 @@ def _find(name: str) -> Path:
     if (path_shipped := shipped_file(name)) is not None:
         return path_shipped
     known, wanted = shipped(), name.removesuffix(".py")
-    beside = {str(path).removesuffix(".py"): str(path) for path in sorted(Path(name).parent.glob("*.py"))}
-    close = difflib.get_close_matches(wanted, beside, n=1) or difflib.get_close_matches(Path(wanted).name, known, n=1)
+    siblings = {str(path).removesuffix(".py"): str(path) for path in sorted(Path(name).parent.glob("*.py"))}
+    close = difflib.get_close_matches(wanted, siblings, n=1) or difflib.get_close_matches(Path(wanted).name, known, n=1)
     if close:
-        raise Refusal(f"no configuration {name!r}; did you mean {beside.get(close[0], close[0])}?")
+        raise Refusal(f"no configuration {name!r}; did you mean {siblings.get(close[0], close[0])}?")
     raise Refusal(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}")
 
 
@@ -169,7 +169,7 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
     if isinstance(error, Refusal):
         return message
     if isinstance(error, dataclasses.FrozenInstanceError):
-        return f"{message}: settings stay as they are made; make others with dataclasses.replace(settings, field=value)"
+        return f"{message}: settings are frozen; make changed settings with dataclasses.replace(settings, field=value)"
     if (wrong := _wrong_type(error)) is not None:
         return wrong
     absent = re.match(r"cannot import name '(\w+)' from 'jaxrlhf.config'", message)
@@ -178,7 +178,7 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
 
         if (moved := _MOVED.get(absent[1])) is not None:
             file, name = moved
-            return f"jaxrlhf.config has no {absent[1]} any more; write {name} = load_module('algorithms/{file}').{name}"
+            return f"jaxrlhf.config no longer has {absent[1]}; write {name} = load_module('algorithms/{file}').{name}"
         close = difflib.get_close_matches(absent[1], vars(config), n=1)
         return f"jaxrlhf.config has no {absent[1]}" + (f"; did you mean {close[0]}?" if close else "")
     misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)

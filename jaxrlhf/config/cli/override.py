@@ -12,7 +12,7 @@ from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.run import Config
 
 Classes = Mapping[str, type]
-"""Classes of settings that a change puts in place of other settings, by dotted name."""
+"""Classes that a change gives for settings, by dotted name."""
 
 _NO_CLASSES: Classes = MappingProxyType({})
 
@@ -85,7 +85,7 @@ def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any
     value: Any = config
     annotation, reached = type(config), ""
     for part in name.split("."):
-        value = _begun(value, annotation, part)
+        value = _settings_or_class(value, annotation, part)
         if part not in _parts(value, annotation):
             raise Refusal(f"no setting {name}: " + _advice(config, name, reached, value, annotation))
         value, annotation = _parts(value, annotation)[part]
@@ -95,7 +95,7 @@ def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any
     return value, annotation
 
 
-def _begun(value: Any, annotation: Any, part: str) -> Any:
+def _settings_or_class(value: Any, annotation: Any, part: str) -> Any:
     """Return the existing settings or, if they are None, the only class that has a field `part`."""
     if value is not None:
         return value
@@ -136,8 +136,8 @@ def _rebuilt(settings: Any, annotation: Any, changes: Mapping[str, Any], reached
             value = _given(value, kind, inner.pop(""), here)
         if inner:
             first = next(iter(inner))
-            value = _begun(value, kind, first.partition(".")[0])
-            require(value is not None, f"{here} is given as None, and {here}.{first} is given too; drop one of them")
+            value = _settings_or_class(value, kind, first.partition(".")[0])
+            require(value is not None, f"{here} is None, but {here}.{first} is set; remove one of them")
         made = isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
         if made or _is_class_for(value, kind):
             built[part] = _rebuilt(value, kind, inner, here)
@@ -148,7 +148,7 @@ def _rebuilt(settings: Any, annotation: Any, changes: Mapping[str, Any], reached
     if not isinstance(settings, type):
         return dataclasses.replace(settings, **built)
     missing = [field.name for field in dataclasses.fields(settings) if _is_required(field) and field.name not in built]
-    require(not missing, f"{reached}={settings.__name__} needs {', '.join(f'{reached}.{name}' for name in missing)}")
+    require(not missing, f"{reached}={settings.__name__} requires {', '.join(f'{reached}.{name}' for name in missing)}")
     return settings(**built)
 
 
@@ -175,19 +175,17 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
     kinds = [] if value is config else variants(annotation)
     owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
     if isinstance(value, tuple) and part.isdigit():
-        counted = f"{len(value)}, from 0 on" if value else "none"
-        return f"{reached} has {counted}; further ones are for the configuration's file to give"
+        counted = f"{len(value)}, from index 0" if value else "none"
+        return f"{reached} has {counted}; add entries in the configuration file"
     meant = [] if owners else difflib.get_close_matches(part, {own for kind in kinds for own in field_types(kind)}, n=1)
     if value is None and meant:
         return f"did you mean {'.'.join([reached, *meant, *rest])}?"
     if value is None and kinds:
         which = owners or [kind.__name__ for kind in kinds]
-        return f"{reached} is None; say first what it shall be: {_either(f'--{reached} {kind}' for kind in which)}"
+        return f"{reached} is None; first choose its class: {_either(f'--{reached} {kind}' for kind in which)}"
     if owners:
         have = value.__name__ if isinstance(value, type) else type(value).__name__
-        return (
-            f"{reached} is {have}, and {part} belongs to {_either(owners)}; to have that, add --{reached} {owners[0]}"
-        )
+        return f"{reached} is {have}, but {part} is a setting of {_either(owners)}; add --{reached} {owners[0]}"
     if (removed := getattr(value, "removed", {}).get(part)) is not None:
         return f"it was removed; {removed}"
     here = difflib.get_close_matches(part, _parts(value), n=1)
@@ -199,7 +197,7 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
     if here and (rest or part not in elsewhere):  # the exact name of a setting elsewhere is not a misspelling
         return f"did you mean {'.'.join([reached, *here, *rest]).removeprefix('.')}?"
     if last in PEERS and last not in elsewhere:
-        return f"what TRL or verl call {last} is {PEERS[last]}, or near it; docs/coming_from.md has more"
+        return f"{last} of TRL or verl corresponds to {PEERS[last]}, approximately; see docs/coming_from.md"
     if namesakes:
         return f"did you mean {_either(elsewhere[namesakes[0]])}?"
     return f"{reached or 'the configuration'} has {', '.join(_parts(value)) or 'no further settings'}"

@@ -109,5 +109,5 @@ def _prompts_in(responses: float, workload: Workload) -> int:
 
 def shards_of(layout: Layout) -> int:
     """Return the number of shards that split the rows of a batch."""
-    assert layout.data is not None, "a layout that is costed says how many replicas it has"
+    assert layout.data is not None, "layout.data is set before the cost is computed"
     return layout.data * layout.fsdp * layout.expert

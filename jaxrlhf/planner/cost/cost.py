@@ -108,7 +108,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
 
 def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware: Hardware, *, backward: bool) -> Cost:
     """Return the cost of one microbatch, forward or forward and backward."""
-    assert role.remat is not None, "the simulator settles it first"
+    assert role.remat is not None, "the simulator sets remat first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
     context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
     # Products count in forward passes. Products with frozen weights count one less, because these have no gradient.

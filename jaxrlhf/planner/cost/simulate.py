@@ -257,7 +257,7 @@ def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> fl
 
 def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     work, software = problem.workload, problem.software
-    assert role.remat is not None, "the simulator settles it first"
+    assert role.remat is not None, "the simulator sets remat first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software, largest=True)
     parts = _parts_at_once(software, layout, batch)
     copied = software.compute_bytes * weights_learnt(role.model, role.head, role.lora, layout)

@@ -52,7 +52,7 @@ class LognormalLengths:
         most = mean * math.exp(_Z99**2 / 2)
         require(
             mean < tail <= most,
-            f"the tail is the 99th percentile of a lognormal with a mean of {mean:g} tokens, so it is above that and "
+            f"the tail, the 99th percentile of a lognormal with a mean of {mean:g} tokens, must be above the mean and "
             f"at most {most:.0f}, got {tail:g}",
         )
 
@@ -114,8 +114,8 @@ def read_lengths(path: Path | str) -> MeasuredLengths:
             key=lambda record: record[:2],
         )
     except (OSError, KeyError, TypeError) as error:
-        raise Refusal(f"{path} has no lengths of responses ({error!r}); give the samples.jsonl of a run") from error
+        raise Refusal(f"{path} has no response lengths ({error!r}); give the samples.jsonl of a run") from error
     if not records:
-        raise Refusal(f"{path} is empty; give the samples.jsonl of a run that made a step")
+        raise Refusal(f"{path} is empty; give the samples.jsonl of a run with at least one step")
     found = groupby(records, key=lambda record: record[:2])
     return MeasuredLengths([np.maximum(1, [length for *_, length in group]) for _, group in found])

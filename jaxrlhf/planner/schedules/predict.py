@@ -49,7 +49,7 @@ def predictions(
       Refusal: The problem has no generation, or the schedule gains nothing on any placement that fits.
     """
     if not any(role.generates for role in problem.roles):
-        raise Refusal("schedules need steps that generate, and this algorithm learns from given answers; drop it")
+        raise Refusal("schedules require steps that generate, but this algorithm does not generate; remove --staleness")
     shared = _apart(best) is None
     plans = [best] if over_provision > 1 or not shared else []
     if problem.pools is None and not problem.hardware.takes_turns and problem.workload.quantize is None:
@@ -58,8 +58,8 @@ def predictions(
         plans = [plan for plan in plans if _apart(plan) is None]
     if not plans:
         raise Refusal(
-            f"a staleness of {staleness} gains only if generation has a pool of its own, and no such placement is "
-            "possible here: give a pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
+            f"staleness={staleness} is only faster with a separate pool for generation, which does not fit here: add "
+            "a pool with 'rollout', or more devices; on one pool, use --over-provision"
         )
 
     def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
@@ -136,7 +136,7 @@ def _with_own_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
 
 def _slots(problem: PlacementProblem, plan: PlacementPlan, over_provision: float) -> int:
     """Return the number of responses decoded at once, with `over_provision` times the groups in progress."""
-    assert plan.slots is not None, "a plan that generates has slots"
+    assert plan.slots is not None, "a plan with generation has slots"
     if over_provision == 1:
         return plan.slots
     work = problem.workload

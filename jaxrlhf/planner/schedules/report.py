@@ -19,13 +19,22 @@ def schedules_table(scheduled: Sequence[ScheduledPlan]) -> Table:
     table = Table(title="schedules, simulated", **LOOK)
     for heading in ("staleness", "placement"):
         table.add_column(heading)
-    for heading in ("step s", "times", "generates idle", "learns idle", "slots used", "age", "most", "again"):
+    for heading in (
+        "step s",
+        "speedup",
+        "generation idle",
+        "learning idle",
+        "slots used",
+        "age",
+        "max age",
+        "recomputed",
+    ):
         table.add_column(heading, justify="right")
     first = scheduled[0].prediction.step_s
     for one in scheduled[: 1 + _SHOWN]:
         result, schedule = one.prediction, one.schedule
         shares = (result.generation_idle, result.learning_idle, result.slots_in_use)
-        more = f", {schedule.over_provision:g} steps' groups" if schedule.over_provision > 1 else ""
+        more = f", over-provision {schedule.over_provision:g}" if schedule.over_provision > 1 else ""
         cells = [f"{schedule.staleness}{more}", placement_text(one.plan.pools)]
         cells += [seconds_text(result.step_s), f"{first / result.step_s:.2f}", *(f"{share:.0%}" for share in shares)]
         cells += [f"{result.age_mean:.2f}", str(result.age_max), f"{result.recomputed:.1%}"]
@@ -43,11 +52,11 @@ def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
     """Return a sentence that recommends a schedule and its placement."""
     best, first = recommended(scheduled), scheduled[0].prediction
     if best is None:
-        return "no schedule is faster than the synchronous one: leave rollout.staleness at 0"
+        return "no schedule is faster than the synchronous one; set rollout.staleness=0"
     result = best.prediction
     return (
-        f"{placement_text(best.plan.pools)} at staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s a "
-        f"step, {first.step_s / result.step_s:.2f} times as fast, from tokens {result.age_mean:.2f} versions old"
+        f"{placement_text(best.plan.pools)} with staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s "
+        f"per step, {first.step_s / result.step_s:.2f} times as fast, mean age {result.age_mean:.2f} versions"
     )
 
 

@@ -29,13 +29,13 @@ class Schedule:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        require(self.staleness >= 0, f"the staleness must be 0 or more, got {self.staleness}")
-        require(1 <= self.over_provision <= 2, f"over-provisioning must be from 1 to 2, got {self.over_provision}")
+        require(self.staleness >= 0, f"staleness must be 0 or more, got {self.staleness}")
+        require(1 <= self.over_provision <= 2, f"over_provision must be from 1 to 2, got {self.over_provision}")
         least = 1 + self.apart
         require(
             self.over_provision == 1 or self.staleness >= least,
-            f"over-provisioning by {self.over_provision} puts off groups, and a staleness of {self.staleness} allows "
-            f"none; give {least} or more" + " where generation has devices of its own" * self.apart,
+            f"over_provision={self.over_provision} postpones groups, but staleness={self.staleness} allows none; set "
+            f"staleness to {least} or more" + " if generation has separate devices" * self.apart,
         )
 
     @property
@@ -138,10 +138,10 @@ def simulate(
         if not schedule.apart and updates:  # they take turns
             weights_s = updates[-1].end_s
         made.append(generation.round(step))
-        begun_s = max(weights_s, rounds[-1].end_s if rounds else 0.0)
-        rounds.append(Interval(begun_s, begun_s + made[-1].seconds))
-        learnt_s = max(rounds[-1].end_s, updates[-1].end_s if updates else 0.0)
-        updates.append(Interval(learnt_s, learnt_s + times.learn_s))
+        start_s = max(weights_s, rounds[-1].end_s if rounds else 0.0)
+        rounds.append(Interval(start_s, start_s + made[-1].seconds))
+        learn_start_s = max(rounds[-1].end_s, updates[-1].end_s if updates else 0.0)
+        updates.append(Interval(learn_start_s, learn_start_s + times.learn_s))
     window = Interval(updates[settling - 1].end_s, updates[settling + steps - 1].end_s)
     seconds, counted = window.end_s - window.start_s, made[settling : settling + steps]
     generates, learns = _busy_s(rounds, window), _busy_s(updates, window)
@@ -153,7 +153,7 @@ def simulate(
         step_s=seconds / steps,
         generation_idle=max(0.0, 1 - generates / seconds),
         learning_idle=max(0.0, 1 - learns / seconds),
-        slots_in_use=sum(one.drawn for one in counted) / (times.slots * sum(one.decode_steps for one in counted)),
+        slots_in_use=sum(one.sampled for one in counted) / (times.slots * sum(one.decode_steps for one in counted)),
         age_mean=schedule.lead + age,
         age_max=schedule.lead + max(one.age_max for one in counted),
         recomputed=sum(one.recomputed for one in counted) / tokens,
@@ -166,7 +166,7 @@ class _Round(NamedTuple):
     """Round of generation.
 
     Attributes:
-      drawn: Number of tokens sampled in the round.
+      sampled: Number of tokens sampled in the round.
       tokens: Number of tokens of the step's groups.
       age_sum: Sum of the ages of these tokens, in rounds.
       age_max: Age of the oldest of these tokens, in rounds.
@@ -175,7 +175,7 @@ class _Round(NamedTuple):
 
     seconds: float
     decode_steps: int
-    drawn: int
+    sampled: int
     tokens: int
     age_sum: float
     age_max: int
@@ -198,63 +198,63 @@ class _Generation:
         self._groups, self._copies = groups, copies
         self._under_way = math.ceil(groups * schedule.over_provision)
         self._length_PG = np.zeros((0, copies), np.int64)
-        self._drawn_PG = np.zeros_like(self._length_PG)
-        self._drawn_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that sampled the token
+        self._sampled_PG = np.zeros_like(self._length_PG)
+        self._sampled_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that sampled the token
         self._first_PG = np.zeros_like(self._length_PG)  # round that sampled the first token
-        self._put_off_P = np.zeros(0, np.int64)
+        self._postponed_P = np.zeros(0, np.int64)
 
     def round(self, number: int) -> _Round:
         """Generate until the groups of a step are complete, and remove these groups."""
-        begun = len(self._put_off_P)
-        self._begin(self._under_way - begun)
-        left_PG = self._length_PG - self._drawn_PG
+        old = len(self._postponed_P)
+        self._start(self._under_way - old)
+        left_PG = self._length_PG - self._sampled_PG
         start_B = _starts(left_PG.ravel(), self._times.slots)
         done_P = (start_B.reshape(left_PG.shape) + left_PG).max(axis=1)
-        overdue_P = self._put_off_P >= self._schedule.most_put_off
+        overdue_P = self._postponed_P >= self._schedule.most_put_off
         whole = self._schedule.over_provision == 1
         last = done_P.max() if whole else max(np.sort(done_P)[self._groups - 1], done_P[overdue_P].max(initial=0))
-        chosen = np.lexsort((done_P, -self._put_off_P, done_P > last))[: self._groups]
+        chosen = np.lexsort((done_P, -self._postponed_P, done_P > last))[: self._groups]
 
-        drawn_PG = np.clip(last - start_B.reshape(left_PG.shape), 0, left_PG)
-        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0)
-        again = self._times.prompt_tokens + self._drawn_PG[goes_on_PG]
-        prompts = np.full(len(left_PG) - begun, self._times.prompt_tokens)
+        sampled_PG = np.clip(last - start_B.reshape(left_PG.shape), 0, left_PG)
+        continued_PG = (self._sampled_PG > 0) & (left_PG > 0)
+        again = self._times.prompt_tokens + self._sampled_PG[continued_PG]
+        prompts = np.full(len(left_PG) - old, self._times.prompt_tokens)
         seconds = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
-        seconds += float(self._decode_s(start_B, drawn_PG.ravel(), int(last)).sum())
+        seconds += float(self._decode_s(start_B, sampled_PG.ravel(), int(last)).sum())
 
-        self._first_PG = np.where((self._drawn_PG == 0) & (drawn_PG > 0), number, self._first_PG)
-        self._drawn_PG = self._drawn_PG + drawn_PG
-        self._drawn_in_PG = self._drawn_in_PG + number * drawn_PG
-        tokens = int(self._drawn_PG[chosen].sum())
-        age_sum = number * tokens - self._drawn_in_PG[chosen].sum()
+        self._first_PG = np.where((self._sampled_PG == 0) & (sampled_PG > 0), number, self._first_PG)
+        self._sampled_PG = self._sampled_PG + sampled_PG
+        self._sampled_in_PG = self._sampled_in_PG + number * sampled_PG
+        tokens = int(self._sampled_PG[chosen].sum())
+        age_sum = number * tokens - self._sampled_in_PG[chosen].sum()
         age_max = int(number - self._first_PG[chosen].min())
         self._keep(np.setdiff1d(np.arange(len(done_P)), chosen))
-        return _Round(seconds, int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
+        return _Round(seconds, int(last), int(sampled_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
 
-    def _begin(self, groups: int) -> None:
+    def _start(self, groups: int) -> None:
         new_PG = self._lengths.draw(self._rng, groups, self._copies)
         nothing_PG = np.zeros_like(new_PG)
         self._length_PG = np.concatenate([self._length_PG, new_PG])
-        for name in ("_drawn_PG", "_drawn_in_PG", "_first_PG"):
+        for name in ("_sampled_PG", "_sampled_in_PG", "_first_PG"):
             setattr(self, name, np.concatenate([getattr(self, name), nothing_PG]))
-        self._put_off_P = np.concatenate([self._put_off_P, np.zeros(groups, np.int64)])
+        self._postponed_P = np.concatenate([self._postponed_P, np.zeros(groups, np.int64)])
 
     def _keep(self, groups: np.ndarray) -> None:
-        groups = groups[np.argsort(-self._put_off_P[groups], kind="stable")]
-        for name in ("_length_PG", "_drawn_PG", "_drawn_in_PG", "_first_PG"):
+        groups = groups[np.argsort(-self._postponed_P[groups], kind="stable")]
+        for name in ("_length_PG", "_sampled_PG", "_sampled_in_PG", "_first_PG"):
             setattr(self, name, getattr(self, name)[groups])
-        self._put_off_P = self._put_off_P[groups] + 1
+        self._postponed_P = self._postponed_P[groups] + 1
 
     def _prefill_s(self, tokens_N: np.ndarray) -> float:
         fixed, linear, square = self._times.prefill_s
         return float(fixed * bool(len(tokens_N)) + linear * tokens_N.sum() + square * (tokens_N**2).sum())
 
-    def _decode_s(self, start_B: np.ndarray, drawn_B: np.ndarray, steps: int) -> np.ndarray:
-        """Return the seconds of each decode step of a round; drawn_B: number of tokens sampled in this round."""
+    def _decode_s(self, start_B: np.ndarray, sampled_B: np.ndarray, steps: int) -> np.ndarray:
+        """Return the seconds of each decode step of a round; sampled_B: number of tokens sampled in this round."""
         times = self._times
-        before_B = times.prompt_tokens + self._drawn_PG.ravel()
+        before_B = times.prompt_tokens + self._sampled_PG.ravel()
         active_S, reads_S = np.zeros(steps + 1), np.zeros(steps + 1)
-        stop_B = start_B + drawn_B
+        stop_B = start_B + sampled_B
         held = 0
         for index, capacity in enumerate(times.capacities):
             passed = 0.0 if index == 0 else np.maximum(0, np.ceil(times.capacities[index - 1] - before_B))

@@ -34,7 +34,7 @@ def explain_infeasible(problem: PlacementProblem) -> str:
             if least is None:
                 given = " or ".join(_text(layout) for layout in (problem.layouts or {})[role_named(problem, name).name])
                 return (
-                    f"the layout that is given for {name} does not fill {_pool(problem, name)}: {given}; change it, or "
+                    f"the layout set for {name} does not fill {_pool(problem, name)}: {given}; change this layout, or "
                     "leave it to the search"
                 )
             needs.append((least, name))
@@ -47,9 +47,9 @@ def explain_infeasible(problem: PlacementProblem) -> str:
                 f"{_advice(problem)}"
             )
     return (
-        f"each role fits {_pool(problem, name)} by itself with offload={allowed}, and no placement fits them all: "
-        f"{name} {need.verb} needs {gib(need.num_bytes)} of the {gib(usable)} of a device that a plan may fill, "
-        f"and the others that share its devices need more than is left; {_advice(problem)}"
+        f"each role alone fits {_pool(problem, name)} with offload={allowed}, but no placement fits all roles: {name} "
+        f"{need.verb} needs {gib(need.num_bytes)} of the {gib(usable)} of a device that a plan may fill, and the "
+        f"roles that share its devices need more than the rest; {_advice(problem)}"
     )
 
 
@@ -57,7 +57,7 @@ def _advice(problem: PlacementProblem) -> str:
     advice = []
     everything = {role.name for role in problem.roles}
     if not any(everything <= set(choice) for choice in problem.offloads):
-        advice.append(f"offload={tuple(sorted(everything))} would free most")
+        advice.append(f"offload={tuple(sorted(everything))} would free the most memory")
     if not problem.fsdp:
         advice.append("fsdp layouts would split weights further")
     if any(role.trained and role.remat is False for role in problem.roles):
@@ -102,9 +102,9 @@ def _more_machines(problem: PlacementProblem, name: str, usable: float, offload:
         whole = {devices * times for devices in _sizes(problem, name)} & set(_sizes(larger, name))
         need = _least_need(larger, name, offload, sizes=sorted(whole))
         if need is not None and need.num_bytes <= usable:
-            return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
+            return f"{machines} machines of {problem.hardware.devices_per_machine} would suffice; "
         times *= 2
-    return "no number of machines helps; "
+    return "more machines do not help; "
 
 
 def _sizes(problem: PlacementProblem, name: str) -> list[int]:

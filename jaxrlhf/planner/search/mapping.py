@@ -148,19 +148,19 @@ def _check(problem: PlacementProblem) -> None:
     """Refuse devices that cannot be divided into the pools and hosts; `config` has checked the roles of pools."""
     hardware, host = problem.hardware, problem.devices_per_host or 1
     if problem.rollout_apart and not any(role.generates for role in problem.roles):
-        raise Refusal(f"no role generates, so {ROLLOUT} has nothing to do; drop the pool that places {ROLLOUT}")
+        raise Refusal(f"no role generates, but a pool places {ROLLOUT}; remove this pool")
     if hardware.devices > _MOST_DEVICES:
-        raise Refusal(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
+        raise Refusal(f"the search supports at most {_MOST_DEVICES} devices, got {hardware.devices}")
     if not pool_sizes(hardware, devices_per_host=host):
         raise Refusal(
-            f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
-            f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
+            f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} have no pool of "
+            f"whole hosts of {host} devices; use smaller hosts, or hardware with more machines"
         )
     sizes = [devices for _, devices in problem.pools or ()]
     if sum(sizes) > hardware.devices:
-        raise Refusal(f"pools take {sizes} devices, and there are {hardware.devices} in all; lower theirs")
+        raise Refusal(f"pools have {sizes} devices, but only {hardware.devices} devices exist; make the pools smaller")
     if any(size % host for size in sizes):
-        raise Refusal(f"pools take {sizes} devices, and hosts have {host}; pools have whole ones")
+        raise Refusal(f"pools have {sizes} devices, but must have whole hosts of {host}; change the pool sizes")
 
 
 GAIN_WORTH_SAYING = 0.05  # share of a step's seconds; predictions are not more accurate
@@ -175,6 +175,6 @@ def binding_slots(problem: PlacementProblem, best: PlacementPlan) -> str | None:
     if free.seconds > (1 - GAIN_WORTH_SAYING) * best.seconds:
         return None
     return (
-        f"rollout.slots={given} binds: with {free.slots} a step is predicted to take {free.seconds:.3g} s instead of "
-        f"{best.seconds:.3g} s; left at None, the plan chooses"
+        f"rollout.slots={given} limits speed: with {free.slots} slots the prediction is {free.seconds:.3g} s per step "
+        f"instead of {best.seconds:.3g} s; with rollout.slots=None the plan chooses"
     )
