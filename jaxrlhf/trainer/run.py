@@ -72,7 +72,7 @@ def run(
       KeyboardInterrupt: Raised after Ctrl-C once everything is saved, so that following cells or runs do not start.
     """
     if not isinstance(config, Config):
-        raise Refusal(f"run takes a Config, got {config!r}; jaxrlhf.load makes one of a file's path or name")
+        raise Refusal(f"run requires a Config, got {config!r}; load a configuration file or name with jaxrlhf.load")
     context = _prepared(config)
     cluster, workdir = context.launched.cluster, context.workdir
     restarts = 0 if cluster is None or dry_run else cluster.restarts
@@ -85,7 +85,7 @@ def run(
                 beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
                 if beside or left == 0 or context.stop.asked:
                     raise
-                say(f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed")
+                say(f"{failure}\nrelaunching from the last checkpoint; {left - 1} more relaunches are allowed")
                 context = replace(context, launched=replace(context.launched, resume=True))
     if context.stop.interrupted:
         raise KeyboardInterrupt(f"{'finished' if finished else STOPPED} {workdir}")
@@ -158,7 +158,10 @@ def _check_workdir(config: Config) -> None:
     workdir = config.folder
     saved = [path for phase in config.phases for path in phase.folder.glob(f"{CHECKPOINTS}/*")]
     if saved and not config.resume:
-        raise Refusal(f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume")
+        raise Refusal(
+            f"{workdir} already holds a run, but resume=False; set resume=True, choose another workdir, or delete "
+            "the folder"
+        )
     if any(workdir.glob(f"{CHECKPOINTS}/*")):
         check_same_start(workdir, config)
 

@@ -213,7 +213,7 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
     assert all(record["sampler/logp_gap_max"] < 1e-5 for record in logged)
     assert len({record["compile/count"] for record in logged}) == 1
     assert "<lambda>" in json.loads((tmp_path / "whole" / "config.json").read_text())["model"]["build"]
-    with pytest.raises(ValueError, match=r"trained a module of your own .* no Hugging Face format"):
+    with pytest.raises(ValueError, match=r"trained a user-defined module .* no Hugging Face format"):
         export_policy(tmp_path / "whole", tmp_path / "exported")
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")

@@ -60,7 +60,7 @@ class OffPolicy(Synchronous):
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
         """Run one step; see `Synchronous.step`. Collections of later steps may still be running when it returns."""
         ahead = self.config.steps_ahead
-        doing("beginning the responses of later steps")
+        doing("starting the responses of later steps")
         self._begun = max(self._begun, index)
         for number in range(self._begun, min(index + ahead + 1, self.config.steps)):
             roles = self.roles.snapshot(waiting=ahead + 1)
@@ -124,16 +124,16 @@ class OffPolicy(Synchronous):
         if queued > ahead:
             rollout = self.config.rollout
             raise Refusal(
-                f"the checkpoint holds responses of {queued} steps, and rollout.staleness={rollout.staleness} with "
-                f"over_provision={rollout.over_provision} lets {ahead} wait; resume with rollout.staleness={queued} or "
-                "more and over_provision=1, or as before"
+                f"the checkpoint holds queued responses of {queued} steps, but rollout.staleness={rollout.staleness} "
+                f"with over_provision={rollout.over_provision} allows {ahead}; resume with "
+                f"rollout.staleness={queued} or more and over_provision=1, or with the original settings"
             )
         under_way = saved.get("under_way", 0)
         groups = under_way if self._in_flight is None else self._in_flight.groups
         if (len(self._queue), groups) != (queued, under_way):
             raise Damaged(
-                f"the checkpoint says that responses of {queued} steps wait and {under_way} groups are under way, and "
-                f"its items hold {len(self._queue)} and {groups}; resume from the checkpoint before"
+                f"the checkpoint should hold queued responses of {queued} steps and {under_way} unfinished "
+                f"groups, but its items hold {len(self._queue)} and {groups}; resume from an earlier checkpoint"
             )
         ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}
         super().restore({name: value for name, value in saved.items() if name not in ours})

@@ -130,11 +130,11 @@ class HarnessModel(TemplateLM):
         until = tuple(dict.fromkeys(stop for stop in settings.pop("until") if stop))
         if most > self._engine.response_tokens:
             raise Refusal(
-                f"a task asks for answers of {most} tokens, and the engine's have {self._engine.response_tokens}; "
+                f"a task requests {most} response tokens, but the engine allows {self._engine.response_tokens}; "
                 "raise --max-tokens"
             )
         if unknown := sorted(name for name in settings if name not in _SAMPLING):
-            raise Refusal(f"a task sets {', '.join(unknown)} for its answers, which the engine does not support")
+            raise Refusal(f"a task sets {', '.join(unknown)} for its responses, which the engine does not support")
         how = {name: value for name, value in settings.items() if value is not None}
         greedy = not samples or not how.get("temperature")
         sampling = Sampling(greedy=True) if greedy else Sampling(**how)
@@ -171,7 +171,7 @@ def evaluate_tasks(
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if missing := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if folder is None else f" or {folder}"
-        raise Refusal(f"no task {', '.join(missing)} in lm_eval{where}; `lm-eval ls tasks` lists its tasks")
+        raise Refusal(f"lm_eval{where} has no task {', '.join(missing)}; list the tasks with `lm-eval ls tasks`")
     os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork processes for standard errors, beside JAX's threads
     results = simple_evaluate(
         model=HarnessModel(policy, name),
