@@ -154,7 +154,9 @@ class Roles:
 
         def __getattr__(self, role: str) -> NoReturn:
             there = vars(self).get("_groups", [])
-            raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
+            raise AttributeError(
+                f"this stage has no role {role!r}, as declared by the algorithm's roles; it has {there}"
+            )
 
     @property
     def generates_apart(self) -> bool:

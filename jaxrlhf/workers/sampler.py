@@ -94,9 +94,9 @@ class Sampler:
         rollout = to_rollout(prompts, completions, width=self.width)
         if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
             raise RuntimeError(
-                f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were sampled "
-                "among, Completion.kept_TK, so log-probabilities of the same distribution cannot be had; have the "
-                "engine record it, or sample with temperature only"
+                f"{type(self.engine).__name__} sampled with {sampling}, but did not record Completion.kept_TK, the "
+                "candidates of each token, so the trainer cannot normalize log-probabilities over them; record "
+                "Completion.kept_TK in the engine, or sample with temperature only"
             )
         return rollout
 
@@ -107,8 +107,8 @@ class Sampler:
         end = until.share(len(problems))
         if not isinstance(self.engine, Engine):
             raise Refusal(
-                f"rollout.over_provision has responses continue under later weights, and {type(self.engine).__name__} "
-                "answers a request whole; drop over_provision, or generate with this project's own engine"
+                f"rollout.over_provision continues responses with later weights, which {type(self.engine).__name__} "
+                "does not support; set rollout.over_provision=1, or generate with the built-in engine"
             )
         assert self.engine.weights is not None, "no weights are loaded"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
@@ -142,7 +142,7 @@ class Sampler:
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> EpisodeBatch:
         """Run episodes that start from these problems, prompt-major; see `GenerationWorker.run_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
         return self.agent_loop.run(
             self.engine,
             problems,
@@ -163,7 +163,7 @@ class Sampler:
         responses_per_prompt: int,
     ) -> EpisodeBatch:
         """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
         return self.agent_loop.go_on(
             self.engine,
             problems,

@@ -91,8 +91,8 @@ class ScoreModel:
             return partial(self.score_steps, part)
         if self._labels:
             raise Refusal(
-                f"{self._path} labels tokens as right or wrong, and ModelReward scores whole responses; give "
-                "ProcessModelReward, or a checkpoint with one score"
+                f"{self._path} labels single tokens, but ModelReward scores whole responses; use ProcessModelReward, "
+                "or a checkpoint with one score"
             )
         return self.score
 
