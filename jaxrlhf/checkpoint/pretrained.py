@@ -79,7 +79,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
         found = list(held[name].shape) if name in held else "none"
         if name not in begun and found != list(wanted.shape):
             raise Refusal(
-                f"array {name!r} in {folder} has shape {found}, config.json and the head asked for make it "
+                f"array {name!r} in {folder} has shape {found}, but config.json and the requested head expect "
                 f"{list(wanted.shape)}; convert the checkpoint again"
             )
 
@@ -147,7 +147,10 @@ def convert(
     directory = check_new(directory)
     config, (_, head) = read_config(source, vision=vision), read_family(source)
     if labels_steps(source):
-        raise Refusal(f"{source} labels tokens, for which converted checkpoints have no place; use it as it is")
+        raise Refusal(
+            f"{source} classifies tokens, which converted checkpoints do not support; use the checkpoint without "
+            "conversion"
+        )
     found = resolve(source, weights=True)
     shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
     layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)

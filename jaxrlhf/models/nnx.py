@@ -76,7 +76,7 @@ class NnxModel(CausalLM):
         )
         positions = 2**31 - 1 if settings.max_positions is None else settings.max_positions
         vocab, width = table.shape
-        return cls(settings.build, f"{kind}, a module of your own", vocab, width, max_positions=positions)
+        return cls(settings.build, f"{kind}, a user-defined module", vocab, width, max_positions=positions)
 
     def num_parameters(self, head: Head = "lm") -> int:
         return sum(math.prod(param.shape) for param in jax.tree.leaves(self.declare(head)))

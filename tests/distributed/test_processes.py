@@ -73,8 +73,8 @@ def test_the_cluster_says_what_it_is(connection):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "asks for its token; set RAY_AUTH_MODE=token"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "asks for its token"),
+        ({}, "requires a token; set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "requires a token"),
         ({"RAY_AUTH_MODE": "token"}, "connected"),
     ],
 )

@@ -199,7 +199,7 @@ def test_what_passes_is_asked_again(engine_of):
 def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, said):
     with pytest.raises(Unreadable) as caught:
         ask(engine_of(lambda body, number: (200, reply)))
-    assert said in str(caught.value) and "answered request" in str(caught.value)
+    assert said in str(caught.value) and "vllm response to request" in str(caught.value)
 
 
 def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):

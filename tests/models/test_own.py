@@ -174,11 +174,11 @@ def test_what_is_no_such_module_is_refused(own):
     [
         (
             Training(remat="full"),
-            "actor.remat='full' is for the layers of the decoder; a model of your own says itself",
+            "actor.remat='full' requires the built-in decoder; a user-defined model rematerializes by itself",
         ),
         (
             Training(layout=Layout(stage=2)),
-            "actor: 2 stages divide the layers of the decoder, not Transformer, a module of your own; use stage=1",
+            "actor: stage=2 requires the built-in decoder, but the model is Transformer, a user-defined module; set stage=1",
         ),
         (Training(layout=Layout(tensor=2, generation_tensor=2)), "1 key-value heads do not split 2 ways"),
         (

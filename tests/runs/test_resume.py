@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert f"step 5 is damaged: {file}" in line
-    assert f"there are checkpoints of steps {', '.join(map(str, others))}." in line
+    assert f"other checkpoints: steps {', '.join(map(str, others))}." in line
     done = start(tmp_path, settings="--checkpoint.on-damage previous")
     assert done.returncode == 0, done.stderr
     assert f"moved the checkpoint to {tmp_path}/checkpoints_damaged/step_5" in done.stdout

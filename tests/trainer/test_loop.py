@@ -208,7 +208,7 @@ def test_the_loader_is_told_of_every_group_that_was_drawn(algorithm, known):
 
 def test_a_stage_is_not_asked_for_fewer_steps_than_are_done():
     events = []
-    with pytest.raises(ValueError, match="checkpoints is at step 3, past the 2 steps of made; raise them"):
+    with pytest.raises(ValueError, match="checkpoints is at step 3, but steps=2 of made; raise steps"):
         run(events, saved=3)
     assert not events
 
