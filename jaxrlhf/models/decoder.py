@@ -149,7 +149,9 @@ def hidden_states(
 
     within = segment_RW if sight is None else sight.within(segment_RW)
     if shared_prefix is not None and isinstance(within, BothWays):
-        raise ValueError("shared_prefix for a model whose images are seen both ways; give whole sequences")
+        raise ValueError(
+            "shared_prefix does not support models with bidirectional attention in images; pass whole sequences"
+        )
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
@@ -184,7 +186,7 @@ def prefill(
       ValueError: `chunk_tokens` is below 1, or a chunk might split an image whose tokens see each other.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
+        raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to prefill whole prompts")
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     sight = run_tower(params, config.vision, images, execution)
     prompts = params, config, all_layers, token_PS, length_P, sight, execution
@@ -192,7 +194,10 @@ def prefill(
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         found = _prefill_whole(*prompts)
     elif sight is not None and sight.block_RW is not None:
-        raise ValueError("prompts with images that are seen both ways run whole; give chunk_tokens=None and no past")
+        raise ValueError(
+            "prompts with bidirectional attention in images cannot be prefilled in chunks; set chunk_tokens=None and "
+            "past=None"
+        )
     else:
         found = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
     return found._replace(hidden_PD=norm(config, merge_streams(params, config, found.hidden_PD), params["final_norm"]))

@@ -107,18 +107,18 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
     repeats, runs = config.pattern
     if pipeline is not None and config.dense_layers:
         raise Refusal(
-            f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
-            f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so layers do not split "
+            f"evenly over {pipeline.stages} stages; set stage=1 and use tensor or fsdp instead"
         )
     if pipeline is not None and (config.borrowing_layers or config.layer_inputs is not None):
         raise Refusal(
-            f"layers that borrow keys and values of others, or have inputs of their own, cannot be divided over "
-            f"{pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            "layers that borrow keys and values, or have their own layer inputs, do not split over "
+            f"{pipeline.stages} stages; set stage=1 and use tensor or fsdp instead"
         )
     if pipeline is not None and len(runs) > 1 and repeats % pipeline.stages:
         raise Refusal(
-            f"{repeats} times {config.num_layers // repeats} layers of several kinds cannot be divided evenly over "
-            f"{pipeline.stages} stages; use stages that divide {repeats}, or tensor or fsdp instead"
+            f"{repeats} repetitions of {config.num_layers // repeats} layers of several kinds do not split evenly "
+            f"over {pipeline.stages} stages; set stage to a divisor of {repeats}, or use tensor or fsdp instead"
         )
     flags = {}
     if config.sliding_window is not None and config.sliding_layers and config.full_heads is None:

@@ -92,7 +92,7 @@ def empty_pages(config: ModelConfig, *, pages: int, execution: Execution) -> lis
 
     Build them under jit with `out_shardings`, so that each device allocates its own pages.
     """
-    assert execution.pages_kernel is not None, "the cache does not lie in pages"
+    assert execution.pages_kernel is not None, "the cache is not stored in pages"
     lanes = LANES.get(execution.pages_kernel, 1)
     heads = config.num_kv_heads * execution.kv_copies(config.num_kv_heads)
     shape = pages, PAGE_TOKENS, 2 * heads, -(-config.head_dim // lanes) * lanes

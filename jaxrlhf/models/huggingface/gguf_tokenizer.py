@@ -53,11 +53,11 @@ def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
         mended = _mended(backend, header, given)
         special = {name: tokens[number] for name, number in ids.items() if number is not None}
     except ImportError as error:
-        raise Refusal(f"{header.file} needs a newer transformers: pip install 'jaxrlhf[gguf]'") from error
+        raise Refusal(f"{header.file} requires a newer transformers: pip install 'jaxrlhf[gguf]'") from error
     except Exception as error:  # transformers and tokenizers raise no specific class for such files
         raise Refusal(
-            f"transformers makes no tokenizer of {header.file} ({reason_of(error)}); give the directory with the "
-            "model's safetensors and tokenizer.json"
+            f"transformers cannot convert the tokenizer of {header.file} ({reason_of(error)}); use the directory "
+            "with the model's safetensors and tokenizer.json"
         ) from error
     return PreTrainedTokenizerFast(
         tokenizer_object=mended,
@@ -77,8 +77,8 @@ def doubt_of(header: Header) -> str | None:
     known = {_SMOLLM, *_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
     if header.values.get("tokenizer.ggml.model") != _BYTES or rules in known:
         return None
-    said = "does not say by which rules it cuts text" if rules is None else f"cuts text by unknown rules, {rules!r}"
-    return f"{header.file} {said}, and is read with GPT-2's; give another tokenizer with --tokenizer if tokens differ"
+    said = "does not name its pre-tokenizer" if rules is None else f"has the unknown pre-tokenizer {rules!r}"
+    return f"{header.file} {said}, so GPT-2's is used; if tokens differ, set another tokenizer with --tokenizer"
 
 
 def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tokenizer":
@@ -112,7 +112,7 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
         add = mended.add_special_tokens if special else mended.add_tokens
         add([AddedToken(token, normalized=False, special=special) for token in found])
     if mended.get_vocab_size() != len(set(tokens)):
-        raise ValueError(f"{mended.get_vocab_size()} tokens were made of {len(set(tokens))}")
+        raise ValueError(f"the tokenizer has {mended.get_vocab_size()} tokens, but the file has {len(set(tokens))}")
     return mended
 
 

@@ -46,7 +46,10 @@ class ImageRows(NamedTuple):
 
 def no_pixels(image: Image) -> np.ndarray:
     """Raise `Refusal`: the `Pixels` function of models and engines that have no other."""
-    raise Refusal(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
+    raise Refusal(
+        f"the image {image.source} cannot be read without an image processor; set pixels, a function from images to "
+        "patches"
+    )
 
 
 class _Order(NamedTuple):
@@ -119,7 +122,7 @@ def check_placeholders(
     if vision is None:
         if images:
             raise Refusal(
-                f"{place}: {len(images)} images for a model that reads text alone; give vision=True, or no images"
+                f"{place}: {len(images)} images, but the model reads only text; set vision=True, or remove the images"
             )
         return
     ids = np.asarray(tokens)
@@ -129,14 +132,14 @@ def check_placeholders(
         features = patches_of(image) // vision.merge**2
         if image.tokens != features or image.start + features > len(ids):
             raise Refusal(
-                f"{place}: {image.source:.60} has {features} features and {image.tokens} tokens from token "
-                f"{image.start} of {len(ids)}; prompts with images are kept whole or left out, never cut"
+                f"{place}: {image.source:.60} has {features} features, but {image.tokens} tokens from token "
+                f"{image.start} of {len(ids)}; prompts with images must not be truncated"
             )
     there = ids == vision.image_token
     if (told & ~there if drawn else told != there).any():
         raise Refusal(
-            f"{place}: {int(there.sum())} placeholders (token {vision.image_token}) and "
-            f"{int(told.sum())} features of {len(images)} images; give an image for each placeholder in the text"
+            f"{place}: {int(there.sum())} placeholders (token {vision.image_token}), but {int(told.sum())} features "
+            f"of {len(images)} images; expected one image for each placeholder in the text"
         )
 
 
