@@ -178,9 +178,9 @@ def dynamic_sampling(
         groups, rounds = groups.concat(_answer(roles, work, work.draw_more(), informative)), rounds + 1
     if not groups.informative_P.any():
         raise Refusal(
-            f"none of {len(groups.problems)} prompts got responses {wanted}, so there is nothing to "
-            f"learn from; choose problems that are neither too easy nor too hard, draw more "
-            f"rollout.responses_per_prompt, or raise algorithm.max_rounds={max_rounds}"
+            f"none of {len(groups.problems)} prompts got responses {wanted}, so there is nothing to learn from; "
+            "choose problems that are neither too easy nor too hard, or raise rollout.responses_per_prompt or "
+            f"algorithm.max_rounds={max_rounds}"
         )
     return groups
 

@@ -171,8 +171,8 @@ def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> 
     finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())
     if not finite or given.shape not in ((rows,), (rows, tokens)):
         raise Refusal(
-            f"the advantage of {type(work.settings).__name__} is of shape {given.shape} and {given.dtype}, "
-            f"{'all finite' if finite else 'not all finite numbers'}; it has to be one finite number for each of "
-            f"{rows} responses, or for each of their {tokens} tokens and 0 outside the mask"
+            f"the advantage of {type(work.settings).__name__} has shape {given.shape} and dtype {given.dtype}, "
+            f"{'all finite' if finite else 'not all finite numbers'}; expected one finite number for each of {rows} "
+            f"responses, or for each of their {tokens} tokens with 0 outside of the mask"
         )
     return given

@@ -233,8 +233,8 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
 @pytest.mark.parametrize(
     ("platform", "hosts", "message"),
     [
-        ("cpu", 100_000, "asks for 100000 host processes with CPU 1 each; the cluster has CPU 256"),
-        ("tpu", 1, "asks for 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
+        ("cpu", 100_000, "requires 100000 host processes with CPU 1 each; the cluster has CPU 256"),
+        ("tpu", 1, "requires 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path, platform, hosts, message):

@@ -181,7 +181,7 @@ def test_what_passes_is_asked_again(engine_of):
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of both"),
+        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of each"),
         (completion((), ()), "0 tokens and 0 log-probabilities"),
         (completion((1,) * 5, (-1.0,) * 5), "5 tokens"),
         (completion(tokens=(5, 10, 2)), "token ids [10], expected ids below 10"),
@@ -189,7 +189,7 @@ def test_what_passes_is_asked_again(engine_of):
         (completion(logps=(None, -1.0, -1.0)), "TypeError"),
         (
             completion(reason="length"),
-            "cut after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
+            "truncated after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
         ),
         (completion(reason="abort"), "the server aborted the response: abort"),
         ({"choices": []}, "ValueError"),
@@ -206,9 +206,7 @@ def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
     """A server that another run uses, and one that was started anew while it was asked."""
     sent = tmp_path / "weights" / "version_3"
     assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
-    with pytest.raises(
-        Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* another run"
-    ):
+    with pytest.raises(Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* other run"):
         ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
     with pytest.raises(Unreadable, match="the server aborted the response"):
         ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))

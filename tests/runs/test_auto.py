@@ -156,7 +156,7 @@ def test_a_plan_serves_again_where_devices_and_roles_are_the_same(tmp_path, caps
     assert "the best plan, by call" in shown
     assert fewer.hardware.devices == 4
     place(replace(config, resume=False), tmp_path, vocabulary=TOKENS)
-    assert "used again" not in capsys.readouterr().out
+    assert "reusing" not in capsys.readouterr().out
 
 
 def test_an_evaluation_takes_the_plan_of_its_run(tmp_path, capsys, slow_devices):

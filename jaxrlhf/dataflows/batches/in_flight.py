@@ -126,8 +126,8 @@ class InFlight(ABC):
             if len(chosen) < count:
                 if draws > 2 * self._places:
                     raise Refusal(
-                        f"rollout.over_provision has {self._places} prompts under way at once, and the data have only "
-                        f"{len(here)}; give more records, or lower over_provision or rollout.prompts_per_step"
+                        f"rollout.over_provision keeps {self._places} prompts in flight, but the data have only "
+                        f"{len(here)}; add records, or lower rollout.over_provision or rollout.prompts_per_step"
                     )
                 self._waiting += draw_more()
                 draws += 1
@@ -149,9 +149,9 @@ class InFlight(ABC):
     def _check_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
         if before != now:
             raise Refusal(
-                "the checkpoint's groups under way have (responses_per_prompt, max_prompt_tokens + "
-                f"max_response_tokens, sampling.top_k) = {before}, and the rollout has {now}; resume with what "
-                "they were begun with"
+                "the checkpoint's groups in flight have (responses_per_prompt, max_prompt_tokens + "
+                f"max_response_tokens, sampling.top_k) = {before}, but the rollout has {now}; resume with the "
+                "original settings"
             )
 
 
@@ -172,7 +172,7 @@ class ResponsesInFlight(InFlight):
         self.under_way = (started if self.under_way is None else self.under_way.concat(started)).take(order)
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.under_way is not None, "they were begun"
+        assert self.under_way is not None, "groups must be started before a round"
         before = self.under_way.tokens
         how = {"sampling": self._sampling, "until": until}
         drawn = actor.continue_sequences(self.problems, self.under_way, **how).result()
@@ -181,7 +181,7 @@ class ResponsesInFlight(InFlight):
         return drawn.begun_P, drawn.complete_P
 
     def _taken(self) -> RolloutBatch:
-        assert self.under_way is not None, "a round is over"
+        assert self.under_way is not None, "responses are taken after a round"
         left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
         tokens_B = left.rollout.sequences.mask_BT.sum(axis=1)
         self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})

@@ -118,12 +118,12 @@ def policy_minibatches(
         fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
     in_loss = isinstance(settings.kl, KLInLoss)
     if in_loss:
-        assert ref_logp_BT is not None, "a KL needs the reference"
+        assert ref_logp_BT is not None, "a KL requires the reference"
         fields["ref_logp"] = ref_logp_BT
     importance_BT, metrics = None, {}
     correction = settings.correction_for(work.config)
     if correction is not None or settings.rejection:
-        assert old_logp_BT is not None, "importance weights need the trainer's log-probabilities"
+        assert old_logp_BT is not None, "importance weights require the trainer's log-probabilities"
         importance_BT, corrected = rollout_correction(
             old_logp_BT,
             rollout.sampler_logp_BT,
