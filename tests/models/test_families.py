@@ -211,7 +211,7 @@ def test_layers_of_two_kinds_are_not_divided_over_stages():
         jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, execution=staged), drawn(DEEPSEEK))
     with pytest.raises(ValueError, match="dense_layers=3 of num_layers=3 requires experts in the later layers"):
         dataclasses.replace(DEEPSEEK, dense_layers=3)
-    with pytest.raises(ValueError, match="activation='gelu_tanh' differs from experts.activation=silu"):
+    with pytest.raises(ValueError, match=r"activation='gelu_tanh' differs from experts\.activation=silu"):
         dataclasses.replace(DEEPSEEK, activation="gelu_tanh")
 
 

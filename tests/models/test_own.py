@@ -172,11 +172,11 @@ def test_what_is_no_such_module_is_refused(own):
     [
         (
             Training(remat="full"),
-            "actor.remat='full' requires the built-in decoder; a user-defined model rematerializes by itself",
+            "actor.remat='full' requires the built-in decoder; a user-defined model rematerializes",
         ),
         (
             Training(layout=Layout(stage=2)),
-            "actor: stage=2 requires the built-in decoder, but the model is Transformer, a user-defined module; set stage=1",
+            "actor: stage=2 requires the built-in decoder, but the model is Transformer, a user-defined module; set",
         ),
         (Training(layout=Layout(tensor=2, generation_tensor=2)), "1 key-value heads do not split 2 ways"),
         (
