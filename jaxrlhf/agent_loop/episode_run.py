@@ -177,8 +177,8 @@ class EpisodeRun:
         Raises:
           EpisodeEnd: A limit ends the episode earlier.
         """
-        begun = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
-        opening = await asyncio.wrap_future(begun)
+        started = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
+        opening = await asyncio.wrap_future(started)
         conversation = self._begin(opening)
         most, state = opening.max_tokens, opening.state
         while True:

@@ -39,7 +39,7 @@ class EpisodePrompts:
         """Return the token ids of a multi-turn solution after the prompt, and the mask of the policy's tokens.
 
         Raises:
-          Refusal: The solution does not begin and end with an assistant message, or the chat template cannot write it.
+          Refusal: The solution does not start and end with an assistant message, or the chat template cannot render it.
         """
         if not solution or solution[0].get("role") != "assistant" or solution[-1].get("role") != "assistant":
             raise Refusal(
@@ -48,22 +48,22 @@ class EpisodePrompts:
             )
         ids: list[int] = []
         mask: list[bool] = []
-        told: list[Message] = []
+        messages: list[Message] = []
         for message in solution:
             if message["role"] != "assistant":
-                told.append(message)
+                messages.append(message)
                 continue
             if ids:
-                between = self._between(told, tools, ended_by=ids[-1])
-                ids, mask, told = [*ids, *between], [*mask, *[False] * len(between)], []
-            drawn = self._written(message, tools)
-            ids, mask = [*ids, *drawn], [*mask, *[True] * len(drawn)]
+                between = self._between(messages, tools, ended_by=ids[-1])
+                ids, mask, messages = [*ids, *between], [*mask, *[False] * len(between)], []
+            reply = self._written(message, tools)
+            ids, mask = [*ids, *reply], [*mask, *[True] * len(reply)]
         return ids, mask
 
-    def _between(self, told: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
+    def _between(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
         """Return the tokens between two replies of a demonstration."""
         try:
-            return self._format.delta(told, tools, ended_by=ended_by)
+            return self._format.delta(messages, tools, ended_by=ended_by)
         except EnvironmentFailure as error:
             raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
 
@@ -71,9 +71,9 @@ class EpisodePrompts:
         """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
         template = self._format.template
         try:
-            [said] = self._format.template_messages([message])
+            [rendered] = self._format.template_messages([message])
             opened = template.render([_ASKED], tools, open_reply=True)
-            whole = template.render([_ASKED, said], tools, open_reply=False)
+            whole = template.render([_ASKED, rendered], tools, open_reply=False)
         except EnvironmentFailure as error:
             raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
         if not whole.startswith(opened):

@@ -62,7 +62,7 @@ class RankCoordinates:
         """Return the index of the rank's part of a batch that is split over `axes`, and the number of parts.
 
         Raises:
-          Refusal: The rank's devices neither hold an equal block of parts nor lie within one part.
+          Refusal: The rank's devices neither hold an equal block of parts nor are within one part.
         """
         sizes = [self.sizes.get(axis, 1) for axis in axes]
         places = ([at.get(axis, 0) for axis in axes] for at in self.coordinates)

@@ -145,7 +145,7 @@ class Checkpoints:
         policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            # Orbax stores metrics, and so knows them after a resume, only if it has a function that ranks them.
+            # Orbax stores metrics, and restores them on a resume, only if it has a function that ranks them.
             best_fn=_rank,
             # Orbax's own `read_only` is these two options, a ban on saves, and two warnings.
             cleanup_tmp_directories=not read_only,
@@ -200,7 +200,7 @@ class Checkpoints:
         return {*self._host_state(step)["arrays"]}
 
     def set_aside(self, step: int) -> Path:
-        """Move a checkpoint to a folder beside the checkpoints, so that the step can be saved again."""
+        """Move a checkpoint to a folder next to the checkpoints, so that the step can be saved again."""
         aside = self.directory.with_name(f"{self.directory.name}_damaged") / f"{_PREFIX}_{step}"
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")

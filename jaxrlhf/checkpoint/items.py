@@ -14,7 +14,7 @@ from jaxrlhf.config import Refusal
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for an error that a thread of orbax logs: whoever waits for the save gets the error, too."""
+    """Return False for an error that a thread of orbax logs: the thread that waits for the save gets the error, too."""
     return record.exc_info is None or "orbax" not in record.pathname
 
 

@@ -27,7 +27,7 @@ class Returns:
     """Rewards of a step's responses: the argument of an advantage function.
 
     Attributes:
-      reward_BT: Reward paid when token t is emitted, KL penalty already subtracted.
+      reward_BT: Reward of emitting token t, KL penalty already subtracted.
       mask_BT: bool, tokens of scorable responses.
       scorable_B: bool, rows that have a score; rows without a score take part in nothing.
       prompt_id_B: Group key: rows with the same id answer the same prompt.

@@ -283,7 +283,7 @@ def _prefill_chunks(
 
     def body(count, carry):
         last_PD, kept = carry
-        start = jnp.minimum(begun + count * chunk_tokens, width - chunk_tokens)
+        start = jnp.minimum(prefilled + count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
@@ -303,10 +303,10 @@ def _prefill_chunks(
     choice_PSLk = None
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
-    prefix, begun = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
+    prefix, prefilled = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
     kept = prefix, choice_PSLk
     start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), kept
-    chunks = -(-(length_P.max() - begun) // chunk_tokens)
+    chunks = -(-(length_P.max() - prefilled) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     if width != given_width:  # only in models with linear attention
         keys, values = (resized(leaf, given_width, execution.cache_ways, axis=2) for leaf in prefix[:2])
@@ -364,16 +364,16 @@ def decode(
         caches: Any = iter(cache)
         entry_B = position_B if working is True else jnp.where(working, position_B, NOWHERE)
         working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
-        lent, written = dict[str, Any](), []
+        shared, written = dict[str, Any](), []
         for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):
-            stored = lent[LENDERS[name]] if name in LENDERS else next(caches)
+            stored = shared[LENDERS[name]] if name in LENDERS else next(caches)
             input_B1P = None if input_LB1P is None else input_LB1P[index]
-            hidden_B1D, lent[name], routed = layer_slots(
+            hidden_B1D, shared[name], routed = layer_slots(
                 *(layer, config.of_stack(name), hidden_B1D, turn, position_B, entry_B, stored, execution, working_B),
                 input_B1P=input_B1P,
             )
             if name not in LENDERS:
-                written.append(lent[name])
+                written.append(shared[name])
             if routed is not None:  # models with experts have no stages, so this list is not inside a shard_map
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written

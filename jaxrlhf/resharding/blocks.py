@@ -207,7 +207,7 @@ def _numbers(plan: _BlockPlan) -> Iterator[dict[jax.Device, int]]:
     starts = _starts(plan.sharding, plan.grid.shape, parts)
     for offset in itertools.product(*map(range, cuts)):
         yield {
-            device: _number([at * cut + beside for at, cut, beside in zip(start, cuts, offset, strict=True)], ways)
+            device: _number([at * cut + extra for at, cut, extra in zip(start, cuts, offset, strict=True)], ways)
             for device, start in starts.items()
         }
 

@@ -86,7 +86,7 @@ class RayRanks(Ranks):
 
     Args:
       launch: Function of `hosts` that starts that number of processes.
-      hosts: Number of processes; a relaunch starts fewer if the cluster has no room for all.
+      hosts: Number of processes; a relaunch starts fewer if the cluster lacks resources for all.
       multiple: Factor of the number of processes if there are fewer than `hosts`.
       relaunches: Number of times that the pool may be started again while other pools continue.
     """
@@ -139,7 +139,7 @@ class RayRanks(Ranks):
             return True
 
     def _launched_again(self) -> HostProcesses:
-        """Launch as many processes as at the start, or fewer if the cluster has no room in time."""
+        """Launch as many processes as at the start, or fewer if the cluster lacks resources for all."""
         hosts = self._most
         while True:
             try:

@@ -16,7 +16,7 @@ class RecordFile:
 
     Args:
       resumed_step: Step after which an existing file is continued: later records, and a last line truncated by a kill,
-        are removed. None starts the file anew.
+        are removed. None starts a new file.
 
     Raises:
       Refusal: The file to continue holds something else.
@@ -102,7 +102,7 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 if not file.peek(1) and not isinstance(error, RecursionError):  # the last line
                     return
                 said = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
-                if not found:  # maybe a file of somebody else, which a run must not continue
+                if not found:  # maybe a file that no run wrote, which must not be continued
                     raise Refusal(said) from error
                 warnings.warn(f"{said}; skipping the line", stacklevel=2)
                 continue

@@ -180,8 +180,8 @@ class Loop:
         score_P = mean_scores(collected)
         if online:
             prompts = [problem.prompt_id for problem in collected.problems]
-            drawn = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
-            self.schedule.loader.observe({prompt: score for prompt, score in drawn.items() if np.isfinite(score)})
+            sampled = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
+            self.schedule.loader.observe({prompt: score for prompt, score in sampled.items() if np.isfinite(score)})
         scores: dict[str, list[float]] = {}
         for problem, score in zip(collected.problems, score_P, strict=True):
             if problem.source and np.isfinite(score):

@@ -236,8 +236,8 @@ def run_phase(
     checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
     generates = "reward" in config.roles or (held_out and algorithm.answers_held_out(config))
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
-    asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
-    held_out_lengths = [len(problem.prompt_tokens) for problem in asked]
+    evaluated = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
+    held_out_lengths = [len(problem.prompt_tokens) for problem in evaluated]
     if config.rollout.over_provision > 1 and config.environment is None:  # continued responses are prefilled, too
         longest = config.rollout.max_prompt_tokens
         train_lengths = [*train_lengths, *range(longest + 1, longest + config.rollout.max_response_tokens)]

@@ -82,8 +82,8 @@ def run(
                 finished = _launch_and_run(context, on_step, loggers, dry_run=dry_run)
                 break
             except (*RELAUNCHABLE, HostRaised) as failure:
-                beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
-                if beside or left == 0 or context.stop.asked:
+                fatal = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
+                if fatal or left == 0 or context.stop.asked:
                     raise
                 say(f"{failure}\nrelaunching from the last checkpoint; {left - 1} more relaunches are allowed")
                 context = replace(context, launched=replace(context.launched, resume=True))

@@ -128,8 +128,8 @@ class Actor(TrainedWorker, GenerationWorker):
             # An update, or a move back to the host, would delete uncopied weights before they are taken.
             keep = "parameters" not in self.setup.offload and not waiting
             paths = [grid.path for grid in wanted[0].grids]
-            asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
-            return self.version, self._exchange.offer(asked, wanted[0], keep=keep, waiting=max(waiting, 1))
+            offered = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
+            return self.version, self._exchange.offer(offered, wanted[0], keep=keep, waiting=max(waiting, 1))
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def withdraw_weights(self, wanted: Sequence[Splits]) -> None:

@@ -68,8 +68,8 @@ class PoolRoles:
     def slots(self) -> int:
         """Responses decoded at once on the whole pool; a pool that lost devices keeps the number per device."""
         rollout, there = self.config.rollout, len(self.pool.devices)
-        asked = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
-        return (rollout.slots or rollout.responses_per_step) * there // max(there, asked)
+        configured = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
+        return (rollout.slots or rollout.responses_per_step) * there // max(there, configured)
 
     def spec(self, role: str) -> RoleSpec:
         """Return the specification of a role."""

@@ -181,5 +181,5 @@ class Sampler:
         if self.feed.listen is None:
             return None
         listener = self.feed.listen()
-        asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
-        return lambda completion: listener(asked[completion.request_id], completion)
+        problem_of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
+        return lambda completion: listener(problem_of[completion.request_id], completion)

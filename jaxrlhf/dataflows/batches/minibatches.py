@@ -38,7 +38,7 @@ def mask_untrained(sequences: Sequences, trained_B: Array | None) -> Sequences:
 
 
 def shuffle_groups(prompt_id_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows in random order, with the responses of one prompt beside each other.
+    """Return the rows in random order, with adjacent responses of one prompt.
 
     A minibatch of several groups then has their prompts alone, and a packed row computes a prompt once for its group.
     """
@@ -61,7 +61,7 @@ def minibatches(
     """Split sequences into the shuffled minibatches of every epoch, with token weights normalized per minibatch.
 
     The shuffle depends on the step's seed alone, so all roles trained on one rollout see the same rows in the same
-    order. Responses of one prompt are beside each other, so minibatches of whole groups share as many prompt tokens as
+    order. Responses of one prompt are adjacent, so minibatches of whole groups share as many prompt tokens as
     the step does. A minibatch without a token to train on is left out if the epoch has another minibatch: with a
     gradient of 0 an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
 

@@ -129,8 +129,8 @@ class Sglang:
 
     def answer(self, reply: Any) -> ServerResponse:
         about = reply["meta_info"]
-        drawn = about["output_token_logprobs"]
-        tokens, logps = tuple(int(token) for _, token, *_ in drawn), tuple(float(logp) for logp, *_ in drawn)
+        sampled = about["output_token_logprobs"]
+        tokens, logps = tuple(int(token) for _, token, *_ in sampled), tuple(float(logp) for logp, *_ in sampled)
         return ServerResponse(tokens, logps, _is_cut(about["finish_reason"]["type"]), about.get("weight_version"))
 
     def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -114,11 +114,11 @@ class ServerEngine:
         urls = self.server.urls
         pool = ThreadPoolExecutor(min(self.server.concurrency, max(len(requests), 1)))
         try:
-            asked = [
+            futures = [
                 pool.submit(self._complete, urls[numbers[request.prompt_tokens] % len(urls)], request, sampling, seed)
                 for request in requests
             ]
-            for done, one in enumerate(as_completed(asked), start=1):
+            for done, one in enumerate(as_completed(futures), start=1):
                 completion = one.result()
                 if on_completion is not None:
                     on_completion(completion)
@@ -128,7 +128,7 @@ class ServerEngine:
             pool.shutdown(cancel_futures=True)
         for url in urls:
             self._check_weights(url)
-        return [one.result() for one in asked]
+        return [one.result() for one in futures]
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
         ends = ResponseEnds(

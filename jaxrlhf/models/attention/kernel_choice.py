@@ -47,7 +47,7 @@ _Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 _WIDTH, _CAPACITY, _SHARED_CAPACITY = 199, 700, 2112
 """Width of rows and capacity of slots that kernels are tested on, no multiples of any tile; then the capacity in pages.
 
-The capacity in pages has room for a prompt that is read once for several slots.
+The capacity in pages includes a prompt that is read once for several slots.
 """
 _WINDOW = 45
 """Window that kernels are tested with: it ends inside of segments and of tiles."""

@@ -1,7 +1,7 @@
 """Paged KV cache: memory follows the number of stored tokens, not the longest sequence.
 
 A layer has one array of pages. Each page holds `PAGE_TOKENS` positions of one slot, or of several slots whose prompts
-begin alike. A table that all layers share lists the pages of every slot, in order. For every position a page holds
+start alike. A table that all layers share lists the pages of every slot, in order. For every position a page holds
 the key and the value of one key-value head after another, as the kernels read them.
 
 If slots are split over devices, each device holds the pages of its slots and numbers its own pages.

@@ -319,11 +319,11 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[st
                 f"tensor {name!r} in {files.where(name)} has dtype {kind}; convert the checkpoint to one of "
                 f"{', '.join(DTYPES.values())}"
             )
-    beside = () if config.vision is None else VISION_FORMATS[config.vision.family].leaves_out
+    ignored = () if config.vision is None else VISION_FORMATS[config.vision.family].leaves_out
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
         constant = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-        unread = constant or family.leaves_out(name, config) or name.startswith(beside)
+        unread = constant or family.leaves_out(name, config) or name.startswith(ignored)
         if name not in expected and not unread:
             raise Refusal(
                 f"tensor {name!r} in {files.where(name)} is not part of a {config.family} decoder; ignoring it would "

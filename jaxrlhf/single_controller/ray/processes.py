@@ -59,7 +59,7 @@ class HostProcesses:
       log_directory: Folder of `<name>-<rank>.log`, the printed output of each host, on the host's machine.
 
     Raises:
-      HostNotStarted: The cluster has no room, or processes are not up in time.
+      HostNotStarted: The cluster lacks resources, or processes are not up in time.
       HostDied: A process ends while it starts.
       Exception: The factory raised; a note names the host.
     """

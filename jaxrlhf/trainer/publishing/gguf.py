@@ -77,8 +77,8 @@ def convert_export(directory: Path, file: Path, *, converter: list[str], kind: s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0 and file.is_file():
         return
-    said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    reason = (said or [f"exit code {done.returncode}"])[-1].strip()
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    reason = (lines or [f"exit code {done.returncode}"])[-1].strip()
     if _UNKNOWN_TOKENIZER in done.stderr + done.stdout:
         reason = "the converter identifies tokenizers by their output, and llama.cpp does not support this one"
     file.unlink(missing_ok=True)

@@ -148,13 +148,13 @@ def _answers(
                 score_B = np.where(scores.scorable_B, scores.score_B, np.nan)
             texts = response_texts(value_of(future), decode)
             yield [
-                {**_asked(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
+                {**_record(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
                 | ({"score": float(score_B[b])} if scored else {})
                 for b in (best_of_groups(score_B, samples) if best else range(len(texts)))
             ]
 
 
-def _asked(problem: Problem, config: Config) -> dict[str, Any]:
+def _record(problem: Problem, config: Config) -> dict[str, Any]:
     """Return the record of a prompt, with its images in a portable form."""
     key = _image_key(config)
     images = {key: [portable(image.source) for image in problem.images]} if key is not None else {}

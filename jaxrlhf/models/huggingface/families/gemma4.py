@@ -56,8 +56,8 @@ def _read_experts(given: Fields) -> Experts | None:
         return None
     if None in (count, chosen, inner):
         raise given.error("enable_moe_block=True", "num_experts, top_k_experts or moe_intermediate_size is missing")
-    beside = given.need("intermediate_size")
-    return Experts(count, chosen, inner, beside, apart=True, activation="gelu_tanh")
+    shared = given.need("intermediate_size")
+    return Experts(count, chosen, inner, shared, apart=True, activation="gelu_tanh")
 
 
 def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:

@@ -38,10 +38,10 @@ def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:
     Raises:
       Refusal: The dictionaries of newer and of older versions are both there, and differ.
     """
-    beside = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    outer = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
     both = [given.take(name) or {} for name in ("rope_parameters", "rope_scaling")]
     kept = [{name: value for name, value in rope.items() if name not in unread} for rope in both if rope]
-    found = [parse_rope(beside | rope, given) for rope in kept or [{}]]
+    found = [parse_rope(outer | rope, given) for rope in kept or [{}]]
     if found[0] != found[-1]:
         raise given.error(
             f"rope_parameters={both[0]!r} and rope_scaling={both[1]!r}, so readers disagree",

@@ -61,6 +61,6 @@ def write_optional_window(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(layers),
-        # For versions before `layer_types`, which know no other pattern.
+        # For versions before `layer_types`, which support no other pattern.
         "max_window_layers": layers.index(True) if any(layers) else len(layers),
     }
