@@ -86,7 +86,7 @@ class EpisodeRun:
     @property
     def turn_settings(self) -> Tools | Environment:
         """Settings of an environment that answers turn by turn."""
-        assert not isinstance(self.settings, Agent), "a program makes its turns itself"
+        assert not isinstance(self.settings, Agent), "an agent program makes its own turns"
         return self.settings
 
     @property
@@ -132,7 +132,7 @@ class EpisodeRun:
 
     async def agent(self) -> Finished:
         """Run the episode as an agent program; the server that answers its calls records them."""
-        assert self.sessions is not None, "an agent program needs a server"
+        assert self.sessions is not None, "an agent program requires a server"
         limits = SessionLimits(
             calls=self.settings.max_turns,
             tokens=self.limits.max_response_tokens,
@@ -177,8 +177,8 @@ class EpisodeRun:
         Raises:
           EpisodeEnd: A limit ends the episode earlier.
         """
-        begun = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
-        opening = await asyncio.wrap_future(begun)
+        started = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
+        opening = await asyncio.wrap_future(started)
         conversation = self._begin(opening)
         most, state = opening.max_tokens, opening.state
         while True:
@@ -222,7 +222,7 @@ class EpisodeRun:
         tokens = len(conversation.prompt)
         if tokens > self.limits.max_prompt_tokens:
             raise EnvironmentFailure(
-                "output", f"its first prompt has {tokens} tokens, over rollout.max_prompt_tokens={self.limits[0]}"
+                "output", f"its first prompt has {tokens} tokens, more than rollout.max_prompt_tokens={self.limits[0]}"
             )
         self._conversation, self._first_tokens = conversation, tokens
         return conversation
@@ -282,13 +282,14 @@ class EpisodeRun:
     def _observe(self, conversation: Conversation, observation: Observation) -> None:
         """Append the environment's messages to the conversation, within the remaining token limits."""
         if not observation.messages:
-            raise EnvironmentFailure("wrong-type", "it said nothing, and did not say that the episode is done")
+            raise EnvironmentFailure("wrong-type", "it returned no message and did not end the episode")
         left, most = self._room(conversation) - 1, self.turn_settings.observation_tokens
         room = min(left, most)
         inserted = conversation.observe(observation.messages, most_tokens=room) if room > 0 else 0
         if not inserted and most < left and any(not isinstance(one["content"], str) for one in observation.messages):
             raise EnvironmentFailure(
-                "output", f"its messages with images take more than observation_tokens={most}, and images are not cut"
+                "output",
+                f"its messages with images have more than observation_tokens={most}, and images cannot be truncated",
             )
         if not inserted or self._room(conversation) <= 0:
             raise EpisodeEnd("tokens_of_episode")

@@ -113,7 +113,7 @@ class AgentLoop:
         if self._open is None:
             serve = partial(self._server, sampling=sampling)
             self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine, serve)
-        assert self._open.engine is engine, "episodes continue with the engine that they started with"
+        assert self._open.engine is engine, "episodes must continue with the engine that started them"
         try:
             finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
         except BaseException:
@@ -215,8 +215,7 @@ def _server_class() -> "type[Server]":
         from jaxrlhf.serving.server import Server
     except ImportError as error:
         raise Refusal(
-            f"an agent program talks to the policy over HTTP, and {error.name} is not installed; "
-            "pip install 'jaxrlhf[serve]'"
+            f"an agent program calls the policy over HTTP, which requires {error.name}: pip install 'jaxrlhf[serve]'"
         ) from error
     return Server
 

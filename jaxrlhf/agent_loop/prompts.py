@@ -39,52 +39,55 @@ class EpisodePrompts:
         """Return the token ids of a multi-turn solution after the prompt, and the mask of the policy's tokens.
 
         Raises:
-          Refusal: The solution does not begin and end with an assistant message, or the chat template cannot write it.
+          Refusal: The solution does not start and end with an assistant message, or the chat template cannot render it.
         """
         if not solution or solution[0].get("role") != "assistant" or solution[-1].get("role") != "assistant":
             raise Refusal(
-                "a solution of several turns begins and ends with a message of the assistant, got the roles "
+                "a multi-turn solution must start and end with an assistant message, got the roles "
                 f"{[message.get('role') for message in solution]}"
             )
         ids: list[int] = []
         mask: list[bool] = []
-        told: list[Message] = []
+        messages: list[Message] = []
         for message in solution:
             if message["role"] != "assistant":
-                told.append(message)
+                messages.append(message)
                 continue
             if ids:
-                between = self._between(told, tools, ended_by=ids[-1])
-                ids, mask, told = [*ids, *between], [*mask, *[False] * len(between)], []
-            drawn = self._written(message, tools)
-            ids, mask = [*ids, *drawn], [*mask, *[True] * len(drawn)]
+                between = self._between(messages, tools, ended_by=ids[-1])
+                ids, mask, messages = [*ids, *between], [*mask, *[False] * len(between)], []
+            reply = self._written(message, tools)
+            ids, mask = [*ids, *reply], [*mask, *[True] * len(reply)]
         return ids, mask
 
-    def _between(self, told: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
+    def _between(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, ended_by: int) -> Sequence[int]:
         """Return the tokens between two replies of a demonstration."""
         try:
-            return self._format.delta(told, tools, ended_by=ended_by)
+            return self._format.delta(messages, tools, ended_by=ended_by)
         except EnvironmentFailure as error:
-            raise Refusal(f"a demonstration cannot be written: {error.detail}") from error
+            raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
 
     def _written(self, message: Message, tools: Sequence[ToolSchema]) -> Sequence[int]:
         """Return the tokens that the policy would sample to write a message, including its end-of-turn token."""
         template = self._format.template
         try:
-            [said] = self._format.template_messages([message])
+            [rendered] = self._format.template_messages([message])
             opened = template.render([_ASKED], tools, open_reply=True)
-            whole = template.render([_ASKED, said], tools, open_reply=False)
+            whole = template.render([_ASKED, rendered], tools, open_reply=False)
         except EnvironmentFailure as error:
-            raise Refusal(f"a demonstration cannot be written: {error.detail}") from error
+            raise Refusal(f"the chat template cannot render a demonstration: {error.detail}") from error
         if not whole.startswith(opened):
             raise Refusal(
-                "the tokenizer's chat template writes an assistant's message in another place than where it opens the "
-                "assistant's turn, so a demonstration cannot be cut from it; give solutions of one turn, as text"
+                "the tokenizer's chat template renders an assistant message differently from an opened assistant "
+                "turn, so demonstrations cannot be tokenized; use single-turn solutions as text"
             )
         ids = template.encode(whole[len(opened) :], marked=False)
         ends = [place for place, token in enumerate(ids) if token in self._format.stop_tokens]
         if not ends:
-            raise Refusal("the tokenizer's chat template ends no turn of the assistant, so nothing ends a reply")
+            raise Refusal(
+                "the tokenizer's chat template does not end the assistant's turn, so a reply cannot end; use another "
+                "chat template"
+            )
         return ids[: ends[0] + 1]
 
 

@@ -52,14 +52,14 @@ def recorded_episode(
     sequences: list[TokenSequence] = []
     rewards: list[float] = []
     turns: list[TurnRecord] = []
-    said: list[str] = []
+    texts: list[str] = []
     for row, sequence in enumerate(recorded.sequences):
         own = sorted({turn for turn in sequence.turn if turn >= 0})
         numbers = {turn: len(rewards) + place for place, turn in enumerate(own)}
         rewards += [float(recorded.rewards.get((row, turn), 0.0)) for turn in own]
         sequences.append(replace(sequence, turn=tuple(numbers.get(turn, -1) for turn in sequence.turn)))
         opening, spoken = _spoken(sequence, recorded.replies[row], format)
-        said.append(opening)
+        texts.append(opening)
         turns += spoken
     turns = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
     final = recorded.reward if score is None else score
@@ -69,7 +69,7 @@ def recorded_episode(
     forks = {str(cause): count for cause, count in recorded.forks.items()}
     branches = len(sequences) - 1 - sum(forks.values())
     record = EpisodeRecord(
-        opening=[{"role": "user", "content": said[0]}] if said else list(problem.messages),
+        opening=[{"role": "user", "content": texts[0]}] if texts else list(problem.messages),
         turns=turns,
         stop=stop,
         environment=environment,
@@ -95,8 +95,8 @@ def _spoken(
             continue
         text = str(format.tokenizer.decode(list(tokens)))
         if turns:
-            told: Message = {"role": "user", "content": text}
-            turns[-1] = replace(turns[-1], observed=[told])
+            message: Message = {"role": "user", "content": text}
+            turns[-1] = replace(turns[-1], observed=[message])
         else:
             opening = text
     return opening, turns

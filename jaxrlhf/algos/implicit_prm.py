@@ -53,8 +53,8 @@ def leave_one_out_rewards(
 
         r'_t = (n r_t - sum_{j of the group} m_j) / (n - 1)
 
-    m_j is the mean over the paid tokens of response j, and n the number of the group's responses with paid tokens. A
-    group of one response gives 0.
+    m_j is the mean over the rewarded tokens of response j, and n the number of the group's responses with rewarded
+    tokens. A group of one response gives 0.
 
     Args:
       paid_BT: Tokens that get a reward: all action tokens, or the last one.

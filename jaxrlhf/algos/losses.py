@@ -193,7 +193,7 @@ def _geometric_mean(log_ratio: Array, segment: Array | None, name: str) -> Array
     The mean over the tokens then has the gradient of the geometric mean.
     """
     if segment is None:
-        raise ValueError(f"{name} needs the field 'segment': which sequence of its row each token belongs to")
+        raise ValueError(f"{name} requires the field 'segment', the sequence of each token in its row")
     constant = lax.stop_gradient(log_ratio)
     return jnp.exp(segment_mean(constant, segment) + (log_ratio - constant))
 

@@ -100,7 +100,7 @@ def policy_objective(
         loss += _field(fields, "kl_weight", mask) * kl
         metrics["kl/ref_loss"] = kl
     if "entropy_weight" in fields:
-        assert output.entropy is not None, "the entropy bonus needs the output's entropy"
+        assert output.entropy is not None, "the entropy bonus requires the output's entropy"
         entropy = selected(output.entropy, mask)
         loss -= _field(fields, "entropy_weight", mask) * entropy
         metrics["policy/entropy_exact"] = entropy
@@ -174,7 +174,7 @@ def nll_objective(
 
 def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
     if name not in fields:
-        raise ValueError(f"the objective needs the field {name!r}; the experience has {sorted(fields)}")
+        raise ValueError(f"the objective requires the field {name!r}; the experience has {sorted(fields)}")
     return selected(fields[name], mask)
 
 
@@ -182,6 +182,6 @@ def _require(fields: Mapping[str, Array], name: str, wanted: bool, reason: str) 
     """Raise `ValueError` if a field is missing although the settings use it, or present although they do not."""
     if wanted != (name in fields):
         raise ValueError(
-            f"the experience {'has' if name in fields else 'lacks'} the field {name!r}, "
-            f"which belongs there exactly if {reason}"
+            f"the experience {'has the' if name in fields else 'has no'} field {name!r}, which is expected if and only "
+            f"if {reason}"
         )

@@ -238,5 +238,5 @@ def linear_objective(
 
     Fields and settings are not read.
     """
-    said = output.logp if isinstance(output, TokenOutput) else output
-    return ObjectiveTerms(selected(weight, mask) * selected(said, mask), {})
+    values = output.logp if isinstance(output, TokenOutput) else output
+    return ObjectiveTerms(selected(weight, mask) * selected(values, mask), {})

@@ -52,6 +52,6 @@ def overlong_penalty(
     Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 13.
     """
     if not 1 <= buffer_tokens <= max_tokens:
-        raise ValueError(f"buffer_tokens={buffer_tokens} must be from 1 to max_tokens={max_tokens}")
+        raise ValueError(f"buffer_tokens={buffer_tokens}; expected 1 to max_tokens={max_tokens}")
     excess_B = jnp.clip(length_B - (max_tokens - buffer_tokens), 0, buffer_tokens)
     return -factor * excess_B / buffer_tokens

@@ -60,13 +60,13 @@ def token_weights(
         case "seq-mean-token-sum-norm":
             if horizon is None or horizon <= 0:
                 raise ValueError(
-                    f"aggregation seq-mean-token-sum-norm divides by the configured maximum response length: "
-                    f"horizon must be above 0, got {horizon}"
+                    f"horizon={horizon}, but aggregation seq-mean-token-sum-norm divides by the maximum response "
+                    "length; set a horizon above 0"
                 )
             weight = per_sequence / horizon
         case "prompt-mean":
             if prompt_id_B is None:
-                raise ValueError("aggregation prompt-mean averages over prompts: prompt_id_B must be given")
+                raise ValueError("aggregation prompt-mean averages over prompts; pass prompt_id_B")
             weight = _prompt_mean(tokens_B, dense_ids(prompt_id_B))
         case _:
             raise ValueError(f"unknown aggregation {aggregation!r}; see jaxrlhf.config.Aggregation")

@@ -99,8 +99,8 @@ def attention_widths(longest: int) -> list[int]:
 def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the row width of each sequence, the row's index among rows of that width, and the offset in the row.
 
-    First fit by decreasing length: a sequence goes to the first row with room, or opens a row of the smallest width
-    that fits.
+    First fit by decreasing length: a sequence goes to the first row with enough capacity, or opens a row of the
+    smallest width that fits.
 
     Args:
       widths: Row widths, ascending.

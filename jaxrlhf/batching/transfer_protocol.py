@@ -62,7 +62,7 @@ class RankCoordinates:
         """Return the index of the rank's part of a batch that is split over `axes`, and the number of parts.
 
         Raises:
-          Refusal: The rank's devices neither hold an equal block of parts nor lie within one part.
+          Refusal: The rank's devices neither hold an equal block of parts nor are within one part.
         """
         sizes = [self.sizes.get(axis, 1) for axis in axes]
         places = ([at.get(axis, 0) for axis in axes] for at in self.coordinates)
@@ -70,9 +70,9 @@ class RankCoordinates:
         first, count, total = held[0], len(held), math.prod(sizes)
         if held != list(range(first, first + count)) or total % count or first % count:
             raise Refusal(
-                f"the {len(self.coordinates)} devices of host {self.rank} hold parts {held} of the {total} that "
-                f"{' x '.join(axes)} make; a host has to hold an equal block of them: change the layout or the "
-                f"devices per host so that one divides the other"
+                f"the {len(self.coordinates)} devices of host {self.rank} hold parts {held} of {total} "
+                f"({' x '.join(axes)}), but a host must hold an equal block of parts; change the layout or the "
+                "devices per host so that one divides the other"
             )
         return first // count, total // count
 
@@ -143,7 +143,7 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     units = min(counts, default=parts)
     _check_units(units, parts)
     if any(count % units for count in counts):
-        raise Refusal(f"batches of {sorted(counts)} rows travel together; the smallest has to divide the others")
+        raise Refusal(f"arguments have {sorted(counts)} rows; the smallest number must divide the others")
     start, stop = part * units // parts, (part + 1) * units // parts
 
     def cut(leaf: Any) -> Any:
@@ -164,7 +164,7 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
 
 def _check_units(units: int, parts: int) -> None:
     if units < parts:
-        raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
+        raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; pass at least one row for each rank")
 
 
 def loaded(value: Any) -> Any:
@@ -235,7 +235,7 @@ def register(protocol: TransferProtocol) -> TransferProtocol:
       Refusal: The name is taken.
     """
     if protocol.name in PROTOCOLS:
-        raise Refusal(f"there is a transfer protocol {protocol.name!r} already; choose another name")
+        raise Refusal(f"a transfer protocol {protocol.name!r} already exists; choose another name")
     PROTOCOLS[protocol.name] = protocol
     return protocol
 

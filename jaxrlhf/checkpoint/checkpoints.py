@@ -98,7 +98,7 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
             try:
                 self._thread.submit(self._writing.pop().finish).result()
             except Exception as another:
-                failure.add_note(f"and another item: {another!r}")
+                failure.add_note(f"another item failed too: {another!r}")
 
     def restore(self, directory: Path, args: _ItemArgs) -> None:
         args.item.restore(Path(directory))
@@ -125,8 +125,8 @@ def _naming(place: Path) -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            f"raised while reading {place}; if a file there is damaged, delete the checkpoint that it belongs to, and "
-            "a resumed run continues from the one before"
+            f"raised while reading {place}; if a file there is damaged, delete its checkpoint and resume from "
+            "the previous one"
         )
         raise
 
@@ -145,7 +145,7 @@ class Checkpoints:
         policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            # Orbax stores metrics, and so knows them after a resume, only if it has a function that ranks them.
+            # Orbax stores metrics, and restores them on a resume, only if it has a function that ranks them.
             best_fn=_rank,
             # Orbax's own `read_only` is these two options, a ban on saves, and two warnings.
             cleanup_tmp_directories=not read_only,
@@ -162,7 +162,9 @@ class Checkpoints:
             try:
                 json.loads(file.read_text())
             except (ValueError, OSError, RecursionError) as error:
-                raise Damaged(f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} away") from error
+                raise Damaged(
+                    f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} to another folder"
+                ) from error
         try:
             self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -202,7 +204,7 @@ class Checkpoints:
         return {*self._host_state(step)["arrays"]}
 
     def set_aside(self, step: int) -> Path:
-        """Move a checkpoint to a folder beside the checkpoints, so that the step can be saved again."""
+        """Move a checkpoint to a folder next to the checkpoints, so that the step can be saved again."""
         aside = self.directory.with_name(f"{self.directory.name}_damaged") / f"{_PREFIX}_{step}"
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
@@ -292,31 +294,31 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             raise self._damaged(step, f"{place} cannot be read: {reason_of(error)}") from error
         if not whole:
-            raise self._damaged(step, f"{place} has other contents than were saved: its checksum differs")
+            raise self._damaged(step, f"{place} has a wrong checksum, so its contents changed after saving")
         return contents
 
     def _damaged(self, step: int, damage: str) -> Damaged:
         others = [other for other in self.steps() if other != step]
-        there = f"there are checkpoints of steps {', '.join(map(str, others))}" if others else "there is no other"
+        there = f"other checkpoints: steps {', '.join(map(str, others))}" if others else "no other checkpoints"
         return Damaged(
-            f"the checkpoint of step {step} is damaged: {damage}; {there}. To resume a run from the one before, set "
-            "checkpoint.on_damage='previous'; to read another one, name it by --step"
+            f"the checkpoint of step {step} is damaged: {damage}; {there}. To resume a run from the previous "
+            "checkpoint, set checkpoint.on_damage='previous'; to read another step, pass --step"
         )
 
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"
         if name not in arrays:
             raise Refusal(
-                f"{place} has no {name!r}; it holds {sorted(arrays)}. "
-                f"Resume with the algorithm that wrote it, or choose another workdir"
+                f"{place} has no {name!r}; it holds {sorted(arrays)}. Resume with the algorithm that wrote the "
+                "checkpoint, or choose another workdir"
             )
         stored = arrays[name]
         for key in sorted(stored.keys() | wanted.keys()):
             if stored.get(key) != wanted.get(key):
                 wrote = "optimizer" if name.endswith("_optimizer") else "model"
                 raise Refusal(
-                    f"{place}: {name}{key} is {stored.get(key, 'absent')}, this run needs "
-                    f"{wanted.get(key, 'none')}; resume with the {wrote} that wrote it, or choose another workdir"
+                    f"{place}: {name}{key} is {stored.get(key, 'absent')}, but this run expects "
+                    f"{wanted.get(key, 'none')}; resume with the original {wrote}, or choose another workdir"
                 )
 
     @contextmanager

@@ -48,9 +48,9 @@ def damage_of(folder: Path, *, checked: bool) -> str | None:
         return f"{folder} cannot be read: {reason_of(error)}"
     for name, (size, checksum) in saved.items():
         if found[name][0] != size:
-            return f"{folder / name} has {found[name][0]} bytes, and {size} were saved"
+            return f"{folder / name} has {found[name][0]} bytes, expected {size}"
         if found[name][1] != checksum:
-            return f"{folder / name} has other contents than were saved: its checksum differs"
+            return f"{folder / name} has a wrong checksum, so its contents changed after saving"
     return None
 
 

@@ -14,7 +14,7 @@ from jaxrlhf.config import Refusal
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for an error that a thread of orbax logs: whoever waits for the save gets the error, too."""
+    """Return False for an error that a thread of orbax logs: the thread that waits for the save gets the error, too."""
     return record.exc_info is None or "orbax" not in record.pathname
 
 
@@ -72,8 +72,8 @@ class TreeItem:
         """
         if not directory.is_dir():
             raise Refusal(
-                f"host {jax.process_index()} does not see {directory}, which is to hold a checkpoint; "
-                f"choose a workdir on a file system that all hosts share"
+                f"host {jax.process_index()} does not see the checkpoint directory {directory}; choose a workdir on "
+                "a file system that all hosts share"
             )
         self.finish()  # the rest of a save that failed in another process
         self._directory = epath.Path(directory)
@@ -145,7 +145,7 @@ def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     try:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
     except (ValueError, OSError, KeyError) as error:
-        raise Refusal(f"{directory} holds no arrays that can be read ({error}); write it again") from error
+        raise Refusal(f"{directory} holds no readable arrays ({error}); write the checkpoint again") from error
     return {
         _name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -52,7 +52,7 @@ def load_pretrained(
     target = jax.tree.map(
         lambda x, sharding, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), shapes, shardings, dtypes
     )
-    saved = {name: part for name, part in target.items() if name not in _begun(path, head)}
+    saved = {name: part for name, part in target.items() if name not in _unsaved(path, head)}
     arrays = {name: keep(name, array) for name, array in read_each(_weights(path), saved)}
 
     def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> Any:
@@ -72,14 +72,14 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
     """
     if not is_converted(path):
         return check_params(path, config, head)
-    begun, folder = _begun(path, head), _weights(path)
+    unsaved, folder = _unsaved(path, head), _weights(path)
     held = stored_shapes(folder)
     for place, wanted in jax.tree.leaves_with_path(param_shapes(config, head)):
         name = path_name(place)
         found = list(held[name].shape) if name in held else "none"
-        if name not in begun and found != list(wanted.shape):
+        if name not in unsaved and found != list(wanted.shape):
             raise Refusal(
-                f"array {name!r} in {folder} has shape {found}, config.json and the head asked for make it "
+                f"array {name!r} in {folder} has shape {found}, but config.json and the requested head expect "
                 f"{list(wanted.shape)}; convert the checkpoint again"
             )
 
@@ -147,7 +147,10 @@ def convert(
     directory = check_new(directory)
     config, (_, head) = read_config(source, vision=vision), read_family(source)
     if labels_steps(source):
-        raise Refusal(f"{source} labels tokens, for which converted checkpoints have no place; use it as it is")
+        raise Refusal(
+            f"{source} classifies tokens, which converted checkpoints do not support; use the checkpoint without "
+            "conversion"
+        )
     found = resolve(source, weights=True)
     shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
     layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)
@@ -182,7 +185,7 @@ def _weights(path: str | Path) -> Path:
     return Path(path).expanduser().absolute() / WEIGHTS  # orbax takes absolute paths only
 
 
-def _begun(path: str | Path, head: Head) -> set[str]:
+def _unsaved(path: str | Path, head: Head) -> set[str]:
     """Return the parameters that are needed but not saved, and start at zero."""
     directory, saved = Path(path).expanduser(), read_family(path)[1]
     check_head(directory, head, saved)

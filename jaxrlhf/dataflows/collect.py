@@ -55,10 +55,10 @@ def resume_groups(
 ) -> ScoredRollout:
     """Start groups for these problems, and return complete groups, scored; they may have started in earlier steps."""
     assert work.draw_more is not None
-    chosen, drawn = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
+    chosen, sampled = in_flight.take(roles.actor, problems, step=work.index, seed=work.seed, draw_more=work.draw_more)
     if work.config.environment is not None:
-        return score_episodes(roles, work.config.environment, chosen, drawn)
-    return ScoredRollout(chosen, drawn, roles.reward.compute_reward(chosen, drawn))
+        return score_episodes(roles, work.config.environment, chosen, sampled)
+    return ScoredRollout(chosen, sampled, roles.reward.compute_reward(chosen, sampled))
 
 
 def generate_and_score(
@@ -178,9 +178,9 @@ def dynamic_sampling(
         groups, rounds = groups.concat(_answer(roles, work, work.draw_more(), informative)), rounds + 1
     if not groups.informative_P.any():
         raise Refusal(
-            f"none of {len(groups.problems)} prompts got responses {wanted}, so there is nothing to "
-            f"learn from; choose problems that are neither too easy nor too hard, draw more "
-            f"rollout.responses_per_prompt, or raise algorithm.max_rounds={max_rounds}"
+            f"none of {len(groups.problems)} prompts got responses {wanted}, so there is nothing to learn from; "
+            "choose problems that are neither too easy nor too hard, or raise rollout.responses_per_prompt or "
+            f"algorithm.max_rounds={max_rounds}"
         )
     return groups
 
@@ -189,12 +189,12 @@ def _answer(
     roles: Roles, work: StepInput[PolicyGradient], problems: Sequence[Problem], informative: Informative
 ) -> PromptGroups:
     """Generate and score a group of responses to each problem."""
-    drawn = respond(roles, work, problems)
-    rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
+    sampled = respond(roles, work, problems)
+    rollout, scores = value_of(sampled.rollout), value_of(sampled.scores)
     copies = work.config.rollout.responses_per_prompt
-    informative_B = np.asarray(informative(scores, np.repeat(ids_of(drawn.problems), copies)))
-    trained_B = np.ones(len(informative_B), bool) if drawn.trained_B is None else np.asarray(drawn.trained_B)
-    return PromptGroups(drawn.problems, rollout, scores, informative_B[::copies], trained_B, drawn.record_E)
+    informative_B = np.asarray(informative(scores, np.repeat(ids_of(sampled.problems), copies)))
+    trained_B = np.ones(len(informative_B), bool) if sampled.trained_B is None else np.asarray(sampled.trained_B)
+    return PromptGroups(sampled.problems, rollout, scores, informative_B[::copies], trained_B, sampled.record_E)
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:

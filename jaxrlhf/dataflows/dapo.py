@@ -20,7 +20,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
     """Sample until enough groups have differing scores; penalize length, and do not train on truncated responses."""
-    wanted, settings = "that score differently", work.settings
+    wanted, settings = "with differing scores", work.settings
     sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=settings.max_rounds, wanted=wanted)
     batch = sampled.for_step(work.config.rollout.prompts_per_step)
     length_B, truncated_B = sampled_lengths(batch.rollout)

@@ -69,7 +69,7 @@ def implicit_rewards(
     Args:
       distance: KTO's reference point, in nats.
     """
-    assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "others have no loss of pairs"
+    assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "only pairwise algorithms have a loss of pairs"
     assert (ref_logp_BT is None) == isinstance(settings, ReferenceFree)
     logp_PA, tokens_PA = pair_sums(logp_BT, sequences), np.asarray(sequences.mask_BT).sum(axis=1).reshape(-1, 2)
     ratio_PA = logp_PA if ref_logp_BT is None else logp_PA - pair_sums(ref_logp_BT, sequences)

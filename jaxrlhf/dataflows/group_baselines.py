@@ -33,7 +33,7 @@ def online_dpo(roles: Roles, work: StepInput[OnlineDPO], batch: ScoredRollout) -
     """Learn by online DPO: the best response to each prompt is preferred to the worst."""
 
     def advantage(returns: Returns) -> Array:
-        assert returns.log_ratio_BT is not None, "the role is there"
+        assert returns.log_ratio_BT is not None, "online DPO requires a reference"
         log_ratio_B = np.asarray(returns.log_ratio_BT).sum(axis=1)
         return algos.best_and_worst(*returns.groups, log_ratio_B, beta=work.settings.beta)
 

@@ -27,7 +27,7 @@ class Returns:
     """Rewards of a step's responses: the argument of an advantage function.
 
     Attributes:
-      reward_BT: Reward paid when token t is emitted, KL penalty already subtracted.
+      reward_BT: Reward of emitting token t, KL penalty already subtracted.
       mask_BT: bool, tokens of scorable responses.
       scorable_B: bool, rows that have a score; rows without a score take part in nothing.
       prompt_id_B: Group key: rows with the same id answer the same prompt.
@@ -174,8 +174,8 @@ def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> 
     finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())
     if not finite or given.shape not in ((rows,), (rows, tokens)):
         raise Refusal(
-            f"the advantage of {type(work.settings).__name__} is of shape {given.shape} and {given.dtype}, "
-            f"{'all finite' if finite else 'not all finite numbers'}; it has to be one finite number for each of "
-            f"{rows} responses, or for each of their {tokens} tokens and 0 outside the mask"
+            f"the advantage of {type(work.settings).__name__} has shape {given.shape} and dtype {given.dtype}, "
+            f"{'all finite' if finite else 'not all finite numbers'}; expected one finite number for each of {rows} "
+            f"responses, or for each of their {tokens} tokens with 0 outside of the mask"
         )
     return given

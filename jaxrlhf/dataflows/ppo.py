@@ -80,7 +80,7 @@ def advantages(
     """Compute GAE over the settings' actions: tokens, or turns of an episode."""
     if settings.actions == "tokens":
         return gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam)
-    assert rollout.episodes is not None, "turns without episodes are refused with the configuration"
+    assert rollout.episodes is not None, "the configuration requires an environment for turns"
     return turn_gae(reward_BT, value_BT, mask_BT, rollout.episodes.turn_BT, gamma=settings.gamma, lam=lam)
 
 

@@ -23,7 +23,7 @@ from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:
     """Sample until enough prompts have a share of right responses within the settings' range."""
     settings = work.settings
-    share = f"of which a share from {settings.least_accuracy} to {settings.most_accuracy} is right"
+    share = f"with a share of {settings.least_accuracy} to {settings.most_accuracy} correct"
     in_range = partial(in_band, settings)
     sampled = dynamic_sampling(roles, work, in_range, max_rounds=settings.max_rounds, wanted=share)
     return sampled.for_step(work.config.rollout.prompts_per_step)

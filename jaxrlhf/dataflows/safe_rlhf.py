@@ -65,11 +65,11 @@ def prepare(
     paid = (rollout, scores), (replace(rollout, episodes=None), replace(costs, score_B=-costs.score_B))
     reward_BT, minus_cost_BT = (
         np.clip(
-            rewards_per_token(work, drawn, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
+            rewards_per_token(work, sampled, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
             -settings.clip_rewards,
             settings.clip_rewards,
         )
-        for drawn, scored in paid
+        for sampled, scored in paid
     )
     gain = advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam)
     cost = advantages(settings, rollout, -minus_cost_BT, cost_value_BT, mask_BT, lam=settings.lam)

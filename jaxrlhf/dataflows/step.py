@@ -78,7 +78,9 @@ def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
     """Merge disjoint dicts of metrics, waiting for futures."""
     together: Metrics = {}
     for part in map(value_of, parts):
-        assert not together.keys() & part.keys(), f"two parts report {sorted(together.keys() & part.keys())}"
+        assert not together.keys() & part.keys(), (
+            f"two parts report the same metrics {sorted(together.keys() & part.keys())}"
+        )
         together |= part
     return together
 

@@ -24,19 +24,19 @@ def learn(roles: Roles, work: StepInput[VAPO], batch: ScoredRollout) -> StepResu
 
 
 def prepare(
-    work: StepInput[VAPO], rollout: RolloutBatch, scores: Scores, *said: Any, trained_B: Array | None = None
+    work: StepInput[VAPO], rollout: RolloutBatch, scores: Scores, *outputs: Any, trained_B: Array | None = None
 ) -> Minibatches:
     """Build PPO's minibatches with separate lambdas for policy and critic, and with weights of imitated tokens.
 
     Args:
-      said: Log-probabilities under the actor and the reference, and the critic's values.
+      outputs: Log-probabilities under the actor and the reference, and the critic's values.
     """
     settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = np.asarray(sequences.mask_BT)
     lam_B = length_adaptive_lambda(ppo.action_counts(settings, rollout, mask_BT), scale=settings.length_scale)
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]
     marks = {"imitation_weight": succeeded_BT & mask_untrained(sequences, trained_B).mask_BT}
-    prepared = ppo.prepare(work, rollout, scores, *(*said, trained_B), lam=lam_B, marks=marks)
+    prepared = ppo.prepare(work, rollout, scores, *(*outputs, trained_B), lam=lam_B, marks=marks)
     metrics = prepared.metrics | {
         "vapo/lambda_mean": float(np.mean(lam_B)),
         "vapo/success_fraction": float(np.mean(succeeded_BT.any(axis=1))),

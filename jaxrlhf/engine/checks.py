@@ -29,12 +29,12 @@ def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...]
             raise Refusal(f"{name}={size}; expected 1 or more")
     if capacity > config.max_positions:
         raise Refusal(
-            f"max_prompt_tokens + max_response_tokens = {capacity} exceeds the model's {config.max_positions} positions"
-            "; lower one of them"
+            f"max_prompt_tokens + max_response_tokens = {capacity} exceeds the model's {config.max_positions} "
+            "positions; lower one of them"
         )
     outside = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
     if outside:
-        raise Refusal(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
+        raise Refusal(f"stop_tokens {outside} are not in the vocabulary; expected ids below {config.vocab_size}")
 
 
 def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_axis: str | None) -> None:
@@ -49,8 +49,8 @@ def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_a
     ):
         if count % ways:
             raise Refusal(
-                f"{count} {what} do not split {ways} ways over mesh axis {axis!r}; "
-                f"use a generation {size} size that divides {count}"
+                f"{count} {what} do not split {ways} ways over mesh axis {axis!r}; set generation_{size} to a "
+                f"divisor of {count}"
             )
 
 
@@ -64,16 +64,20 @@ def check_shared(config: AnyModel, execution: Execution, *, shortest_chunk: int)
     if ways == 1:
         return
     if not isinstance(config, ModelConfig):
-        raise Refusal(f"generation_context={ways} splits a cache that a model with functions of its own has; use 1")
+        raise Refusal(
+            f"generation_context={ways} requires the decoder's own cache, and a user-defined model has another; set "
+            "generation_context=1"
+        )
     if execution.stages > 1:
         raise Refusal(
-            f"generation_context={ways} with {execution.stages} generation stages: layers that stages divide keep "
-            f"sequences whole; use generation_stage=1, with generation_tensor beside it"
+            f"generation_context={ways} cannot be combined with generation_stage={execution.stages}; set "
+            "generation_stage=1 and use generation_tensor instead"
         )
     if shortest_chunk % ways:
         sizes = [count for count in range(2, shortest_chunk + 1) if shortest_chunk % count == 0]
         raise Refusal(
-            f"generation_context={ways} does not divide chunks of {shortest_chunk} tokens; use one of {sizes}"
+            f"generation_context={ways} does not divide prompt chunks of {shortest_chunk} tokens; set "
+            f"generation_context to one of {sizes}"
         )
 
 
@@ -82,13 +86,17 @@ def check_laid_out(params: Params, mesh: Mesh) -> None:
     devices = set(mesh.devices.flat)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding.device_set != devices:
-            raise ValueError(f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first")
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is not on the devices of the engine's mesh; reshard the weights first"
+            )
 
 
 def check_routing(config: AnyModel, *, records_routing: bool) -> None:
     """Raise `Refusal` if experts are to be recorded and the model has none."""
     if records_routing and config.experts is None:
-        raise Refusal("replay_routing records choices of experts, and this model has no experts; leave it out")
+        raise Refusal(
+            "replay_routing=True records the chosen experts, but this model has no experts; set replay_routing=False"
+        )
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,9 @@ class RequestLimits:
         longest = self.capacity - limit
         if not 0 < len(prompt) <= longest:
             raise Refusal(
-                f"a prompt of {len(prompt)} tokens; expected 1 to {longest} beside a response of {limit}: "
-                f"drop it, ask for fewer tokens by max_tokens, or build the engine for longer prompts"
+                f"request {request.request_id} has a prompt of {len(prompt)} tokens and a response of up to {limit}; "
+                f"expected a prompt of 1 to {longest} tokens: shorten the prompt, lower max_tokens, or build the "
+                "engine for longer prompts"
             )
         self._check_ids(prompt)
         for name, value in (("seed", seed), ("request_id", request.request_id)):
@@ -155,40 +164,43 @@ class RequestLimits:
                 raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
         if request.max_tokens is not None and not 0 < request.max_tokens <= self.most_tokens:
             raise Refusal(
-                f"max_tokens={request.max_tokens} of request {request.request_id}; expected 1 to "
-                f"max_response_tokens={self.most_tokens} of the engine"
+                f"max_tokens={request.max_tokens} of request {request.request_id}; expected 1 to the engine's "
+                f"max_response_tokens={self.most_tokens}"
             )
         stops = request.stop_tokens or ()
         if len(stops) > self.most_stops or any(not 0 <= stop < self.vocab for stop in stops):
             raise Refusal(
-                f"stop_tokens={stops} of request {request.request_id}; expected at most {self.most_stops} ids of the "
-                f"vocabulary of {self.vocab}"
+                f"stop_tokens={stops} of request {request.request_id}; expected at most {self.most_stops} ids, all "
+                f"below the vocabulary size {self.vocab}"
             )
 
     def check_scored(self, tokens: Sequence[int]) -> None:
         """Raise `Refusal` if a sequence cannot be scored."""
         if not 0 < len(tokens) <= self.capacity:
             raise Refusal(
-                f"a sequence of {len(tokens)} tokens to score; expected 1 to {self.capacity}: shorten it, or build the "
-                "engine for longer sequences"
+                f"a sequence to score has {len(tokens)} tokens; expected 1 to {self.capacity}: shorten the sequence, "
+                "or build the engine for longer sequences"
             )
         self._check_ids(tokens)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         low, high = min(tokens), max(tokens)
         if not (low >= 0 and high < self.vocab):
-            raise Refusal(f"prompt ids from {low} to {high} lie outside the vocabulary of {self.vocab}")
+            raise Refusal(
+                f"prompt ids range from {low} to {high}; expected ids from 0 to {self.vocab - 1}, the model's "
+                "vocabulary"
+            )
 
 
 def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
     """Raise `Refusal` if stop texts cannot be found: no detokenizer, an empty text, or half of a surrogate pair."""
     if texts and not decodes:
-        raise Refusal(f"stop_texts={texts}, and the engine was built without `decode`; give it one, or stop_tokens")
+        raise Refusal(f"stop_texts={texts} require a detokenizer; build the engine with `decode`, or use stop_tokens")
     if "" in texts:
-        raise Refusal(f"stop_texts={texts}: an empty text is in every text; leave it out")
+        raise Refusal(f"stop_texts={texts} contain an empty text, which matches every text; remove the empty text")
     for text in texts:
         if text != text.encode(errors="replace").decode():
-            raise Refusal(f"the stop text {text!r} has half of a surrogate pair; give whole characters")
+            raise Refusal(f"stop text {text!r} contains half of a surrogate pair; expected whole characters")
 
 
 def check_unique(requests: Sequence[Request]) -> None:

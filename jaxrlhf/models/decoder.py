@@ -149,7 +149,9 @@ def hidden_states(
 
     within = segment_RW if sight is None else sight.within(segment_RW)
     if shared_prefix is not None and isinstance(within, BothWays):
-        raise ValueError("shared_prefix for a model whose images are seen both ways; give whole sequences")
+        raise ValueError(
+            "shared_prefix does not support models with bidirectional attention in images; pass whole sequences"
+        )
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
@@ -184,7 +186,7 @@ def prefill(
       ValueError: `chunk_tokens` is below 1, or a chunk might split an image whose tokens see each other.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
+        raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to prefill whole prompts")
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     sight = run_tower(params, config.vision, images, execution)
     prompts = params, config, all_layers, token_PS, length_P, sight, execution
@@ -192,7 +194,10 @@ def prefill(
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         found = _prefill_whole(*prompts)
     elif sight is not None and sight.block_RW is not None:
-        raise ValueError("prompts with images that are seen both ways run whole; give chunk_tokens=None and no past")
+        raise ValueError(
+            "prompts with bidirectional attention in images cannot be prefilled in chunks; set chunk_tokens=None and "
+            "past=None"
+        )
     else:
         found = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
     return found._replace(hidden_PD=norm(config, merge_streams(params, config, found.hidden_PD), params["final_norm"]))
@@ -278,7 +283,7 @@ def _prefill_chunks(
 
     def body(count, carry):
         last_PD, kept = carry
-        start = jnp.minimum(begun + count * chunk_tokens, width - chunk_tokens)
+        start = jnp.minimum(prefilled + count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         part = None if sight is None else sight.part(start, chunk_tokens)
         position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
@@ -298,10 +303,10 @@ def _prefill_chunks(
     choice_PSLk = None
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
-    prefix, begun = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
+    prefix, prefilled = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
     kept = prefix, choice_PSLk
     start_state = jnp.zeros((prompts, config.stream_width), execution.dtype), kept
-    chunks = -(-(length_P.max() - begun) // chunk_tokens)
+    chunks = -(-(length_P.max() - prefilled) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     if width != given_width:  # only in models with linear attention
         keys, values = (resized(leaf, given_width, execution.cache_ways, axis=2) for leaf in prefix[:2])
@@ -359,16 +364,16 @@ def decode(
         caches: Any = iter(cache)
         entry_B = position_B if working is True else jnp.where(working, position_B, NOWHERE)
         working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
-        lent, written = dict[str, Any](), []
+        shared, written = dict[str, Any](), []
         for index, (layer, name) in enumerate(zip(layers, config.pattern.stack_of(), strict=False)):
-            stored = lent[LENDERS[name]] if name in LENDERS else next(caches)
+            stored = shared[LENDERS[name]] if name in LENDERS else next(caches)
             input_B1P = None if input_LB1P is None else input_LB1P[index]
-            hidden_B1D, lent[name], routed = layer_slots(
+            hidden_B1D, shared[name], routed = layer_slots(
                 *(layer, config.of_stack(name), hidden_B1D, turn, position_B, entry_B, stored, execution, working_B),
                 input_B1P=input_B1P,
             )
             if name not in LENDERS:
-                written.append(lent[name])
+                written.append(shared[name])
             if routed is not None:  # models with experts have no stages, so this list is not inside a shard_map
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written

@@ -42,7 +42,9 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     vision = isinstance(config.model, FromScratch) and config.model.vision is not None
     path = tokenizer_path(config)
     if vision and path is not None:
-        raise Refusal(f"FromScratch(vision=...) has the embedded tokenizer, and tokenizer={path!r} is given; drop it")
+        raise Refusal(
+            f"FromScratch(vision=...) requires the embedded tokenizer, but tokenizer={path!r}; set tokenizer=None"
+        )
     return load_tokenizer(path, vision=vision)
 
 

@@ -58,7 +58,9 @@ def layer_rows(
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
     if config.linear is not None and "linear_query" in weights:
-        assert not isinstance(seen, BothWays | SharedTokens), "states are of whole sequences, and images go one way"
+        assert not isinstance(seen, BothWays | SharedTokens), (
+            "layers with states support only whole sequences and causal attention"
+        )
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router, input_RWP)
 
@@ -72,7 +74,7 @@ def layer_rows(
     def mix(input_RWD: Array) -> tuple[Array, Prefix | None]:
         query_RWNH, gate_RWNH, made = _heads(layer, config, input_RWD, turn, execution)
         kept = made or borrowed
-        assert kept is not None, "a layer without keys and values borrows some"
+        assert kept is not None, "a layer without keys and values must borrow them"
         key_RWKH, value_RWKH = kept.key_LPSKH, kept.value_LPSKH
         exchange = _exchange_of(config, execution)
         if config.latent is None:
@@ -173,7 +175,7 @@ def layer_slots(
             written = stored.write(made.key_LPSKH[:, 0], made.value_LPSKH[:, 0], entry_B, execution=execution)
         query_BNH = query_B1NH[:, 0]
         if config.latent is not None:
-            assert isinstance(written, LayerCache), "latents do not lie in pages"
+            assert isinstance(written, LayerCache), "latent attention has no cache in pages"
             arrays = query_BNH, written, position_B, score_mod
             mixed_BNH = attend_latents(weights, config, config.latent, *arrays, execution=execution)
         else:
@@ -243,7 +245,7 @@ def _block(
     if config.streams is not None and streams_RWAD is not None:
         streams_RWAD = corrected(layer, config, streams_RWAD, hidden_RWD)
         first_RWD = streams_RWAD[:, :, 0] * layer["streams"]["scale"].astype(hidden_RWD.dtype)[None, None]
-        assert input_RWP is not None, "layers with several streams have inputs of their own"
+        assert input_RWP is not None, "layers with several streams require layer inputs"
         added_RWD = of_input(layer, config, first_RWD, input_RWP)
         other_A = (jnp.arange(config.streams.count) > 0).astype(added_RWD.dtype)
         streams_RWAD += added_RWD[:, :, None] * other_A[None, None, :, None]

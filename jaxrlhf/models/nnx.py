@@ -66,17 +66,17 @@ class NnxModel(CausalLM):
         hidden, table = jax.eval_shape(shapes)
         if hidden.ndim != 3 or hidden.shape[:2] != (1, 2) or table.ndim != 2 or table.shape[1] != hidden.shape[2]:
             raise Refusal(
-                f"Nnx: of one row of two tokens {kind} makes hidden states {hidden.shape}, and its head() is "
-                f"{table.shape}; expected (1, 2, D) and (V, D), whose product the logits are"
+                f"Nnx: for one row of two tokens, {kind} returns hidden states {hidden.shape} and head() returns "
+                f"{table.shape}; expected (1, 2, D) and (V, D), whose product is the logits"
             )
         warnings.warn(
-            f"{kind} keeps no keys and values, so while it generates the whole sequence runs again for every token",
+            f"{kind} has no key-value cache, so generation recomputes the whole sequence for every token",
             RuntimeWarning,
             stacklevel=2,
         )
         positions = 2**31 - 1 if settings.max_positions is None else settings.max_positions
         vocab, width = table.shape
-        return cls(settings.build, f"{kind}, a module of your own", vocab, width, max_positions=positions)
+        return cls(settings.build, f"{kind}, a user-defined module", vocab, width, max_positions=positions)
 
     def num_parameters(self, head: Head = "lm") -> int:
         return sum(math.prod(param.shape) for param in jax.tree.leaves(self.declare(head)))
@@ -104,8 +104,8 @@ class NnxModel(CausalLM):
         execution: Execution = ONE_DEVICE,
     ) -> HiddenStates:
         """Run the module over packed rows."""
-        assert execution.pipeline is None, "a module has no stages, and workers refuse them"
-        assert shared_prefix is None, "a module attends by itself, so workers do not share prompts"
+        assert execution.pipeline is None, "a user-defined module does not support stages"
+        assert shared_prefix is None, "a user-defined module does not support shared prompts"
         hidden_RWD = self._module(params, execution.dtype)(token_RW, position_RW, segment_RW).astype(execution.dtype)
         return HiddenStates(execution.split_rows(hidden_RWD))
 
@@ -169,8 +169,8 @@ def _built(build: Callable[[nnx.Rngs], nnx.Module], key: Any) -> Any:
         module = build(nnx.Rngs(key))
     if not isinstance(module, nnx.Module) or not callable(module) or not hasattr(module, "head"):
         raise Refusal(
-            f"Nnx.build made {type(module).__name__}; expected a flax.nnx.Module that is called with tokens, positions "
-            "and segments and gives hidden states, and that has a head() they are multiplied with"
+            f"Nnx.build returned {type(module).__name__}; expected a flax.nnx.Module that maps tokens, positions and "
+            "segments to hidden states, with a method head() that returns the output matrix"
         )
     module.eval()
     return module
@@ -202,7 +202,7 @@ def _dims(path: str, shape: tuple[int, ...], names: Sequence[str | None] | None)
         return tuple("embed" if dim == largest else None for dim in range(len(shape)))
     if len(names) != len(shape) or set(names) - {None, *DIM_NAMES}:
         raise Refusal(
-            f"Nnx: {path} of shape {shape} names its dimensions {tuple(names)}; expected one name for each, of "
+            f"Nnx: {path} of shape {shape} has dimension names {tuple(names)}; expected one name per dimension, from "
             f"{', '.join(DIM_NAMES)} or None"
         )
     return tuple(names)

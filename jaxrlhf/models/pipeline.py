@@ -98,7 +98,7 @@ def pipeline_over(
     if unknown:
         raise ValueError(f"the mesh has no axis {', '.join(unknown)}; its axes are {', '.join(mesh.axis_names)}")
     if row_axes[len(row_axes) - len(weight_axes) :] != weight_axes:
-        raise ValueError(f"row_axes={row_axes} have to end with weight_axes={weight_axes}; change their order")
+        raise ValueError(f"row_axes={row_axes} must end with weight_axes={weight_axes}; change their order")
     pipeline = Pipeline(mesh, axes, row_axes, weight_axes)
     return pipeline if pipeline.stages > 1 else None
 

@@ -56,13 +56,13 @@ def nothing_lent(config: ModelConfig, hidden_RWD: Array, execution: Execution) -
     """Return zeros in place of the keys and values that layers borrow."""
     if not config.borrowing_layers:
         return {}
-    (rows, width, _), lent = hidden_RWD.shape, {}
+    (rows, width, _), zeros = hidden_RWD.shape, {}
     for stack in {LENDERS[name] for name in config.sections[1].stack_of()}:
         layer = config.of_stack(stack)
         heads = layer.num_kv_heads * execution.kv_copies(layer.num_kv_heads)
         zeros_RWKH = jnp.zeros((rows, width, heads, layer.head_dim), hidden_RWD.dtype)
-        lent[stack] = Prefix(zeros_RWKH, zeros_RWKH)
-    return lent
+        zeros[stack] = Prefix(zeros_RWKH, zeros_RWKH)
+    return zeros
 
 
 Step = Callable[[str, Flow, tuple[Params, Any]], tuple[Flow, dict[str, Any]]]
@@ -107,18 +107,18 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
     repeats, runs = config.pattern
     if pipeline is not None and config.dense_layers:
         raise Refusal(
-            f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
-            f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so layers do not split "
+            f"evenly over {pipeline.stages} stages; set stage=1 and use tensor or fsdp instead"
         )
     if pipeline is not None and (config.borrowing_layers or config.layer_inputs is not None):
         raise Refusal(
-            f"layers that borrow keys and values of others, or have inputs of their own, cannot be divided over "
-            f"{pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            "layers that borrow keys and values, or have their own layer inputs, do not split over "
+            f"{pipeline.stages} stages; set stage=1 and use tensor or fsdp instead"
         )
     if pipeline is not None and len(runs) > 1 and repeats % pipeline.stages:
         raise Refusal(
-            f"{repeats} times {config.num_layers // repeats} layers of several kinds cannot be divided evenly over "
-            f"{pipeline.stages} stages; use stages that divide {repeats}, or tensor or fsdp instead"
+            f"{repeats} repetitions of {config.num_layers // repeats} layers of several kinds do not split evenly "
+            f"over {pipeline.stages} stages; set stage to a divisor of {repeats}, or use tensor or fsdp instead"
         )
     flags = {}
     if config.sliding_window is not None and config.sliding_layers and config.full_heads is None:
@@ -213,12 +213,12 @@ def _run_section(section: Pattern, step: Step, flow: Flow, given: dict[str, Any]
 
 def _run_once(runs: tuple[Run, ...], step: Step, flow: Flow, given: dict[str, Any]) -> tuple[Flow, dict[str, Any]]:
     """Run one repetition of a pattern: all its runs, one after another."""
-    found, begun = [], dict.fromkeys(given, 0)
+    found, used = [], dict.fromkeys(given, 0)
     for run in runs:
-        part = slice(begun[run.stack], begun[run.stack] + run.layers)
+        part = slice(used[run.stack], used[run.stack] + run.layers)
         of_run = jax.tree.map(lambda leaf: leaf[part], given[run.stack])  # noqa: B023
         flow, outputs = jax.lax.scan(partial(step, run.stack), flow, of_run)
-        begun[run.stack] = part.stop
+        used[run.stack] = part.stop
         found.append(outputs)
     return flow, _joined(found, jnp.concatenate)
 

@@ -32,7 +32,7 @@ def averaging(decay: float) -> optax.GradientTransformation:
         return AverageState(jax.tree.map(jnp.array, params))
 
     def update(changes: Params, state: Any, params: Params | None = None) -> tuple[Params, AverageState]:
-        assert params is not None, "an average is of weights"
+        assert params is not None, "an average requires weights"
         moved = optax.apply_updates(params, changes)
         average = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old), state.average, moved)
         return changes, AverageState(average)

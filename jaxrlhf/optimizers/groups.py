@@ -70,7 +70,7 @@ class ParameterGroups:
                 raise Refusal(_names_nothing(group, names, _total(layers)))
         shares = [np.where(np.isnan(share), np.float32(1), share) for share in shares]
         if not any(share.any() for share in shares):
-            raise Refusal("Optimizer.groups freezes every parameter, and nothing is left to train; leave some out")
+            raise Refusal("Optimizer.groups freezes every parameter, so nothing is trained; remove a group")
         return cls(jax.tree.unflatten(jax.tree.structure(declared), shares))
 
     @property
@@ -115,4 +115,4 @@ def _total(layers: Layers) -> int:
 
 def _names_nothing(group: ParameterGroup, names: Sequence[str], layers: int) -> str:
     among = f" of layers {group.layers}, where the model has {layers}" if group.layers is not None else ""
-    return f"Optimizer.groups: {group.pattern!r} is found in no name{among}; the parameters are {', '.join(names)}"
+    return f"Optimizer.groups: {group.pattern!r} matches no name{among}; the parameters are {', '.join(names)}"

@@ -55,7 +55,7 @@ def _made(settings: Optimizer, declared: Params, *, total_updates: int) -> optax
         return factory(learning_rate=rate, **arguments)
     except (TypeError, ValueError) as error:
         given = f"Optimizer.factory={settings.factory!r} with arguments={settings.arguments}"
-        raise Refusal(f"{given} makes no optimizer: {error}") from error
+        raise Refusal(f"{given} returns no optimizer: {error}") from error
 
 
 _MATRICES = "muon_weight_dimension_numbers"

@@ -129,7 +129,7 @@ def _plan(leaf: jax.Array, grid: LeafGrid) -> _BlockPlan:
     if leaf.shape != grid.shape:
         raise ValueError(f"{grid.path} has shape {leaf.shape} at its source and {grid.shape} at its target")
     if not isinstance(leaf.sharding, NamedSharding):
-        raise ValueError(f"{grid.path} is laid out as {leaf.sharding}; give it a NamedSharding on its pool's mesh")
+        raise ValueError(f"{grid.path} has sharding {leaf.sharding}; expected a NamedSharding on its pool's mesh")
     mesh, parts = _prime_mesh(leaf.sharding.mesh)
     spec = []
     for ways, entry in itertools.zip_longest(grid.ways, leaf.sharding.spec):
@@ -207,7 +207,7 @@ def _numbers(plan: _BlockPlan) -> Iterator[dict[jax.Device, int]]:
     starts = _starts(plan.sharding, plan.grid.shape, parts)
     for offset in itertools.product(*map(range, cuts)):
         yield {
-            device: _number([at * cut + beside for at, cut, beside in zip(start, cuts, offset, strict=True)], ways)
+            device: _number([at * cut + extra for at, cut, extra in zip(start, cuts, offset, strict=True)], ways)
             for device, start in starts.items()
         }
 

@@ -216,7 +216,7 @@ class HybridEngine:
         nodes = same_structure(self._structure, tree)
         if nodes is None:
             structure: Any = jax.tree.structure(tree)
-            raise ValueError(f"a tree of another structure: {structure}; expected {self._structure}")
+            raise ValueError(f"got a tree of structure {structure}; expected {self._structure}")
         return nodes
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
@@ -227,14 +227,14 @@ def _require(leaf: Leaf, array: Any, layouts: Sequence[Sharding]) -> None:
     if not isinstance(array, jax.Array):
         raise ValueError(f"{leaf.path} is a {type(array).__name__}; expected a jax.Array in the training layout")
     if array.is_deleted():
-        raise ValueError(f"{leaf.path} was deleted, so there is nothing to switch; pass the newest parameters")
+        raise ValueError(f"{leaf.path} was deleted; pass the newest parameters")
     if array.shape != leaf.trained.shape or array.dtype != leaf.trained.dtype:
         raise ValueError(
             f"{leaf.path} is {array.dtype}{array.shape}; expected {leaf.trained.dtype}{leaf.trained.shape}"
         )
     if not any(array.sharding.is_equivalent_to(layout, array.ndim) for layout in layouts):
         raise ValueError(
-            f"{leaf.path} is laid out as {_named(array.sharding)}; expected {_named(layouts[0])}; put it there first"
+            f"{leaf.path} has layout {_named(array.sharding)}, expected {_named(layouts[0])}; reshard it first"
         )
 
 

@@ -46,14 +46,14 @@ def to_host(tree: Any) -> tuple[Any, Moved]:
     for array in arrays:
         if not array.committed:
             raise ValueError(
-                f"an array of shape {array.shape} is committed to no device, so there is no place that it came from; "
-                "give it a sharding (jax.device_put, or out_shardings of the jit that makes it)"
+                f"an array of shape {array.shape} is committed to no device, so it cannot be moved back; set a "
+                "sharding (jax.device_put, or out_shardings of jax.jit)"
             )
         device = _device(array)
         if all(memory.kind != PINNED for memory in device.addressable_memories()):
             raise Refusal(
-                f"{device.device_kind} has no {PINNED!r} memory, which offloading needs, and so do weights for a pool "
-                "that generates meanwhile; use offload=() and rollout.staleness=0"
+                f"{device.device_kind} has no {PINNED!r} memory, which offloading and asynchronous weight transfer "
+                "require; set offload=() and rollout.staleness=0"
             )
     return _moved(tree, arrays, [PINNED] * len(arrays))
 

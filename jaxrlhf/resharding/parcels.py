@@ -41,8 +41,8 @@ class Held:
                 places.append((block, target))
         if shared := set(load) & {target for _, target in places}:
             raise ValueError(
-                f"source and target share devices {sorted(shared, key=lambda device: device.id)}; a transfer is "
-                "between disjoint pools, and inside one pool the HybridEngine switches layouts"
+                f"source and target share devices {sorted(shared, key=lambda device: device.id)}, but a transfer "
+                "requires disjoint pools; within one pool use HybridEngine"
             )
         landed = jax.block_until_ready(jax.device_put(arrays, [target for _, target in places]))
         return dict(zip(places, landed, strict=True))
@@ -55,8 +55,8 @@ class Held:
     def __reduce__(self) -> Any:
         # Pickling would silently send the arrays through host memory.
         raise TypeError(
-            "an offer to a target in this process cannot leave it; for a target in another process, call "
-            "splits_of there"
+            "an offer to a target in this process cannot be sent to another process; call splits_of in the target's "
+            "process"
         )
 
 

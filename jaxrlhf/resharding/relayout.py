@@ -112,7 +112,7 @@ def paired(trained: Any, generated: Any) -> list[Leaf]:
     if news is None:
         there: Any = jax.tree.structure(generated)
         here: Any = jax.tree.structure(trained)
-        raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
+        raise ValueError(f"the two layouts have different structures: {here} in training, {there} in generation")
     pairs = zip(jax.tree.leaves_with_path(trained), news, strict=True)
     leaves = [Leaf(jax.tree_util.keystr(path), described(old), described(new)) for (path, old), new in pairs]
     for leaf in leaves:
@@ -237,5 +237,6 @@ def _require_one_layout(leaves: Sequence[Leaf], ties: tuple[int, ...]) -> None:
             if mine.dtype != other.dtype or not same:
                 raise ValueError(
                     f"{leaf.path} and {leaves[first].path} are one array with two layouts: {mine.dtype} in "
-                    f"{mine.sharding.spec} and {other.dtype} in {other.sharding.spec}; name their dimensions alike"
+                    f"{mine.sharding.spec} and {other.dtype} in {other.sharding.spec}; use the same dimension names "
+                    "for both"
                 )

@@ -254,15 +254,17 @@ def _served(blocks: Blocks, splits: Splits) -> Iterator[tuple[int, dict[BlockId,
 def _layout(offers: Sequence[Offer], shardings: Any) -> list[Sharding]:
     """Return the leaves of the target's shardings; raise if an offer was made for other shardings."""
     if not offers:
-        raise ValueError("no offers; take needs those of every process of the source pool")
+        raise ValueError("no offers; expected one offer of every process of the source pool")
     layout = jax.tree.leaves(shardings)
     for offer in offers:
         grids = offer.splits.grids
         if offer.splits != offers[0].splits or len(layout) != len(grids):
-            raise ValueError("the offers are for different splits; make all of them for what splits_of returned here")
+            raise ValueError(
+                "the offers have different splits; make all of them for the splits that splits_of returned here"
+            )
         for grid, sharding in zip(grids, layout, strict=True):
             if grid_of(grid.path, sharding, jax.ShapeDtypeStruct(grid.shape, grid.dtype)) != grid:
-                raise ValueError(f"{grid.path} was offered in {grid.ways} parts, and {sharding} splits it otherwise")
+                raise ValueError(f"{grid.path} was offered in {grid.ways} parts, but {sharding} splits it differently")
     return layout
 
 
@@ -280,8 +282,8 @@ def _check_complete(parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted
     for block in wanted:
         if counts[block] != 1:
             raise ValueError(
-                f"a block of {grids[block.leaf].path} is in {counts[block]} of the offers, and must be in one; give "
-                "the offers of every process of the source, each once, and take them once"
+                f"a block of {grids[block.leaf].path} is in {counts[block]} offers, expected 1; pass one offer of "
+                "every source process, and take each offer once"
             )
 
 

@@ -98,15 +98,15 @@ class Wire:
                     self._connections.pop(address, None)
                     raise TransferError(
                         address,
-                        f"nothing after {time.monotonic() - start:.1f} s; that process may hang or be cut off, or "
-                        "its offer was taken before",
+                        f"no answer within {time.monotonic() - start:.1f} s; the process may hang or be unreachable, "
+                        "or its offer was already taken",
                     )
                 time.sleep(POLL_S)
         try:
             jax.block_until_ready(list(arrays))
         except jax.errors.JaxRuntimeError as error:
             self._connections.pop(address, None)
-            raise TransferError(address, f"{error}; that process may have died or withdrawn its offer") from error
+            raise TransferError(address, f"{error}; the process may have died or withdrawn its offer") from error
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def _server(host: str) -> Any:
         )
     except (AttributeError, jax.errors.JaxRuntimeError) as error:
         raise TransferError(
-            address, f'no transfer server of JAX starts here ({error}); set cluster.weights to "host"'
+            address, f"JAX's transfer server does not start on this host ({error}); set cluster.weights='host'"
         ) from error
 
 
@@ -131,8 +131,10 @@ def _numeric(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"host={host!r} has no address ({error}); give the one under which others reach it") from error
+        raise ValueError(
+            f"host={host!r} cannot be resolved ({error}); set an address that other hosts can reach"
+        ) from error
     address = ipaddress.ip_address(min(found)[4][0])  # IPv4 before IPv6
     if address.is_unspecified:
-        raise ValueError(f"host={host!r} is every address of this host; give the one under which others reach it")
+        raise ValueError(f"host={host!r} means every address of this host; set one that other hosts can reach")
     return f"[{address}]" if address.version == 6 else str(address)

@@ -94,9 +94,9 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
     mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
     experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
     if experts > 1 and not mixture:
-        raise Refusal(f"{role}: expert={experts} divides experts, and this model has no experts; use fsdp={experts}")
+        raise Refusal(f"{role}: expert={experts} requires a model with experts; set expert=1 and fsdp={experts}")
     if stages > 1 and mixture:
-        raise Refusal(f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}")
+        raise Refusal(f"{role}: stage={stages} does not support layers with experts; set stage=1 and expert={stages}")
 
     def one(names: tuple[Dim, ...], array: Any) -> None:
         for name, size in zip(names, array.shape, strict=True):
@@ -104,8 +104,8 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
             if size % (ways := _ways(mesh, axes)):
                 sizes = [n for n in range(1, size + 1) if size % n == 0]
                 raise Refusal(
-                    f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways "
-                    f"(mesh axes {' x '.join([axes] if isinstance(axes, str) else axes)}); a split of {sizes[:8]} would"
+                    f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways (mesh axes "
+                    f"{' x '.join([axes] if isinstance(axes, str) else axes)}); supported splits are {sizes[:8]}"
                 )
 
     jax.tree.map(one, dims, shapes, is_leaf=_is_dims)

@@ -34,8 +34,8 @@ def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     start = order.index(devices[0]) if count and devices[0] in order else -1
     if start < 0 or order[start : start + count] != list(devices):
         raise Refusal(
-            f"a submesh is a block of consecutive devices of its mesh, and {[d.id for d in devices]} is none of "
-            f"{[d.id for d in order]}"
+            f"devices {[d.id for d in devices]} are not a block of consecutive devices of the mesh "
+            f"{[d.id for d in order]}; choose consecutive devices"
         )
     block = _replica_block(mesh)
     if count % block or start % block:
@@ -43,10 +43,10 @@ def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
         names = {"expert": "expert", "context": "generation_context"}
         more = "".join(f"{name} {mesh.shape[axis]} x " for axis, name in names.items() if mesh.shape[axis] > 1)
         raise Refusal(
-            f"{count} devices cannot generate by themselves: a generation replica has {more}generation_stage "
-            f"{mesh.shape['stage']} x generation_tensor {mesh.shape['tensor']} = {replica} devices, which lie within "
-            f"{block} of the mesh, so replicas would span hosts; these {block} have to divide {count}: lower the "
-            f"layout's stage and tensor, or generate with generation_stage=1 and generation_tensor=1"
+            f"replicas of {more}generation_stage {mesh.shape['stage']} x generation_tensor {mesh.shape['tensor']} = "
+            f"{replica} devices would span hosts: a replica uses a block of {block} devices of the mesh, which must "
+            f"divide the {count} devices of a host; lower the layout's stage and tensor, or set generation_stage=1 "
+            "and generation_tensor=1"
         )
     return mesh_of(_sizes(mesh, count), devices)
 
@@ -60,7 +60,7 @@ def local_submesh(mesh: Mesh) -> Mesh:
     process = jax.process_index()
     devices = [device for device in mesh.devices.flat if device.process_index == process]
     if not devices:
-        raise ValueError(f"process {process} has no device in a mesh of {mesh.size}; it cannot generate there")
+        raise ValueError(f"process {process} has no device in a mesh of {mesh.size}, so it cannot generate there")
     return submesh_of(mesh, devices)
 
 
@@ -80,7 +80,10 @@ def hand_over(weights: Any, submesh: Mesh) -> Any:
 
 def _view(path: Any, leaf: Any, submesh: Mesh) -> Any:
     if not isinstance(leaf.sharding, NamedSharding):
-        raise ValueError(f"{jax.tree_util.keystr(path)} has no named layout: {leaf.sharding}; hand over engine weights")
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has sharding {leaf.sharding}; expected a NamedSharding, as engine weights "
+            "have"
+        )
     sharding = NamedSharding(submesh, leaf.sharding.spec)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return described(leaf, sharding)
@@ -91,8 +94,9 @@ def _view(path: Any, leaf: Any, submesh: Mesh) -> Any:
     )
     if not whole:
         raise ValueError(
-            f"{jax.tree_util.keystr(path)} in layout {leaf.sharding.spec} is not whole on a submesh of {submesh.size} "
-            f"devices; hand over weights in the generation layout, to a submesh of their own mesh and process"
+            f"{jax.tree_util.keystr(path)} in layout {leaf.sharding.spec} is not complete on a submesh of "
+            f"{submesh.size} devices; pass weights in the generation layout, with a submesh of their own mesh and "
+            "process"
         )
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)  # index maps are equal, so device_put reuses the buffers

@@ -43,8 +43,8 @@ def launch(
         return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
     if jax.process_count() > 1:
         raise Refusal(
-            f"this is one of {jax.process_count()} processes of jax.distributed; start one process and let it launch "
-            f"the hosts (cluster=RayCluster(...), or --cluster ray)"
+            f"this is one of {jax.process_count()} processes of jax.distributed; start one process, which launches "
+            "the hosts (cluster=RayCluster(...), or --cluster ray)"
         )
     output = None if workdir is None else workdir / REWARD_OUTPUT
     ranks: list[Ranks] = []
@@ -72,9 +72,8 @@ def _check_threads(devices: Sequence[jax.Device]) -> None:
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
         raise Refusal(
-            f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their "
-            f"collectives can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment "
-            f"instead of in the program, or NPROC=32, before Python starts"
+            f"{len(devices)} CPU devices need more than XLA's {threads} threads, or their collectives may deadlock; "
+            f"before Python starts, set JAX_NUM_CPU_DEVICES={len(devices)} or NPROC=32 in the environment"
         )
 
 
@@ -89,8 +88,8 @@ def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[P
     if wanted > len(devices):
         asked = f"devices={wanted}" if not config.pools else f"pools of {[pool.devices for pool in pools]} devices"
         raise Refusal(
-            f"{asked} were asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
-            f"lower them, or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
+            f"{asked} exceeds the {len(devices)} {devices[0].platform} devices that JAX reports; lower the number, "
+            f"or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
         )
     if any(pool.devices > 1 for pool in pools):  # else nobody waits for a collective
         _check_threads(devices[:wanted])

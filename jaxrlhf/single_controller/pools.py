@@ -136,11 +136,11 @@ class Roles:
         self._queues: list[DeviceQueue] = []
         groups: dict[str, Group] = {}
         for ranks in pools:
-            queue, beside = DeviceQueue(ranks.name, self.timeline), DeviceQueue(ON_HOST, self.timeline)
-            self._queues += [queue, beside]
+            queue, host_queue = DeviceQueue(ranks.name, self.timeline), DeviceQueue(ON_HOST, self.timeline)
+            self._queues += [queue, host_queue]
             for role in ranks.built[0].places:
                 # Reward functions run concurrently with the models; a reward model takes its turn on the devices.
-                chosen = beside if role == "reward" and not phase.config.rewards.by_model else queue
+                chosen = host_queue if role == "reward" and not phase.config.rewards.by_model else queue
                 groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
                 if role == ROLLOUT:  # its next weights are fetched while it generates
                     self._queues.append(DeviceQueue(ON_HOST, self.timeline))
@@ -154,7 +154,9 @@ class Roles:
 
         def __getattr__(self, role: str) -> NoReturn:
             there = vars(self).get("_groups", [])
-            raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
+            raise AttributeError(
+                f"this stage has no role {role!r}, as declared by the algorithm's roles; it has {there}"
+            )
 
     @property
     def generates_apart(self) -> bool:

@@ -68,7 +68,7 @@ class Gathered(RemoteValue):
         """Load a range of rows; only parts with such rows are transferred."""
         found, first = [], 0
         for part in self.parts:
-            assert part.rows is not None, "only where the rows of every part are known"
+            assert part.rows is not None, "the number of rows must be known for every part"
             last = first + part.rows
             if first < stop and start < last:
                 cut = slice(max(start - first, 0), min(stop, last) - first)
@@ -86,7 +86,7 @@ class RayRanks(Ranks):
 
     Args:
       launch: Function of `hosts` that starts that number of processes.
-      hosts: Number of processes; a relaunch starts fewer if the cluster has no room for all.
+      hosts: Number of processes; a relaunch starts fewer if the cluster lacks resources for all.
       multiple: Factor of the number of processes if there are fewer than `hosts`.
       relaunches: Number of times that the pool may be started again while other pools continue.
     """
@@ -127,7 +127,7 @@ class RayRanks(Ranks):
             if not self._relaunches:
                 return False
             self._relaunches -= 1
-            text = f"{failed}\nlaunching pool {self.name!r} anew; {self._relaunches} more would be allowed"
+            text = f"{failed}\nrelaunching pool {self.name!r}; {self._relaunches} more relaunches are allowed"
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             self._processes.close()
             self._processes = self._launched_again()
@@ -139,7 +139,7 @@ class RayRanks(Ranks):
             return True
 
     def _launched_again(self) -> HostProcesses:
-        """Launch as many processes as at the start, or fewer if the cluster has no room in time."""
+        """Launch as many processes as at the start, or fewer if the cluster lacks resources for all."""
         hosts = self._most
         while True:
             try:
@@ -148,7 +148,7 @@ class RayRanks(Ranks):
                 fewer = (hosts - 1) // self._multiple * self._multiple
                 if self._closed or not fewer:
                     raise
-                text = f"{failed}\nlaunching pool {self.name!r} with {fewer} hosts of {self._most}"
+                text = f"{failed}\nrelaunching pool {self.name!r} with {fewer} of {self._most} hosts"
                 default_console().print(text, markup=False, highlight=False, soft_wrap=True)
                 hosts = fewer
 
@@ -301,7 +301,7 @@ def _pools_of_hosts(config: Config, cluster: RayCluster, *, machines: int) -> li
     for pool in pools:
         if pool.devices % cluster.devices_per_host:
             raise Refusal(
-                f"pool {pool.name!r} has {pool.devices} devices and a host {cluster.devices_per_host}; "
-                f"give it a multiple, or change cluster.devices_per_host"
+                f"pool {pool.name!r} has {pool.devices} devices, not a multiple of "
+                f"cluster.devices_per_host={cluster.devices_per_host}; change one of them"
             )
     return pools

@@ -75,12 +75,12 @@ class StallWatch:
 def stall_report(still_s: float, task: str, calls: list[OpenCall]) -> str:
     """Return the text of a report: the open calls, processes of the run, and stacks of this process's threads."""
     now = time.perf_counter()
-    lines = [f"nothing has moved for {still_s:.0f} s, {task}"]
+    lines = [f"no progress for {still_s:.0f} s, {task}"]
     for call in calls:
         what = f"waits for {call.waits_for}" if call.state == "waits" else call.state
         lines.append(f"  {call.role}.{call.verb} on {call.lane}: {what}, since {now - call.since_s:.0f} s")
     if not calls:
-        lines.append("  no call of a role is under way, so the controller itself waits, or a function that it calls")
+        lines.append("  no call of a role is running; the controller, or a function that it calls, is waiting")
     for pid in descendants(os.getpid(), b""):
         lines.append(f"  process {pid}: {_command(pid)}")
     names = {thread.ident: thread.name for thread in threading.enumerate()}

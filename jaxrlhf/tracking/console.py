@@ -45,7 +45,7 @@ LEAST_NOTE_WIDTH = 40
 class SettingsTable:
     """Table of settings, from rows of (section, name, value, note).
 
-    A section is named once, and a blank line follows the section. Notes without enough room are printed below their
+    A section is named once, and a blank line follows the section. Notes that do not fit are printed below their
     rows.
     """
 
@@ -55,8 +55,8 @@ class SettingsTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = list(zip(*((section, name, str(value)) for section, name, value, _ in self._rows), strict=True))
         taken = sum(max(map(len, column), default=0) + 2 for column in columns)
-        beside = options.max_width - taken >= LEAST_NOTE_WIDTH
-        yield from self._wide() if beside else self._narrow()
+        fits = options.max_width - taken >= LEAST_NOTE_WIDTH
+        yield from self._wide() if fits else self._narrow()
 
     def _wide(self) -> RenderResult:
         table = Table(title=self._title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -83,7 +83,7 @@ class SettingsTable:
                 yield Padding(Text(note, style="dim"), (0, 0, 0, 6))
 
     def _begins(self, number: int) -> bool:
-        """Return whether a section begins with the row."""
+        """Return whether a section starts with the row."""
         return number == 0 or self._rows[number - 1][0] != self._rows[number][0]
 
 

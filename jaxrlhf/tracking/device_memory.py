@@ -101,7 +101,7 @@ def _bytes_alive() -> Counter[jax.Device]:
                     buffers[device, place, ready] = shard.nbytes
         except RuntimeError as error:
             # Another thread may delete the array, or an array that shares its buffers, during the count. If the array
-            # itself is deleted, the error may speak of shards instead.
+            # itself is deleted, the error may mention shards instead.
             if "deleted" not in str(error) and not array.is_deleted():
                 raise
     counts: Counter[jax.Device] = Counter()

@@ -46,7 +46,7 @@ def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Fig
     curves = read_curves(metrics)
     panels = [panel for panel, names in PANELS.items() if any(name in curves for name in names)][:6]
     if not panels:
-        raise Refusal(f"{metrics} holds nothing to plot; it has {', '.join(sorted(curves)) or 'no numbers'}")
+        raise Refusal(f"{metrics} has no metrics to plot; it has {', '.join(sorted(curves)) or 'no numbers'}")
     steps = sorted(set().union(*curves.values()))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)

@@ -16,7 +16,7 @@ class RecordFile:
 
     Args:
       resumed_step: Step after which an existing file is continued: later records, and a last line truncated by a kill,
-        are removed. None starts the file anew.
+        are removed. None starts a new file.
 
     Raises:
       Refusal: The file to continue holds something else.
@@ -36,8 +36,8 @@ class RecordFile:
         for record in records:
             if record["step"] < self._last_step:
                 raise ValueError(
-                    f"{self._path} is at step {self._last_step} and was given one of step {record['step']}; "
-                    f"steps must not go back, or a resumed run could not tell where to continue"
+                    f"{self._path} is at step {self._last_step}, but got a record of step {record['step']}; expected "
+                    "steps in ascending order, which resuming requires"
                 )
             self._last_step = record["step"]
             # Half of a surrogate pair has no UTF-8; a backslash escape of it is still JSON.
@@ -102,9 +102,9 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 if not file.peek(1) and not isinstance(error, RecursionError):  # the last line
                     return
                 said = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
-                if not found:  # maybe a file of somebody else, which a run must not continue
+                if not found:  # maybe a file that no run wrote, which must not be continued
                     raise Refusal(said) from error
-                warnings.warn(f"{said}; the line is skipped", stacklevel=2)
+                warnings.warn(f"{said}; skipping the line", stacklevel=2)
                 continue
             if not line.endswith(b"\n"):  # only its line break is missing: the next record would join it
                 return

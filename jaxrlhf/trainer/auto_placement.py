@@ -66,7 +66,9 @@ def placed_for_evaluation(config: Config, workdir: Path) -> Config:
     """Fill in the placement of a run's plan if the plan fits the devices here; otherwise use one pool."""
     plan = saved_plan(config, workdir, hardware_of(config))
     if plan is None:
-        say(f"no plan in {workdir} serves here: one pool answers, with a copy of the policy on each device")
+        say(
+            f"no plan in {workdir} fits these devices; evaluating on one pool, with a copy of the policy on each device"
+        )
         return config
     return planned_config(config, plan)
 
@@ -78,7 +80,7 @@ def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> PlacementPl
         return None
     reason = saved.why_not(devices=hardware.devices, roles=placed_roles(config))
     if reason is not None:
-        say(f"placement: the plan of {workdir / PLAN} is not used again: {reason}")
+        say(f"placement: the plan {workdir / PLAN} is not reused: {reason}")
         return None
-    say(f"placement: the plan of {workdir / PLAN} is used again")
+    say(f"placement: reusing the plan {workdir / PLAN}")
     return saved.plan

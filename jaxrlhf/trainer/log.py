@@ -148,7 +148,7 @@ class PhaseLog:
             picture = save_step_picture(step, self._directory / TIMELINE_PICTURE, title=title)
         everything = self._directory / TIMELINE
         self.console.print(
-            f"timeline of step {step.number}: {picture}; of all: {everything} (opens in ui.perfetto.dev)"
+            f"timeline of step {step.number}: {picture}; of all steps: {everything} (open in ui.perfetto.dev)"
         )
 
     def close(self) -> None:

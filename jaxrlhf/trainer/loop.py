@@ -71,7 +71,10 @@ class Loop:
         with self._telling_what_is_kept():
             log = self.log(done)
             # A save in progress may still complete after an error.
-            with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
+            with (
+                afterwards("closing the log", log.close),
+                afterwards("the pending save", self._wait_for_save),
+            ):
                 if self.prompt_lengths and done < self.config.steps:
                     with self._naming_step(done + 1):
                         self._task = "compiling generation"
@@ -101,10 +104,10 @@ class Loop:
                 yield
         except DiskFull as full:
             latest = self.checkpoints.latest()
-            kept = "no checkpoint is whole yet" if latest is None else f"the last whole checkpoint is of step {latest}"
+            kept = "no checkpoint is complete" if latest is None else f"the last complete checkpoint is step {latest}"
             full.add_note(
-                f"{kept}, and what came after is lost; free some space, or copy the workdir to another disk, and give "
-                "the same command"
+                f"{kept}, and later steps are lost; free disk space, or copy the workdir to another disk, then "
+                "repeat the command"
             )
             raise
 
@@ -120,7 +123,7 @@ class Loop:
     def _step(self, number: int, state: dict[str, float], log: PhaseLog) -> tuple[dict[str, float], Metrics]:
         """Run one step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
-        self._task = "drawing data"
+        self._task = "loading data"
         calls = self.roles.timeline.take()
         log.calls(calls)
         evaluating = self._times(calls)  # not part of the step, except for the weights that the evaluation had sent
@@ -158,8 +161,8 @@ class Loop:
         """Return the result of an algorithm's `learn`, or raise `Refusal` if it is not a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
-                f"learn of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                "return a StepResult of jaxrlhf.dataflows.step, as that of jaxrlhf.dataflows.grpo does"
+                f"learn of {type(self.config.algorithm).__name__} returned a {type(result).__name__}, expected a "
+                "StepResult; see jaxrlhf.dataflows.step, and jaxrlhf.dataflows.grpo for an example"
             )
         return result
 
@@ -177,8 +180,8 @@ class Loop:
         score_P = mean_scores(collected)
         if online:
             prompts = [problem.prompt_id for problem in collected.problems]
-            drawn = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
-            self.schedule.loader.observe({prompt: score for prompt, score in drawn.items() if np.isfinite(score)})
+            sampled = collected.drawn_scores or dict(zip(prompts, score_P.tolist(), strict=True))
+            self.schedule.loader.observe({prompt: score for prompt, score in sampled.items() if np.isfinite(score)})
         scores: dict[str, list[float]] = {}
         for problem, score in zip(collected.problems, score_P, strict=True):
             if problem.source and np.isfinite(score):
@@ -267,8 +270,8 @@ class Loop:
             return 0, self.config.algorithm.initial_state()
         if latest > self.config.steps:
             raise Refusal(
-                f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
-                f"{self.config.name}; raise them, or choose another workdir"
+                f"{self.checkpoints.directory} is at step {latest}, but steps={self.config.steps} of "
+                f"{self.config.name}; raise steps, or choose another workdir"
             )
         try:
             host = self.checkpoints.restore(latest, self._items(latest))
@@ -277,7 +280,7 @@ class Loop:
         except Damaged as damage:
             if self.config.saving.on_damage == "stop" or len(self.checkpoints.steps()) == 1:
                 raise
-            say(f"{damage}\nmoved it to {self.checkpoints.set_aside(latest)}")
+            say(f"{damage}\nmoved the checkpoint to {self.checkpoints.set_aside(latest)}")
             return self._resume()
         return latest, self.config.algorithm.resumed_state(host["state"])
 

@@ -136,7 +136,9 @@ class AdaptedRun:
     def _newest(self, checkpoints: Checkpoints) -> int:
         step = checkpoints.latest()
         if step is None:
-            raise Refusal(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
+            raise Refusal(
+                f"{checkpoints.directory} is missing, and with it the base weights of the adapters; restore the folder"
+            )
         return step
 
 
@@ -148,8 +150,8 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
     """
     if cold_start or not isinstance(model, Pretrained):
         raise Refusal(
-            "the adapters belong to weights that this run made, and are of no use without them; "
-            "export both as whole weights with --merge"
+            "the base weights of the adapters exist only in this run; export base weights and adapters together with "
+            "--merge"
         )
     return model
 

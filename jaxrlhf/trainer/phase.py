@@ -123,7 +123,7 @@ def load_sets(config: Config, tokenizer: Any) -> list[HeldOutSet]:
     for given in config.evaluation.sets:
         problems = load_problems(given, tokenizer, split="evaluation", **_limits(config, tokenizer)).problems
         if not len(problems):
-            raise Refusal(f"evaluation set {given.name!r}: its data has no held-out split; name one in its settings")
+            raise Refusal(f"evaluation set {given.name!r} has no held-out split; set a split in its data settings")
         sets.append(HeldOutSet(given, problems[: given.problems]))
     return sets
 
@@ -238,8 +238,8 @@ def run_phase(
     checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
     generates = "reward" in config.roles or (held_out and algorithm.answers_held_out(config))
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
-    asked = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
-    held_out_lengths = [len(problem.prompt_tokens) for problem in asked]
+    evaluated = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
+    held_out_lengths = [len(problem.prompt_tokens) for problem in evaluated]
     if config.rollout.over_provision > 1 and config.environment is None:  # continued responses are prefilled, too
         longest = config.rollout.max_prompt_tokens
         train_lengths = [*train_lengths, *range(longest + 1, longest + config.rollout.max_response_tokens)]
@@ -260,7 +260,7 @@ def run_phase(
     )
     wait, watch = True, StallWatch(config.stall, roles.timeline, loop.doing)
     context.progress.beat = watch.beat
-    with afterwards("letting go of the checkpoints", checkpoints.close):
+    with afterwards("closing the checkpoints", checkpoints.close):
         try:
             with watch:
                 return checkpoints.folder(config.steps, "actor") if loop.run() else None
@@ -295,10 +295,10 @@ def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) 
         if going_on:
             log.console.print(resuming(config, done))
         elif done:
-            over = f"all {done} steps are done; raise steps, or choose another workdir, to train on"
+            over = f"all {done} steps are done; to train further, raise steps or choose another workdir"
             log.console.print(f"{config.name}: {over}")
         if changed:
-            log.console.print(f"settings that are not as before: {', '.join(changed)}")
+            log.console.print(f"settings changed since the last start: {', '.join(changed)}")
         return log
 
     return open_log
@@ -306,4 +306,4 @@ def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) 
 
 def resuming(config: Config, done: int) -> str:
     """Return the line that a resumed phase prints."""
-    return f"{config.name}: step {done} of {config.steps} is done, going on from there"
+    return f"{config.name}: resuming after step {done} of {config.steps}"

@@ -34,7 +34,7 @@ from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 
-_NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
+_NO_FORMAT = "a user-defined module (Nnx), which has no Hugging Face format"
 
 
 def export_policy(
@@ -71,13 +71,13 @@ def export_policy(
     model = run / MODEL
     if run.name == COLD_START and (run.parent / MODEL).is_dir():
         raise Refusal(
-            f"{run} is the cold start of the run in {run.parent}; export that run, or have a run of its own, with "
-            "algorithm SFT, train what is to be exported by itself"
+            f"{run} is the cold start of the run in {run.parent}, and only whole runs are exported; export "
+            f"{run.parent}, or train with algorithm=SFT in a separate run"
         )
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
         raise Refusal(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
-        raise Refusal(f"{run} is not the workdir of a run: it has no {MODEL} folder")
+        raise Refusal(f"{run} has no {MODEL} folder, so it is not the workdir of a run")
     config = read_config(model, vision=sees(model))
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = chosen_step(checkpoints, step)
@@ -100,7 +100,7 @@ def export_policy(
                 return step
             arrays = adapted.merged(adapters, config, head)
         elif merge:
-            raise Refusal(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
+            raise Refusal(f"{run} trained whole weights, so there are no adapters to merge; omit --merge")
         else:
             arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head, jnp.float32)))
         save_each(arrays, config, head, directory, dtype=dtype, progress=progress, source=model)
@@ -115,8 +115,7 @@ def average_of(optimizer: Path, shapes: Params) -> Iterator[tuple[str, jax.Array
     place = place_of(stored_shapes(optimizer)) if optimizer.is_dir() else None
     if place is None:
         raise Refusal(
-            f"{optimizer} holds no average of the weights: the run kept none; drop --average, or train with "
-            "Optimizer.average_decay"
+            f"{optimizer} holds no average of the weights; omit --average, or train with Optimizer.average_decay"
         )
     wanted = {f"{place}.{path_name(path)}": shape for path, shape in jax.tree.leaves_with_path(placed(shapes))}
     return ((name.removeprefix(f"{place}."), array) for name, array in read_named(optimizer, wanted))
@@ -129,11 +128,11 @@ def check_exportable(config: Config, *, merge: bool = False, average: bool = Fal
     training = config.trained
     trained = training["actor" if "actor" in training else "critic"]
     if average and trained.optimizer.average_decay is None:
-        raise Refusal("the run keeps no average of the weights; drop --average, or set Optimizer.average_decay")
+        raise Refusal("the run keeps no average of the weights; omit --average, or set Optimizer.average_decay")
     if trained.lora is not None and not merge:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
     if trained.lora is None and merge:
-        raise Refusal("the run trains whole weights and no adapters, so there is nothing to merge; drop --merge")
+        raise Refusal("the run trains whole weights, so there are no adapters to merge; omit --merge")
 
 
 @dataclass(frozen=True)
@@ -179,9 +178,9 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
     from_run = own or described
     if policy is None and not from_run:
-        raise Refusal(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
+        raise Refusal(f"{place} holds no run to evaluate; train first, or pass a checkpoint with --policy")
     if step is not None and not from_run:
-        raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
+        raise Refusal(f"--step {step} requires the workdir of a run, but {policy} is none; omit --step")
     path = str(place / MODEL if from_run else policy)
     model = config.model if own else Pretrained(path, vision=bool(getattr(config.model, "vision", None)) and sees(path))
     # The servers belong to the training run, which may still be in progress.
@@ -203,7 +202,7 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
             actor = replace(config.actor, lora=run.lora)
             config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
         elif start is None:
-            raise Refusal(f"{place} trained no policy, and evaluation answers problems with one; name another run")
+            raise Refusal(f"{place} trained no policy, and evaluation requires one; choose another run")
     phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
     name = f"{place}, step {step}" if from_run else str(policy)
     return ChosenPolicy(config, name, step or 0, phase, tokenizer)
@@ -220,18 +219,18 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     """
     if "actor" not in config.roles:
         raise Refusal(
-            f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
-            "how it ranks held-out pairs is in the run's metrics"
+            f"{type(config.algorithm).__name__} trains no policy, and evaluation requires one; see the run's metrics "
+            "for its accuracy on held-out pairs"
         )
     rewarded = bool(config.rewards.parts) or config.environment is not None  # evaluation sets have rewards of their own
     if not (rewarded or config.evaluation.sets):
-        raise Refusal("evaluation scores answers, and rewards.parts is empty; name a reward")
+        raise Refusal("rewards.parts is empty, but evaluation scores responses; set at least one reward")
     chosen = choose_policy(config, policy, step)
     config, tokenizer = chosen.config, chosen.tokenizer
     held_out = first_of_sources(load_split(config, tokenizer, "evaluation"), config) if rewarded else []
     sets = load_sets(config, tokenizer)
     if not (held_out or sets):
-        raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
+        raise Refusal("the configuration's data has no evaluation split; set one in data")
     with RunConsole(steps=0) as console, chosen.roles(console) as roles:
         metrics, decode = Metrics(), decoder(tokenizer)
         if held_out:
@@ -254,8 +253,8 @@ def _naming_the_policy(policy: str) -> Iterator[None]:
         yield
     except Diverged as error:
         raise Diverged(
-            f"the policy of {policy} gives logits that are not finite: its weights diverged or overflow; "
-            "evaluate an earlier checkpoint with --step, or train again with a lower learning rate"
+            f"the policy of {policy} returns logits that are not finite, because its weights diverged or "
+            "overflow; evaluate an earlier checkpoint with --step, or train again with a lower learning rate"
         ) from error
 
 

@@ -52,7 +52,9 @@ def check_same_start(workdir: Path, config: Config) -> None:
     file, trained = workdir / SETTINGS, config.trained
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
-            raise Refusal(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
+            raise Refusal(
+                f"{file} is missing, and with it the scale of the adapters of {', '.join(adapting)}; restore the file"
+            )
         return
     saved = read_object(file, PUT_BACK)
     with reading(file, PUT_BACK):
@@ -89,8 +91,8 @@ def _flat(described: Described, prefix: str = "") -> Described:
 def _check_same_weights(workdir: Path, was: str, known: Described, path: str, given: Described) -> None:
     if other := sorted(name for name in known | given if known.get(name) != given.get(name)):
         raise Refusal(
-            f"{workdir} started from the checkpoint {was}, and {path} is another one now: {', '.join(other[:3])} "
-            f"{'differs' if len(other) == 1 else 'differ'}; resume with what it was, or choose another workdir"
+            f"{workdir} started from the checkpoint {was}, but {path} differs in {', '.join(other[:3])}; resume with "
+            "the original checkpoint, or choose another workdir"
         )
 
 
@@ -101,8 +103,8 @@ def _check_same(workdir: Path, name: str, before: Described, now: Described) -> 
             for settings in (before, now)
         )
         raise Refusal(
-            f"{workdir} trained with {name} of {was}, and the configuration has {given}; "
-            f"resume with what it was, or choose another workdir"
+            f"{workdir} was trained with {name} {was}, but the configuration has {given}; resume with the original "
+            "settings, or choose another workdir"
         )
 
 

@@ -73,7 +73,7 @@ def run(
       KeyboardInterrupt: Raised after Ctrl-C once everything is saved, so that following cells or runs do not start.
     """
     if not isinstance(config, Config):
-        raise Refusal(f"run takes a Config, got {config!r}; jaxrlhf.load makes one of a file's path or name")
+        raise Refusal(f"run requires a Config, got {config!r}; load a configuration file or name with jaxrlhf.load")
     context = _prepared(config)
     cluster, workdir = context.launched.cluster, context.workdir
     restarts = 0 if cluster is None or dry_run else cluster.restarts
@@ -83,10 +83,10 @@ def run(
                 finished = _launch_and_run(context, on_step, loggers, dry_run=dry_run)
                 break
             except (*RELAUNCHABLE, HostRaised) as failure:
-                beside = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
-                if beside or left == 0 or context.stop.asked:
+                fatal = isinstance(failure, HostRaised) and not isinstance(failure.__cause__, RELAUNCHABLE)
+                if fatal or left == 0 or context.stop.asked:
                     raise
-                say(f"{failure}\nlaunching anew from the last checkpoint; {left - 1} more would be allowed")
+                say(f"{failure}\nrelaunching from the last checkpoint; {left - 1} more relaunches are allowed")
                 launched = replace(context.launched, resume=True)
                 context = replace(context, launched=launched, start_s=time.perf_counter())
     if context.stop.interrupted:
@@ -162,7 +162,10 @@ def _check_workdir(config: Config) -> None:
     workdir = config.folder
     saved = [path for phase in config.phases for path in phase.folder.glob(f"{CHECKPOINTS}/*")]
     if saved and not config.resume:
-        raise Refusal(f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume")
+        raise Refusal(
+            f"{workdir} already holds a run, but resume=False; set resume=True, choose another workdir, or delete "
+            "the folder"
+        )
     if any(workdir.glob(f"{CHECKPOINTS}/*")):
         check_same_start(workdir, config)
 

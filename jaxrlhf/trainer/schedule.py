@@ -58,7 +58,7 @@ class Synchronous:
         Returns:
           The collected data, and the result of learning from it. Models may still be in training.
         """
-        doing("drawing data")
+        doing("loading data")
         work = self.draw(index, state)
         doing("running the algorithm")
         collected = self.collect(work)
@@ -123,13 +123,13 @@ class Synchronous:
         """
         if groups := saved.get("under_way", 0):
             raise Refusal(
-                f"the checkpoint holds {groups} groups of responses that are under way, and rollout.over_provision=1 "
-                "continues none from step to step; resume with over_provision and staleness as they were"
+                f"the checkpoint holds {groups} unfinished groups of responses, but rollout.over_provision=1 "
+                "continues none; resume with the original rollout.over_provision and rollout.staleness"
             )
         if queued := saved.get("queued", 0):
             raise Refusal(
-                f"the checkpoint holds responses of {queued} steps, and rollout.staleness=0 learns from none that "
-                f"wait; resume with rollout.staleness={queued} or more"
+                f"the checkpoint holds queued responses of {queued} steps, but rollout.staleness=0 allows none; "
+                f"resume with rollout.staleness={queued} or more"
             )
         self.loader.restore(saved["loader"])
         if self.examples is not None and "examples" in saved:  # else the run had none: start from the first

@@ -49,11 +49,11 @@ def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:
     used, bad = min(wanted, len(split.problems)), len(split.malformed)
     dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
     if split.kept is not None:
-        dropped = f"{dropped}; tokenised in {split.kept}"
+        dropped = f"{dropped}; tokenized in {split.kept}"
     rows: list[SummaryRow] = [("data", name, f"{used} problems", dropped)]
     rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
     if split.spelled:
-        what = f"{len(split.spelled)} records spell one; data.control_tokens says what becomes of it"
+        what = f"{len(split.spelled)} records contain control tokens; handled by data.control_tokens"
         rows += [("data", f"{name}, control tokens", what, split.spelled[0])]
     return rows
 
@@ -63,7 +63,7 @@ def _held_out_rows(config: Config, data: RunData) -> list[SummaryRow]:
     if data.evaluation.total or data.sets:
         return _split_rows("held out", data.evaluation, len(data.held_out))
     kind = type(config.data).__name__
-    return [("data", "held out", "none", f"nothing is evaluated: {kind} has no held-out records, name some there")]
+    return [("data", "held out", "none", f"nothing is evaluated: {kind} has no held-out records; set some there")]
 
 
 def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
@@ -76,8 +76,8 @@ def _reference_rows(config: Config, data: RunData) -> list[SummaryRow]:
     texts = read_as_text(answers)
     if not texts:
         return []
-    what = f"such as {texts[0][:60]!r}: MathReward pays an answer with the same text alone"
-    return [("data", "references, as text", f"{len(texts)} of {len(answers)} read", what)]
+    what = f"such as {texts[0][:60]!r}: MathReward accepts only responses with the same text"
+    return [("data", "references read as text", f"{len(texts)} of {len(answers)} checked", what)]
 
 
 def _selection_rows(data: RunData) -> list[SummaryRow]:
@@ -85,7 +85,7 @@ def _selection_rows(data: RunData) -> list[SummaryRow]:
     rows: list[SummaryRow] = []
     for (name, index), chosen in zip(data.train.problems.sources, data.selected, strict=True):
         if name or len(chosen.kept) < len(index):
-            left_out = f"{chosen.repeated} repeated and {chosen.outside} outside of the band are left out"
+            left_out = f"left out: {chosen.repeated} duplicates and {chosen.outside} outside of the band"
             rows.append(("data", f"training {name}".strip() + ", used", f"{len(chosen.kept)} problems", left_out))
     return rows
 
@@ -106,7 +106,7 @@ def _step_rows(config: Config) -> list[SummaryRow]:
     saving = config.saving
     every = f"every {saving.every_steps} steps" if saving.every_steps else "at the end"
     rows.append(
-        ("step", "checkpoints", every, f"the newest {saving.keep_last} and the best {saving.keep_best} are kept")
+        ("step", "checkpoints", every, f"keeping the newest {saving.keep_last} and the best {saving.keep_best}")
     )
     if config.cold_start is not None:
         rows.append(("step", "cold start", f"{config.cold_start.steps} updates", "supervised, before the first step"))
@@ -120,19 +120,19 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     how = (
         "generated while models are updated"
         if config.generates_apart
-        else "generation and learning take turns on one pool"
+        else "generation and updates alternate on one pool"
     )
     correction = algorithm.correction_for(config)
-    chosen = "chosen for the staleness" if algorithm.correction == "auto" else "as configured"
+    chosen = "chosen because of the staleness" if algorithm.correction == "auto" else "as configured"
     if correction is None and algorithm.old_logp == "bypass":
-        chosen = "the loss's own ratio, by old_logp='bypass'"
+        chosen = "in the ratio of the loss, by old_logp='bypass'"
     rollout, rows = config.rollout, []
     if rollout.over_provision > 1:
         under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
         most = staleness - config.steps_ahead
-        first = "those that arrive first; " if rollout.order == "arrival" else ""
-        put_off = f"{first}a group is put off {most} time{'s' * (most > 1)} at most"
-        rows = [("step", "groups under way", under_way, put_off)]
+        first = "in the order of arrival; " if rollout.order == "arrival" else ""
+        put_off = f"{first}a group is postponed at most {most} time{'s' * (most > 1)}"
+        rows = [("step", "groups in flight", under_way, put_off)]
     return [
         ("step", "staleness", f"{staleness}", how),
         *rows,

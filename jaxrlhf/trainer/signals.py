@@ -33,7 +33,7 @@ class Stop:
         self.asked = self.interrupted = True
         # In a pipe, the same Ctrl-C ends `tee`; and the step in progress may be printing at this very moment.
         with suppress(OSError, RuntimeError):
-            print(f"finishing step {self.step}, then saving; press Ctrl-C again to stop at once", flush=True)
+            print(f"finishing and saving step {self.step}; press Ctrl-C again to stop immediately", flush=True)
 
 
 @contextmanager

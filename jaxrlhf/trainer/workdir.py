@@ -35,12 +35,14 @@ def locked(workdir: Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block
     except OSError as error:
-        raise Refusal(f"workdir {workdir} cannot be written to: {error}; choose another") from error
+        raise Refusal(f"workdir {workdir} is not writable: {error}; choose another workdir") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Refusal(f"another run is at work in {workdir}; wait for its end, or choose another") from error
+            raise Refusal(
+                f"another run is using the workdir {workdir}; wait for its end, or choose another workdir"
+            ) from error
         except OSError as error:
-            say(f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it")
+            say(f"{workdir} is on a file system without locks ({error}); make sure that no other run uses the folder")
         yield

@@ -128,8 +128,8 @@ class Actor(TrainedWorker, GenerationWorker):
             # An update, or a move back to the host, would delete uncopied weights before they are taken.
             keep = "parameters" not in self.setup.offload and not waiting
             paths = [grid.path for grid in wanted[0].grids]
-            asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
-            return self.version, self._exchange.offer(asked, wanted[0], keep=keep, waiting=max(waiting, 1))
+            offered = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
+            return self.version, self._exchange.offer(offered, wanted[0], keep=keep, waiting=max(waiting, 1))
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def withdraw_weights(self, wanted: Sequence[Splits]) -> None:
@@ -148,13 +148,13 @@ class Actor(TrainedWorker, GenerationWorker):
             drawn_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
             if -1 in drawn_by:
                 raise RuntimeError(
-                    "the rollout's mask_BT has tokens whose version_BT is -1, which no policy drew; a collect that "
-                    "joins rollouts has to join their version_BT, too"
+                    "the rollout's mask_BT includes tokens with version_BT=-1, which no policy sampled; a `collect` "
+                    "that joins rollouts must also join their version_BT"
                 )
             if stale := drawn_by - {*range(self.version - self.setup.staleness, self.version + 1)}:
                 raise RuntimeError(
-                    f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; old "
-                    "log-probabilities have to be taken before the update, or within the steps of rollout.staleness"
+                    f"the policy is version {self.version}, but the rollout holds responses of versions "
+                    f"{sorted(stale)}; compute old log-probabilities before the update, or raise rollout.staleness"
                 )
         return self.log_prob(rollout, temperature=temperature)
 

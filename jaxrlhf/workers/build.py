@@ -193,8 +193,11 @@ class Builder(PoolRoles):
         """Build the engine that calls the run's servers; a server that does not answer is refused now."""
         config, rollout, model = self.config, self.config.rollout, self.model
         if not isinstance(model, ModelConfig) or self.reader is not None:
-            has = "reads images" if self.reader is not None else "is a module of your own"
-            raise Refusal(f"rollout.server is sent token ids and checkpoints of Hugging Face, and the model {has}")
+            has = "reads images" if self.reader is not None else "is user-defined"
+            raise Refusal(
+                f"rollout.server requires a text model with a Hugging Face format, but the model {has}; set "
+                "rollout.server=None"
+            )
         for url in server.urls if self.has_devices else ():
             check_health(url)
         source = config.model.path if isinstance(config.model, Pretrained) else None

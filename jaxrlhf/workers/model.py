@@ -314,7 +314,7 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     rows = (rows // stages * stages if rows > stages else rows) * shards  # whole rounds keep a pipeline busy
     if rows == 0:
         raise Refusal(
-            f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold a row of {row_tokens} tokens "
-            f"on each of {shards} data-parallel devices; raise it to at least {row_tokens * shards}"
+            f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold a row of {row_tokens} "
+            f"tokens on each of {shards} data-parallel devices; set at least {row_tokens * shards}"
         )
     return row_tokens, rows

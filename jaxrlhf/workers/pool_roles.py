@@ -68,8 +68,8 @@ class PoolRoles:
     def slots(self) -> int:
         """Responses decoded at once on the whole pool; a pool that lost devices keeps the number per device."""
         rollout, there = self.config.rollout, len(self.pool.devices)
-        asked = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
-        return (rollout.slots or rollout.responses_per_step) * there // max(there, asked)
+        configured = next((pool.devices for pool in self.config.pools if pool.name == self.pool.name), there)
+        return (rollout.slots or rollout.responses_per_step) * there // max(there, configured)
 
     def spec(self, role: str) -> RoleSpec:
         """Return the specification of a role."""
@@ -123,7 +123,7 @@ class PoolRoles:
     def weights(self, role: str) -> RoleWeights:
         """Return the shapes, dtypes and shardings of a role's weights."""
         spec = self.spec(role)
-        assert spec.head is not None, f"{role} has no weights of its own"
+        assert spec.head is not None, f"{role} has no weights"
         copies = spec.training is not None or spec.model is None  # else no copy of the actor, so no adapters
         lora = self.training(role).lora if copies else None
         return RoleWeights(role, self.model_of(role), spec.head, self.dtype, lora)
@@ -134,8 +134,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, rol
     last = max(tokenizer.get_vocab().values())  # may exceed the number of tokens, as ids may have gaps
     if last >= model.vocab_size:
         raise Refusal(
-            f"{role}: the tokenizer has ids up to {last} and the model embeds {model.vocab_size} tokens; "
-            f"use the tokenizer that belongs to the model"
+            f"{role}: the tokenizer has ids up to {last}, but the model embeds {model.vocab_size} tokens; use the "
+            "tokenizer of the model"
         )
 
 
@@ -143,8 +143,8 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: st
     """Raise `Refusal` if the checkpoint at a path has another vocabulary than the policy's tokenizer."""
     if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
         raise Refusal(
-            f"{role}_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
-            "choose one of the same family"
+            f"{role}_model={path!r} has a different tokenizer from the policy, so it cannot score the policy's "
+            "tokens; choose a model with the same tokenizer"
         )
 
 

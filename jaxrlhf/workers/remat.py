@@ -47,22 +47,25 @@ def choose_remat(on: PoolRoles, role: str) -> RematChoice:
     if isinstance(on.model_of(role), CausalLM):
         if setting in ("full", "offload"):
             raise Refusal(
-                f"{role}.remat={setting!r} is for the layers of the decoder; a model of your own says itself what is "
-                "computed again (nnx.remat), leave remat at 'auto'"
+                f"{role}.remat={setting!r} requires the built-in decoder; a user-defined model rematerializes by "
+                "itself (nnx.remat): set remat='auto'"
             )
-        return RematChoice("none", "a model of your own says itself what is computed again")
+        return RematChoice("none", "a user-defined model rematerializes by itself")
     if setting != "auto":
         stay = setting == "offload" and devices[0].platform == "cpu"
-        return RematChoice(setting, "as configured" + (", and inputs of layers are on the host anyway" if stay else ""))
+        return RematChoice(
+            setting, "as configured" + (", but inputs of layers are already in host memory" if stay else "")
+        )
     if devices[0].platform == "cpu":
-        return RematChoice("full", "remat='auto' on cpu, where computing activations again is faster")
+        return RematChoice("full", "remat='auto' on CPU, where recomputing activations is faster")
     memory = device_memory(devices)
     if memory is None:
-        return RematChoice("full", "remat='auto', and the memory of the devices is not known")
+        return RematChoice("full", "remat='auto', and the devices do not report their memory")
     needed = update_bytes(on, role)
     keeps = keeps_activations(needed, memory)
     return RematChoice(
-        "none" if keeps else "full", f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept"
+        "none" if keeps else "full",
+        f"remat='auto': keeping all activations takes {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB",
     )
 
 
@@ -90,7 +93,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool, offloads: bool = 
       offloads: True if the inputs of layers are kept in host memory.
     """
     training, mesh, model = on.training(role), on.mesh(role), on.model_of(role)
-    assert isinstance(model, ModelConfig), "the activations of a user-defined model are not known"
+    assert isinstance(model, ModelConfig), "the activations of a user-defined model are unknown"
     row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
     return training_activation_bytes(
         model,

@@ -41,12 +41,12 @@ class Reward:
         """Open a new rollout, and return the listener for its responses."""
         self._text.cache_clear()
         self._scorer.open_batch()
-        return self._begin
+        return self._start
 
-    def _begin(self, problem: Problem, completion: Completion) -> None:
+    def _start(self, problem: Problem, completion: Completion) -> None:
         text = partial(self._text, completion.tokens)
-        asked = problem.question, problem.source
-        self._scorer.begin(problem.prompt, text, problem.answer, _shown(problem), *asked)
+        context = problem.question, problem.source
+        self._scorer.begin(problem.prompt, text, problem.answer, _shown(problem), *context)
 
     def take_metrics(self) -> Metrics:
         """Return the fraction of function calls that had started before `compute_reward`, since the last metrics."""
@@ -73,10 +73,10 @@ class Reward:
         """
         episodes: list[EpisodeRecord] = list(record_E)
         show = loaded if self._scorer.calls_functions else list  # models read no images
-        told_E = [_told(one, show(one.messages)) for one in episodes]
+        dict_E = [_as_dict(one, show(one.messages)) for one in episodes]
         paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
         failed = [f"{one.stop}: {one.failure}" for one in episodes if one.stop in FAILURES]
-        shown = [{**_shown(problem), "episode": told} for problem, told in zip(problems, told_E, strict=True)]
+        shown = [{**_shown(problem), "episode": episode} for problem, episode in zip(problems, dict_E, strict=True)]
         answers, finished = [one.answer for one in episodes], [one.stop not in TRUNCATIONS for one in episodes]
         paid, why = np.array(paid_E, np.float32), failed[-1] if failed else ""
         return self._scored(problems, answers, shown, finished, environment_B=paid, environment_failure=why)
@@ -104,7 +104,7 @@ class Reward:
         )
 
 
-def _told(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]:
+def _as_dict(episode: EpisodeRecord, messages: Sequence[Message]) -> dict[str, Any]:
     """Return the episode as a dict for reward functions."""
     calls = [{"name": call.name, "failure": call.failure} for turn in episode.turns for call in turn.calls]
     return {

@@ -60,7 +60,8 @@ class RoleWeights:
         """Return the training shardings of the parameters, after a check that they split evenly."""
         if isinstance(self.model, CausalLM) and (stages := int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))) > 1:
             raise Refusal(
-                f"{self.role}: {stages} stages divide the layers of the decoder, not {self.model.name}; use stage=1"
+                f"{self.role}: stage={stages} requires the built-in decoder, but the model is {self.model.name}; set "
+                "stage=1"
             )
         self._check_context(mesh)
         dims = param_dims(self.model, self.head)
@@ -74,20 +75,20 @@ class RoleWeights:
             return
         if isinstance(self.model, CausalLM):
             raise Refusal(
-                f"{self.role}: context={context} splits the tokens of the decoder's rows, not those of "
-                f"{self.model.name}; use fsdp={context}"
+                f"{self.role}: context={context} requires the built-in decoder, but the model is {self.model.name}; "
+                f"set context=1 and fsdp={context}"
             )
         if self.model.vision is not None:
             raise Refusal(
-                f"{self.role}: context={context} splits the tokens of rows, and the pictures of this model's rows are "
-                f"not split yet; use fsdp={context}"
+                f"{self.role}: context={context} does not support models that read images; set context=1 and "
+                f"fsdp={context}"
             )
         if 3 * context * tensor > 4 * self.model.num_heads:
             most = self.model.num_heads // tensor
             raise Refusal(
-                f"{self.role}: context={context} x tensor={tensor} devices exchange tokens for heads of attention, of "
-                f"which this model has {self.model.num_heads}, and more than a quarter would have none; use at most "
-                f"context={most}, and fsdp or data for the other devices"
+                f"{self.role}: context={context} x tensor={tensor} devices split {self.model.num_heads} attention "
+                f"heads, and more than a quarter of the devices would have none; set context to at most {most}, and "
+                "use fsdp or data for the other devices"
             )
 
     def adapter_shapes(self) -> Params:
@@ -179,11 +180,14 @@ def rollout_format(config: Config, model: AnyModel, pool: ResourcePool) -> Forma
     """
     kind, device = config.rollout.quantize, pool.devices[0]
     if kind is not None and isinstance(model, CausalLM):
-        raise Refusal(f"rollout.quantize={kind!r} is for the decoder's matrices, and {model.name} has its own; drop it")
+        raise Refusal(
+            f"rollout.quantize={kind!r} requires the built-in decoder, but the model is {model.name}; set "
+            "rollout.quantize=None"
+        )
     if kind == "fp8" and not _has_fp8(device):
         raise Refusal(
-            f"rollout.quantize='fp8' is for chips that multiply 8-bit floats, and {device.device_kind} does not; "
-            "use 'int8'"
+            f"rollout.quantize='fp8' requires chips that multiply 8-bit floats, but {device.device_kind} does not; "
+            "set rollout.quantize='int8'"
         )
     return kind
 
@@ -212,7 +216,7 @@ def _check_scales(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str
         check_divisible(mesh, dims, shapes, rules, role=role)
     except Refusal as error:
         raise Refusal(
-            f"{error}; it counts what shares a scale, up to {TILE} neighbours, which {name} keeps together"
+            f"{error}; with {name}, the dimension counts groups of up to {TILE} neighbors that share a scale"
         ) from error
 
 

@@ -20,7 +20,9 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
     """
     if config.experts is None:
         if wanted is not None:
-            raise Refusal(f"{role}.router_loss={wanted} balances experts, and this model has no experts; leave it out")
+            raise Refusal(
+                f"{role}.router_loss={wanted} balances experts, but this model has no experts; set router_loss=None"
+            )
         return 0.0
     return config.experts.loss_coefficient if wanted is None else wanted
 

@@ -107,8 +107,8 @@ class Sampler:
         end = until.share(len(problems))
         if not isinstance(self.engine, Engine):
             raise Refusal(
-                f"rollout.over_provision has responses continue under later weights, and {type(self.engine).__name__} "
-                "answers a request whole; drop over_provision, or generate with this project's own engine"
+                f"rollout.over_provision continues responses with later weights, which {type(self.engine).__name__} "
+                "does not support; set rollout.over_provision=1, or generate with the built-in engine"
             )
         assert self.engine.weights is not None, "no weights are loaded"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
@@ -142,7 +142,7 @@ class Sampler:
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> EpisodeBatch:
         """Run episodes that start from these problems, prompt-major; see `GenerationWorker.run_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
         return self.agent_loop.run(
             self.engine,
             problems,
@@ -163,7 +163,7 @@ class Sampler:
         responses_per_prompt: int,
     ) -> EpisodeBatch:
         """Continue groups of episodes until enough are complete; see `GenerationWorker.continue_episodes`."""
-        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes require an environment"
         return self.agent_loop.go_on(
             self.engine,
             problems,
@@ -181,5 +181,5 @@ class Sampler:
         if self.feed.listen is None:
             return None
         listener = self.feed.listen()
-        asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
-        return lambda completion: listener(asked[completion.request_id], completion)
+        problem_of = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
+        return lambda completion: listener(problem_of[completion.request_id], completion)

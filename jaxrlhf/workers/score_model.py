@@ -91,8 +91,8 @@ class ScoreModel:
             return partial(self.score_steps, part)
         if self._labels:
             raise Refusal(
-                f"{self._path} labels tokens as right or wrong, and ModelReward scores whole responses; give "
-                "ProcessModelReward, or a checkpoint with one score"
+                f"{self._path} labels single tokens, but ModelReward scores whole responses; use ProcessModelReward, "
+                "or a checkpoint with one score"
             )
         return self.score
 
@@ -167,10 +167,10 @@ class ScoreModel:
         return read
 
     def _encode(self, text: str, finished: bool) -> list[int]:
-        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
-        begun = bool(begin) and text.startswith(begin)  # the chat template wrote a BOS already
-        tokens = self._tokenizer.encode(text, add_special_tokens=not begun)
-        return [*tokens, end] if finished and text and tokens[-1:] != [end] else tokens
+        bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token_id
+        has_bos = bool(bos) and text.startswith(bos)  # the chat template wrote a BOS already
+        tokens = self._tokenizer.encode(text, add_special_tokens=not has_bos)
+        return [*tokens, eos] if finished and text and tokens[-1:] != [eos] else tokens
 
     def _batches(self, length_B: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
         """Yield batches of texts of similar length: their indices, padded width and padded number of rows."""

@@ -44,7 +44,7 @@ def pool_rows(builder: Builder) -> list[SummaryRow]:
         size = _bytes(shard_bytes(weights, layout_in(weights)))
         where = _waits(builder, role) or "per device"
         if role == "reference" and builder.config.reference_is_frozen_actor:
-            size, where = "none", "the actor's own, without its trained adapters"
+            size, where = "none", "shared with the actor, without the trained adapters"
         rows.append((role, "weights", size, where))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)
@@ -74,8 +74,8 @@ def _check_batches(builder: Builder) -> None:
         _, parts = place.part(axes)
         if count < parts:
             raise Refusal(
-                f"{role}: {setting}={count} does not give a row to each of the {parts} groups of hosts that share it; "
-                f"raise it to at least {parts}, or use fewer hosts"
+                f"{role}: {setting}={count} is less than one row for each of the {parts} groups of hosts; set at "
+                f"least {parts}, or use fewer hosts"
             )
 
 
@@ -99,7 +99,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     return [
         *rows,
         (role, "attention", f"rows={builder.execution(role).rows_kernel}", _kernels_from(builder)),
-        (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
+        (role, "activations", _bytes(int(activations)), "per device during updates, estimated, including logits"),
     ]
 
 
@@ -124,7 +124,7 @@ def _train_state(builder: Builder, role: str) -> tuple[int, str]:
 def _waits(builder: Builder, role: str) -> str:
     """Name the parts of a role that are offloaded to host memory; empty if none are."""
     parts = [entry for entry in builder.config.offload if entry.partition(".")[0] == role]
-    return f"per device while in use; {', '.join(parts)} waits in host memory" if parts else ""
+    return f"per device while in use; {', '.join(parts)} offloaded to host memory otherwise" if parts else ""
 
 
 def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
@@ -137,7 +137,7 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
     ]
     if hybrid.copy_bytes_per_device:
         kind = builder.policy.quantize or builder.dtype.name
-        copied = f"per device while generating: {kind} beside the float32 masters"
+        copied = f"per device during generation: {kind}, in addition to the float32 masters"
         rows.append(("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied))
     return rows
 
@@ -146,9 +146,9 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     if isinstance(engine, ServerEngine):
         servers = ", ".join(engine.server.urls)
-        return [("generation", "servers", servers, f"{engine.server.api}; they read weights from {engine.folder}")]
+        return [("generation", "servers", servers, f"{engine.server.api}; servers read weights from {engine.folder}")]
     if not isinstance(engine, Engine):
-        return [("generation", "engine", type(engine).__name__, "another than this project's")]
+        return [("generation", "engine", type(engine).__name__, "user-defined")]
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))
     sizes = {"slots": engine.slots, "capacity": builder.width, "execution": replace(engine.execution, pipeline=None)}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
@@ -161,20 +161,20 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     kernels, pages = engine.execution, engine.execution.pages_kernel
     of_slots = f"decode={kernels.decode_kernel}" if pages is None else f"pages={pages}"
     attention = f"rows={kernels.rows_kernel}, {of_slots}"
-    freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"
+    freed = "freed after generation" if pages is None else "allocated in pages, freed as responses end"
     ring = engine.execution.ring_entries
-    near = "" if ring is None else f"{ring} entries in layers with a window, "
+    near = "" if ring is None else f"{ring} entries in sliding-window layers, "
     where = "weights are sent by the actor" if apart else "on the actor's devices"
     rows: list[SummaryRow] = [
         ("generation", "layout", f"{replicas} replicas x {split}", where),
         ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
         ("generation", "attention", attention, _kernels_from(builder)),
-        ("generation", "weights", _bytes(weights), "per device while generating"),
+        ("generation", "weights", _bytes(weights), "per device during generation"),
         ("generation", "cache", _bytes(cache), f"per device at capacity, {near}{freed}"),
     ]
     if apart and builder.config.rollout.staleness:
         most = f"up to {builder.config.steps_ahead + 1} x {_bytes(_sent_bytes(builder, mesh))}"
-        rows.append(("generation", "next weights", most, "per device in host memory, fetched while it decodes"))
+        rows.append(("generation", "next weights", most, "per device in host memory, fetched during decoding"))
     return rows
 
 

@@ -262,8 +262,9 @@ class TrainedWorker(ModelWorker):
         norms = [float(norm) for norm in norms]
         if not np.all(np.isfinite(norms)):
             raise Diverged(
-                f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
-                f"spoilt, resume from the last checkpoint with a lower learning rate or look at samples.jsonl"
+                f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}, and the weights in "
+                "memory are invalid; resume from the last checkpoint with a lower learning rate, or inspect "
+                "samples.jsonl"
             )
         self.updates += len(norms)
         totals = [_totals(parts) for parts in sums]

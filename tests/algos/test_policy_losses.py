@@ -260,7 +260,7 @@ def test_a_response_of_one_token_has_the_clipped_loss_of_that_token():
 def test_gspo_asks_for_segments():
     logp, mask, weight, fields = packed()
     del fields["segment"]
-    with pytest.raises(ValueError, match="GSPO needs the field 'segment'"):
+    with pytest.raises(ValueError, match="GSPO requires the field 'segment'"):
         loss_and_gradient(logp, mask, weight, fields, GRPO(policy=GSPOLoss()))
 
 

@@ -245,7 +245,7 @@ def test_a_second_failure_is_noted(opened):
     checkpoints.save(1, {"actor": failing("finish"), "critic": failing("finish")}, STATE)
     with pytest.raises(OSError, match="No space left") as raised:
         checkpoints.wait()
-    assert raised.value.__notes__ == ["and another item: OSError('No space left on device')"]
+    assert raised.value.__notes__ == ["another item failed too: OSError('No space left on device')"]
 
 
 def assert_only_step_1_and_a_next_save_works(checkpoints):
@@ -349,7 +349,7 @@ def test_a_damaged_file_is_named_and_no_array_is_touched(damage, stored, tmp_pat
         content = file.read_bytes()
         damage(file, int(dice.integers(8 * len(content))))
         trees = {"actor": tree(seed=1)}
-        with pytest.raises(Damaged, match=r"the checkpoint of step 5 is damaged: .*; there is no other\."):
+        with pytest.raises(Damaged, match=r"the checkpoint of step 5 is damaged: .*; no other checkpoints\."):
             stored.restore(5, held_in(trees))
         assert_same_bits(trees["actor"], tree(seed=1))
         with pytest.raises(Damaged, match=re.escape(str(folder))):

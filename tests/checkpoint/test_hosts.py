@@ -235,7 +235,7 @@ def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
     checkpoints.save(1, {"actor": item}, STATE)
     wider = {**tree(2), "embed": np.zeros((16, 16), np.float32)}
     other = pair.hold("other", wider, ROWS_AND_COLUMNS)
-    message = r"actor\['embed'\] is float32\[16, 8\], this run needs float32\[16, 16\]"
+    message = r"actor\['embed'\] is float32\[16, 8\], but this run expects float32\[16, 16\]"
     with pytest.raises(ValueError, match=message):
         checkpoints.restore(1, {"actor": other})
     assert_holds(pair, "other", wider)

@@ -180,7 +180,7 @@ def test_calls_that_a_template_does_not_show_are_learned_as_the_policy_writes_th
 
 def test_arguments_that_are_no_json_are_refused():
     broken = {**CALL, "function": {"name": "add", "arguments": '{"a": 1'}}
-    with pytest.raises(Refusal, match="a demonstration cannot be written"):
+    with pytest.raises(Refusal, match="the chat template cannot render a demonstration"):
         demonstrated("qwen3", broken)
 
 

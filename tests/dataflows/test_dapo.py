@@ -91,7 +91,7 @@ def test_rounds_are_bounded_and_what_is_missing_is_left_out_of_the_update():
 
 def test_a_batch_in_which_nothing_differs_is_refused_with_what_to_do():
     made = answers(dict.fromkeys(range(4), (1, 1)))
-    with pytest.raises(ValueError, match=r"^none of 4 prompts got responses that score differently.*max_rounds=2"):
+    with pytest.raises(ValueError, match=r"^none of 4 prompts got responses with differing scores.*max_rounds=2"):
         made.step(replace(PLAIN, max_rounds=2), prompts=2, copies=2, more=[2, 3])
     assert not made.minibatches
 

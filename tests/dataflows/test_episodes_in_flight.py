@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_what_arrived_and_begins_the_rest_with_the_draws_it_h
 def test_groups_that_wait_have_the_sizes_of_the_rollout():
     flight = EpisodesInFlight(config())
     take(flight, Actor([1, 2, 3, 4, 5]), Endless(), 0)
-    with pytest.raises(Refusal, match=r"groups under way have .* = \(2, 12, 0\), and the rollout has \(2, 13, 0\)"):
+    with pytest.raises(Refusal, match=r"groups in flight have .* = \(2, 12, 0\), but the rollout has \(2, 13, 0\)"):
         EpisodesInFlight(config(max_prompt_tokens=5)).restore(flight.saved())
 
 

@@ -138,7 +138,7 @@ def test_a_prompt_that_is_under_way_waits_until_its_group_was_taken():
 
 
 def test_data_with_fewer_problems_than_places_are_refused():
-    with pytest.raises(Refusal, match=r"over_provision has 6 prompts under way at once, and the data have only 5"):
+    with pytest.raises(Refusal, match=r"over_provision keeps 6 prompts in flight, but the data have only 5"):
         rounds_of(ResponsesInFlight(config_of()), Actor(), Endless(most=5), range(1))
 
 
@@ -173,7 +173,7 @@ def test_groups_under_way_go_on_with_the_sizes_that_they_began_with(changed):
     rounds_of(flight, Actor(), Endless(), range(1))
     algorithm = GRPO(responses_per_update=WANTED * changed.get("responses_per_prompt", COPIES))
     other = replace(config, algorithm=algorithm, rollout=replace(config.rollout, **changed))
-    with pytest.raises(Refusal, match="resume with what they were begun with"):
+    with pytest.raises(Refusal, match="resume with the original settings"):
         ResponsesInFlight(other).restore(flight.saved())
 
 

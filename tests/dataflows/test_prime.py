@@ -83,7 +83,7 @@ def test_prompts_outside_the_band_are_replaced_and_train_neither_model():
 
 
 def test_where_no_prompt_is_in_the_band_the_step_says_so():
-    with pytest.raises(ValueError, match=r"^none of 2 prompts got responses of which a share from 0.2 to 0.8 is right"):
+    with pytest.raises(ValueError, match=r"^none of 2 prompts got responses with a share of 0.2 to 0.8 correct"):
         a_step(replace(PLAIN, max_rounds=1), {0: [1, 1, 1, 1], 1: [0, 0, 0, 0]})
 
 

@@ -92,7 +92,7 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
     # As if they were on machines whose processes cannot be seen from here.
     monkeypatch.setattr(pool, "_hosts", [HostId("far", rank, "203.0.113.1", pid) for rank, pid in enumerate(pids)])
     start = time.monotonic()
-    with pytest.raises(HostHung, match="does not say what it does") as info:
+    with pytest.raises(HostHung, match="does not report its calls") as info:
         pool.call("strike", 1, "be_stopped", label="placed.strike", timeout_s=1.0)
     assert info.value.host == pool.hosts[1]
     assert 8 < time.monotonic() - start < 20  # 1 s for the call, 3 s for a word, and Ray takes 5 s to kill it
@@ -105,7 +105,9 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
 @pytest.mark.seeds
 def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
     large = RayCluster(address=cluster.address, devices_per_host=8, platform="cuda", start_timeout_s=1.0)
-    message = r"asks for 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 12, GPU 12, .* came up in 1 s"
+    message = (
+        r"requires 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 12, GPU 12, .* became free within 1 s"
+    )
     with pytest.raises(HostNotStarted, match=message):
         HostProcesses("large", Placed, hosts=1, cluster=large, log_directory=tmp_path)
 

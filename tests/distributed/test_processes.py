@@ -73,8 +73,8 @@ def test_the_cluster_says_what_it_is(connection):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "asks for its token; set RAY_AUTH_MODE=token"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "asks for its token"),
+        ({}, "requires a token; set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "requires a token"),
         ({"RAY_AUTH_MODE": "token"}, "connected"),
     ],
 )
@@ -233,8 +233,8 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
 @pytest.mark.parametrize(
     ("platform", "hosts", "message"),
     [
-        ("cpu", 100_000, "asks for 100000 host processes with CPU 1 each; the cluster has CPU 256"),
-        ("tpu", 1, "asks for 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
+        ("cpu", 100_000, "requires 100000 host processes with CPU 1 each; the cluster has CPU 256"),
+        ("tpu", 1, "requires 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path, platform, hosts, message):

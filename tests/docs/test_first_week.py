@@ -96,7 +96,7 @@ def test_the_page_runs_as_it_stands(tmp_path):
     assert len((folder / "train.jsonl").read_text().splitlines()) == 18
     metrics = [json.loads(line) for line in (folder / "runs/tickets/metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in metrics] == [1, 2, 3, 4]
-    assert "step 2 of 4 is done, going on from there" in printed["train"]
+    assert "resuming after step 2 of 4" in printed["train"]
     assert "pass@4" in printed["evaluate"]
     best = [json.loads(line) for line in (folder / "best.jsonl").read_text().splitlines()]
     assert len(best) == 6 and all({"completion", "score", "answer"} <= set(one) for one in best)

@@ -324,11 +324,14 @@ def test_diverged_weights_are_reported(engine, params):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(0, (1,) * 21), "a prompt of 21 tokens; expected 1 to 20 beside a response of 12"),
+        (Request(0, (1,) * 21), "a prompt of 21 tokens and a response of up to 12; expected a prompt of 1 to 20"),
         (Request(0, ()), "a prompt of 0 tokens"),
-        (Request(0, (1, 48)), "outside the vocabulary of 48"),
+        (Request(0, (1, 48)), "expected ids from 0 to 47"),
         (Request(2**32, (1,)), "request_id=4294967296 does not fit"),
-        (Request(3, (1,), max_tokens=13), "max_tokens=13 of request 3; expected 1 to max_response_tokens=12"),
+        (
+            Request(3, (1,), max_tokens=13),
+            "max_tokens=13 of request 3; expected 1 to the engine's max_response_tokens=12",
+        ),
         (Request(3, (1,), stop_tokens=(1, 48)), r"stop_tokens=\(1, 48\) of request 3; expected at most 8 ids"),
     ],
 )

@@ -179,5 +179,7 @@ def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
 
 def test_a_model_without_experts_has_no_routing_to_record():
     dense = ModelConfig("qwen3", 32, 16, 32, 2, 4, 2, 8)
-    with pytest.raises(ValueError, match="replay_routing records choices of experts, and this model has no experts"):
+    with pytest.raises(
+        ValueError, match="replay_routing=True records the chosen experts, but this model has no experts"
+    ):
         engine(dense, records_routing=True)

@@ -181,7 +181,7 @@ def test_what_passes_is_asked_again(engine_of):
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of both"),
+        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of each"),
         (completion((), ()), "0 tokens and 0 log-probabilities"),
         (completion((1,) * 5, (-1.0,) * 5), "5 tokens"),
         (completion(tokens=(5, 10, 2)), "token ids [10], expected ids below 10"),
@@ -189,9 +189,9 @@ def test_what_passes_is_asked_again(engine_of):
         (completion(logps=(None, -1.0, -1.0)), "TypeError"),
         (
             completion(reason="length"),
-            "cut after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
+            "truncated after 3 of 4 tokens; start the server with a context (vLLM: --max-model-len",
         ),
-        (completion(reason="abort"), "the server gave up the response: abort"),
+        (completion(reason="abort"), "the server aborted the response: abort"),
         ({"choices": []}, "ValueError"),
         ({"error": "no"}, "KeyError"),
     ],
@@ -199,20 +199,18 @@ def test_what_passes_is_asked_again(engine_of):
 def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, said):
     with pytest.raises(Unreadable) as caught:
         ask(engine_of(lambda body, number: (200, reply)))
-    assert said in str(caught.value) and "answered request" in str(caught.value)
+    assert said in str(caught.value) and "vllm response to request" in str(caught.value)
 
 
 def test_weights_that_were_not_sent_are_noticed(engine_of, tmp_path):
     """A server that another run uses, and one that was started anew while it was asked."""
     sent = tmp_path / "weights" / "version_3"
     assert ask(engine_of(lambda body, number: (200, generated(sent)), api="sglang"))[0].tokens == (5,)
-    with pytest.raises(
-        Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* another run"
-    ):
+    with pytest.raises(Unreadable, match=r"sampled with weights '/a/version_3', expected '.*version_3'; .* other run"):
         ask(engine_of(lambda body, number: (200, generated("/a/version_3")), api="sglang"))
-    with pytest.raises(Unreadable, match="the server gave up the response"):
+    with pytest.raises(Unreadable, match="the server aborted the response"):
         ask(engine_of(lambda body, number: (200, generated(sent, reason="abort")), api="sglang"))
-    with pytest.raises(Unreadable, match=r"weight_info answers .*'default'.*version_3'; was the server started anew"):
+    with pytest.raises(Unreadable, match=r"weight_info returned .*'default'.*version_3'; check that no other run uses"):
         ask(engine_of(lambda body, number: (200, completion()), has="default"))
 
 
@@ -224,7 +222,7 @@ def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
         ask(engine_of(None, loads=(404, {})))
     with pytest.raises(Unreadable, match=r"did not load .*version_3: out of memory"):
         ask(engine_of(None, api="sglang", loads=(200, {"success": False, "message": "out of memory"})))
-    with pytest.raises(Unreadable, match="keys and values of older weights are in use"):
+    with pytest.raises(Unreadable, match="still uses keys and values of older weights"):
         ask(engine_of(None, loads=(200, {"success": False})))
     # vLLM that cannot read the folder: it ends, and is not asked until `reload_s`.
     with pytest.raises(Rejected, match=r"collective_rpc answers 500 .*no such folder"):

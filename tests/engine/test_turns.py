@@ -181,9 +181,9 @@ def test_conversations_that_fill_all_slots_leave_each_other_theirs(engine, monke
 
 
 def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine(engine):
-    with pytest.raises(Refusal, match="a prompt of 57 tokens; expected 1 to 56 beside a response of 8"):
+    with pytest.raises(Refusal, match="a prompt of 57 tokens and a response of up to 8; expected a prompt of 1 to 56"):
         engine.add(Request(1, (5,) * 57, max_tokens=8), Sampling(), seed=SEED)
-    with pytest.raises(Refusal, match="a prompt of 49 tokens; expected 1 to 48 beside a response of 16"):
+    with pytest.raises(Refusal, match="a prompt of 49 tokens and a response of up to 16; expected a prompt of 1 to 48"):
         engine.add(Request(1, (5,) * 49), Sampling(), seed=SEED)
     [completion] = engine.generate([Request(1, (5,) * 56, max_tokens=8)], Sampling(min_tokens=8), seed=SEED)
     assert len(completion.tokens) == 8

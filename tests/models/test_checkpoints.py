@@ -177,7 +177,7 @@ def test_missing_shard(tmp_path):
 def test_broken_index(tmp_path):
     directory = write(tmp_path, build("qwen2"), max_shard_size="20KB")
     (directory / "model.safetensors.index.json").write_text("{}")
-    refuses(directory, "model.safetensors.index.json", "no index")
+    refuses(directory, "model.safetensors.index.json", "not an index")
 
 
 def test_missing_tensor(copy):

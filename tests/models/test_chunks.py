@@ -155,5 +155,5 @@ def test_memory_beside_the_prefix_is_that_of_a_chunk():
 
 
 def test_a_chunk_of_no_tokens_is_refused():
-    with pytest.raises(ValueError, match="chunk_tokens=0; expected 1 or more, or None to run prompts whole"):
+    with pytest.raises(ValueError, match="chunk_tokens=0; expected 1 or more, or None to prefill whole prompts"):
         models.prefill({}, DENSE, TOKENS, LENGTHS, chunk_tokens=0)

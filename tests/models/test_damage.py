@@ -86,10 +86,10 @@ DAMAGES = {
     "header has another dtype": (header(lambda tensor: tensor.update(dtype="F16")), "damaged or incomplete"),
     "header has other offsets": (header(lambda tensor: tensor.update(data_offsets=[0, 4])), "damaged or incomplete"),
     "file is a pointer to one": (bytes_of(lambda content: POINTER), "damaged or incomplete"),
-    "tensor is missing": (edited(lambda tensors: tensors.pop(TENSOR)), f"where {INDEX} puts it"),
+    "tensor is missing": (edited(lambda tensors: tensors.pop(TENSOR)), f"where {INDEX} lists it"),
     "tensor has another shape": (
         edited(lambda tensors: tensors.update({TENSOR: np.zeros((48, 31), np.float32)})),
-        "has shape [48, 31], config.json and the head asked for make it [48, 32]",
+        "has shape [48, 31], but config.json and the requested head expect [48, 32]",
     ),
     "tensor is transposed": (
         edited(lambda tensors: tensors.update({TENSOR: np.zeros((32, 48), np.float32)})),
@@ -99,9 +99,9 @@ DAMAGES = {
         edited(lambda tensors: tensors.update({TENSOR: np.zeros((48, 32, 1), np.float32)})),
         "has shape [48, 32, 1]",
     ),
-    "int8": (in_dtype(torch.int8), "has dtype I8; F32, BF16, F16 are read"),
-    "float8": (in_dtype(torch.float8_e4m3fn), "has dtype F8_E4M3; F32, BF16, F16 are read"),
-    "float64": (in_dtype(torch.float64), "has dtype F64; F32, BF16, F16 are read"),
+    "int8": (in_dtype(torch.int8), "has dtype I8; convert the checkpoint to one of F32, BF16, F16"),
+    "float8": (in_dtype(torch.float8_e4m3fn), "has dtype F8_E4M3; convert the checkpoint to one of F32, BF16, F16"),
+    "float64": (in_dtype(torch.float64), "has dtype F64; convert the checkpoint to one of F32, BF16, F16"),
 }
 
 
@@ -148,7 +148,7 @@ def test_a_tensor_of_the_index_that_nothing_needs_may_be_missing(files, tmp_path
     for tied in (True, False):
         (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": tied}))
         reads = (
-            nullcontext() if tied else pytest.raises(Refusal, match=f"lm_head.weight.*{victim}, where {INDEX} puts it")
+            nullcontext() if tied else pytest.raises(Refusal, match=f"lm_head.weight.*{victim}, where {INDEX} lists it")
         )
         with reads:
             check_params(tmp_path, models.read_config(tmp_path), "lm")
@@ -159,7 +159,7 @@ def test_weights_that_are_no_safetensors_are_named(files, tmp_path, name):
     (tmp_path / "config.json").write_bytes(files[0]["config.json"])
     if name is not None:
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(Refusal, match=r"holds neither .*; convert it to safetensors") as refused:
+    with pytest.raises(Refusal, match=r"has neither .*convert it to safetensors") as refused:
         check_params(tmp_path, models.read_config(tmp_path), "lm")
     assert "\n" not in str(refused.value) and (name is None or f"but {name}," in str(refused.value))
 
@@ -167,7 +167,7 @@ def test_weights_that_are_no_safetensors_are_named(files, tmp_path, name):
 def test_adapters_without_their_model_say_where_they_go(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    words = r'holds adapters of peft .*give Pretrained\("org/base"\) as the model, and Lora\(start='
+    words = r'has adapters of peft .*set model=Pretrained\("org/base"\) and actor.lora=Lora\(start='
     for read in (models.read_config, lambda path: tokenizer_of(replace(get_config(), model=Pretrained(str(path))))):
         with pytest.raises(Refusal, match=words) as refused:
             read(tmp_path)

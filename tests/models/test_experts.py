@@ -233,11 +233,11 @@ def test_the_balancing_loss_of_a_sequence_is_that_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"per_token": 9}, "per_token=9 of count=8"),
-        ({"groups": 3}, "groups=3 of 8 experts"),
+        ({"per_token": 9}, "per_token=9 is not in the range of the count=8"),
+        ({"groups": 3}, "groups=3 with count=8 experts"),
         ({"groups": 4, "groups_per_token": 5}, "groups_per_token=5 of groups=4"),
         ({"groups": 4, "group_best": 3}, "at least group_best=3"),
-        ({"groups": 8, "per_token": 2}, "hold per_token=2 experts"),
+        ({"groups": 8, "per_token": 2}, "at least per_token=2 experts"),
     ],
 )
 def test_routers_that_cannot_choose_are_refused(changes, message):

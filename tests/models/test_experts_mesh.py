@@ -179,8 +179,8 @@ def test_eight_devices_generate_with_divided_experts_what_one_does(params):
 @pytest.mark.parametrize(
     ("model", "sizes", "message"),
     [
-        (replace(MODEL, experts=None), {"expert": 2}, "actor: expert=2 divides experts, and this model has no experts"),
-        (MODEL, {"stage": 2}, "actor: 2 stages cannot divide layers with experts"),
+        (replace(MODEL, experts=None), {"expert": 2}, "actor: expert=2 requires a model with experts; set expert=1"),
+        (MODEL, {"stage": 2}, "actor: stage=2 does not support layers with experts"),
         (replace(MODEL, experts=Experts(3, 2, 8)), {"expert": 2}, "actor: the model's 'experts' dimension of 3"),
     ],
 )

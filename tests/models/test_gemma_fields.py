@@ -118,9 +118,9 @@ def test_layers_that_borrow_keys_and_values_are_the_last_ones(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_kv_shared_layers": 31}, "have to be a layer without the window"),
+        ({"num_kv_shared_layers": 31}, "expected an earlier layer without a window"),
         ({"num_global_key_value_heads": 3}, r"num_heads=8 is not a multiple of full_heads\.kv_heads=3"),
-        ({"sliding_window": None}, "full_heads needs sliding_window"),
+        ({"sliding_window": None}, "full_heads requires sliding_window"),
     ],
 )
 def test_layers_that_cannot_borrow_are_refused(tmp_path, change, words):
@@ -132,5 +132,5 @@ def test_layers_that_borrow_are_not_divided_over_stages(tmp_path):
     config = read(tmp_path, GEMMA4)
     pipeline = models.pipeline_over(mesh_of({"stage": 7}, jax.devices()[:7]), STAGE_AXES, row_axes=())
     staged = models.Execution(pipeline=pipeline)
-    with pytest.raises(ValueError, match="cannot be divided over 7 stages"):
+    with pytest.raises(ValueError, match="do not split over 7 stages"):
         jax.eval_shape(lambda: models.unstack_layers({}, config, execution=staged))

@@ -181,7 +181,7 @@ def test_a_file_cut_anywhere_is_refused_before_weights_are_read(tmp_path):
     whole, cut = file.read_bytes(), tmp_path / "cut.gguf"
     for size in [6, 30, 200, 2000, len(whole) // 4, len(whole) // 2, len(whole) - 1]:
         cut.write_bytes(whole[:size])
-        assert "is damaged or cut short" in refusal_of(cut) and "download it again" in refusal_of(cut)
+        assert "is damaged or truncated" in refusal_of(cut) and "download it again" in refusal_of(cut)
     cut.write_bytes(b"")
     assert "is no GGUF file" in refusal_of(cut)
 
@@ -207,7 +207,7 @@ def test_flipped_bits_of_a_header_end_in_a_refusal_or_a_model(tmp_path):
 def test_what_is_no_gguf_file_or_not_there(tmp_path):
     page = tmp_path / "page.gguf"
     page.write_text("<html>404</html>")
-    assert "it begins with b'<htm', not b'GGUF'" in refusal_of(page)
+    assert "it starts with b'<htm', not b'GGUF'" in refusal_of(page)
     assert "there is no file" in refusal_of(tmp_path / "missing.gguf")
 
 
@@ -308,7 +308,7 @@ def test_layers_that_differ_are_refused(tmp_path):
 def test_rules_of_cutting_text_that_are_not_known_are_told_each_time(tmp_path):
     file, _ = write_kind(tmp_path / "m.gguf", "llama", cut="poro-chat")
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="by unknown rules, 'poro-chat'"):
+        with pytest.warns(RuntimeWarning, match="the unknown pre-tokenizer 'poro-chat'"):
             resolve(file)
 
 

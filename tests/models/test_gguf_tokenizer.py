@@ -109,8 +109,8 @@ def test_what_a_template_opens_turns_with_is_whole_though_the_file_calls_it_norm
 
 
 def test_rules_that_are_not_said_or_not_known_are_doubted():
-    assert "does not say by which rules" in doubt_of(of_bytes(None))
-    assert "unknown rules, 'default'" in doubt_of(of_bytes("default"))
+    assert "does not name its pre-tokenizer" in doubt_of(of_bytes(None))
+    assert "unknown pre-tokenizer 'default'" in doubt_of(of_bytes("default"))
     for rules in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "pixtral"):
         assert doubt_of(of_bytes(rules)) is None
     assert doubt_of(of_pieces()) is None

@@ -140,7 +140,7 @@ def test_a_gated_repository_says_where_to_ask(contents, source, monkeypatch, sta
 
 @pytest.mark.parametrize(
     "missing, words",
-    [("config.json", "holds no config.json"), ("model-00002-of-", "is missing, and model.safetensors.index.json puts")],
+    [("config.json", "has no config.json"), ("model-00002-of-", "is missing, but model.safetensors.index.json lists")],
 )
 def test_a_repository_without_one_of_its_files(contents, missing, words):
     branch = contents.repositories[MODEL]
@@ -151,7 +151,7 @@ def test_a_repository_without_one_of_its_files(contents, missing, words):
 def test_a_download_that_breaks_off_is_taken_up_again(contents, source):
     torn = next(file.name for file in source.glob("model-00002-of-*"))
     contents.torn.add(torn)
-    refuses("the download of 'org/model' from the hub broke off", torn, "start again")
+    refuses("the download of 'org/model' from the hub failed", torn, "start again")
     contents.torn.clear()
     contents.asked.clear()
     same(load(MODEL), load(source))

@@ -193,13 +193,13 @@ def refused(case, tmp_path, words, *, lora=None, tensors=None, **fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"r": 8}, r"has r=8, lora_alpha=6.0, use_rslora=False, and lora has rank=4"),
+        ({"r": 8}, r"has r=8, lora_alpha=6.0, use_rslora=False, but lora has rank=4"),
         ({"lora_alpha": 1}, "lora_alpha=1"),
         ({"use_rslora": True}, "use_rslora=True"),
         ({"use_dora": True}, "use_dora=True, which cannot be read"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"bias": "all"}, "bias='all'"),
-        ({"init_lora_weights": "pissa"}, "beside unchanged weights"),
+        ({"init_lora_weights": "pissa"}, "only LORA with unchanged base weights"),
         ({"peft_type": "IA3"}, "only LORA"),
         ({"tomorrows_idea": 3}, "tomorrows_idea=3"),
     ],
@@ -212,11 +212,13 @@ def test_settings_that_change_numbers_are_refused(every_matrix, tmp_path, fields
 def test_tensors_that_do_not_fit_are_named(every_matrix, tmp_path):
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     less = {"lora": Lora(rank=4, alpha=6.0, targets=("query",))}
-    refused(every_matrix, tmp_path / "more", r"layers.0.mlp.down_proj.lora_A.weight' is no adapter", **less)
+    refused(
+        every_matrix, tmp_path / "more", r"layers.0.mlp.down_proj.lora_A.weight' does not match lora.targets", **less
+    )
     drop = {"tensors": lambda arrays: {key: array for key, array in arrays.items() if key != name}}
     refused(every_matrix, tmp_path / "less", f"{name}' is missing", **drop)
     cut = {"tensors": lambda arrays: {**arrays, name: arrays[name][:2]}}
-    refused(every_matrix, tmp_path / "cut", rf"{name}' in .* has shape \[2, 32\].* make it \[4, 32\]", **cut)
+    refused(every_matrix, tmp_path / "cut", rf"{name}' in .* has shape \[2, 32\].* require \[4, 32\]", **cut)
 
 
 def test_damaged_and_missing_files_are_named(every_matrix, tmp_path):
@@ -241,12 +243,12 @@ def test_targets_that_are_no_matrices_are_refused():
 
 def test_matrices_that_a_model_does_not_have_are_refused(tmp_path):
     path = tiny_checkpoints.write(tmp_path / "experts", tiny_checkpoints.build("qwen3-moe"))
-    with pytest.raises(ValueError, match=r"has gate, up, down, and all layers .* have query, key, value, output"):
+    with pytest.raises(ValueError, match=r"has gate, up, down, but all layers .* have query, key, value, output"):
         declare_adapters(models.read_config(path), "lm", Lora())
 
 
 def test_a_matrix_that_a_file_keeps_with_others_has_no_adapter_there(tmp_path):
     config = models.read_config(tiny_checkpoints.write(tmp_path / "phi3", tiny_checkpoints.build("phi3")))
     shapes = jax.tree.map(lambda param: np.zeros(param.shape), declare_adapters(config, "lm", Lora()))
-    with pytest.raises(ValueError, match=r"keep layers\.attention\.key with others in .*qkv_proj"):
+    with pytest.raises(ValueError, match=r"store layers\.attention\.key with other weights in .*qkv_proj"):
         save_adapters(shapes, config, "lm", Lora(), tmp_path / "out", model="")

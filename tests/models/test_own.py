@@ -47,7 +47,7 @@ def own(shown) -> Nnx:
 
 @pytest.fixture(scope="module")
 def model(own):
-    with pytest.warns(RuntimeWarning, match="Transformer keeps no keys and values, so .* again for every token"):
+    with pytest.warns(RuntimeWarning, match="Transformer has no key-value cache, so .* for every token"):
         return model_config(own, ())
 
 
@@ -58,7 +58,7 @@ def params(model):
 
 
 def run(config, workdir: Path) -> list[dict]:
-    with pytest.warns(RuntimeWarning, match="the whole sequence runs again"):
+    with pytest.warns(RuntimeWarning, match="recomputes the whole sequence"):
         assert jaxrlhf.run(replace(config, workdir=str(workdir))).finished
     return records(workdir / "metrics.jsonl")
 
@@ -156,15 +156,13 @@ def test_a_module_may_name_its_dimensions():
     assert (model.vocab_size, model.hidden_size, model.num_parameters()) == (96, 16, 16 * 96)
     assert list(param_dims(model, "lm")["module"].values()) == [("embed", "vocab")]
     with pytest.raises(
-        ValueError, match=r"Nnx: \w+ of shape \(16, 96\) names its dimensions .* one name for each, of e"
+        ValueError, match=r"Nnx: \w+ of shape \(16, 96\) has dimension names .* one name per dimension, from e"
     ):
         param_dims(model_config(Nnx(lambda rngs: Named(rngs, ("embed", "words"))), ()), "lm")
 
 
 def test_what_is_no_such_module_is_refused(own):
-    with pytest.raises(
-        ValueError, match=r"Nnx.build made Linear; expected a flax.nnx.Module that is called with tokens"
-    ):
+    with pytest.raises(ValueError, match=r"Nnx.build returned Linear; expected a flax.nnx.Module that maps tokens"):
         model_config(Nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs)), ())
 
     class Logits(Named):
@@ -172,7 +170,7 @@ def test_what_is_no_such_module_is_refused(own):
             return self.table[...]
 
     with pytest.raises(
-        ValueError, match=r"Logits makes hidden states \(1, 2, 16\), and its head\(\) is \(16, 96\); ex"
+        ValueError, match=r"Logits returns hidden states \(1, 2, 16\) and head\(\) returns \(16, 96\); ex"
     ):
         model_config(Nnx(Logits), ())
     with pytest.raises(ValueError, match=r"Nnx\.build must be a function of nnx.Rngs, got 3"):
@@ -187,16 +185,16 @@ def test_what_is_no_such_module_is_refused(own):
     [
         (
             Training(remat="full"),
-            "actor.remat='full' is for the layers of the decoder; a model of your own says itself",
+            "actor.remat='full' requires the built-in decoder; a user-defined model rematerializes",
         ),
         (
             Training(layout=Layout(stage=2)),
-            "actor: 2 stages divide the layers of the decoder, not Transformer, a module of your own; use stage=1",
+            "actor: stage=2 requires the built-in decoder, but the model is Transformer, a user-defined module; set",
         ),
         (Training(layout=Layout(tensor=2, generation_tensor=2)), "1 key-value heads do not split 2 ways"),
         (
             Training(lora=Lora()),
-            "lora adapts matrices of the decoder, and the model is Transformer, a module of your own; drop lora",
+            "lora requires the built-in decoder, but the model is Transformer, a user-defined module; set lora=None",
         ),
     ],
 )
@@ -226,16 +224,16 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
     assert all(record["sampler/logp_gap_max"] < 1e-5 for record in logged)
     assert len({record["compile/count"] for record in logged}) == 1
     assert "<lambda>" in json.loads((tmp_path / "whole" / "config.json").read_text())["model"]["build"]
-    with pytest.raises(ValueError, match=r"trained a module of your own .* no Hugging Face format"):
+    with pytest.raises(ValueError, match=r"trained a user-defined module .* no Hugging Face format"):
         export_policy(tmp_path / "whole", tmp_path / "exported")
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_24")
     run(config, tmp_path / "cut")
-    assert "step 22 of 24 is done" in capsys.readouterr().out
+    assert "resuming after step 22 of 24" in capsys.readouterr().out
     assert numbers(tmp_path / "cut" / "metrics.jsonl") == numbers(tmp_path / "whole" / "metrics.jsonl")
 
-    with pytest.warns(RuntimeWarning, match="the whole sequence runs again"):
+    with pytest.warns(RuntimeWarning, match="recomputes the whole sequence"):
         metrics = evaluate_policy(replace(config, workdir=str(tmp_path / "cut")), policy=None, samples=1, show=0)
     assert metrics["eval/accuracy"] == logged[-1]["eval/accuracy"]
 

@@ -172,5 +172,5 @@ def test_pipelines_that_cannot_be_are_refused():
     mesh = mesh_of({"stage": 8}, jax.devices())
     with pytest.raises(ValueError, match="the mesh has no axis stages; its axes are data, fsdp"):
         models.pipeline_over(mesh, ("stages",), row_axes=BATCH_AXES)
-    with pytest.raises(ValueError, match="have to end with weight_axes"):
+    with pytest.raises(ValueError, match="must end with weight_axes"):
         models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("data",))

@@ -99,7 +99,7 @@ def test_a_matrix_whose_codes_do_not_pair_is_refused():
 def test_without_qwix_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(
-        ValueError, match=r"lora\.quantize and rollout\.quantize need qwix .*pip install 'jaxrlhf\[quantized\]'"
+        ValueError, match=r"lora\.quantize and rollout\.quantize require qwix .*pip install 'jaxrlhf\[quantized\]'"
     ):
         quantize(jnp.ones((2, 32)), "int8")
 

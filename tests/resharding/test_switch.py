@@ -214,16 +214,16 @@ def test_what_cannot_be_switched_is_refused_before_anything_moves() -> None:
     engine = rows_engine(2, bucket_bytes=1)
     params = rows_params(engine)
     refusals: list[tuple[Any, str]] = [
-        ({"w0": params["w0"]}, "a tree of another structure"),
+        ({"w0": params["w0"]}, "got a tree of structure"),
         (on_host(params), r"\['w0'\] is a ndarray; expected a jax.Array"),
         ({**params, "w1": params["w1"].astype(jnp.bfloat16)}, r"\['w1'\] is bfloat16\(64, 16\); expected float32"),
         ({**params, "w1": jnp.zeros((2, 2))}, r"\['w1'\] is float32\(2, 2\); expected float32\(64, 16\)"),
         (
             {**params, "w1": jax.device_put(jnp.zeros((64, 16)), engine.generate["w1"])},
-            r"\['w1'\] is laid out as P.*\('tensor'.* over data 2 x tensor 2 x micro_tensor 2 in .* memory; "
+            r"\['w1'\] has layout P.*\('tensor'.* over data 2 x tensor 2 x micro_tensor 2 in .* memory, "
             r"expected P.*\(\('tensor', 'micro_tensor'\)",
         ),
-        ({**params, "w1": jnp.zeros((64, 16))}, r"\['w1'\] is laid out as SingleDeviceSharding.*; expected P"),
+        ({**params, "w1": jnp.zeros((64, 16))}, r"\['w1'\] has layout SingleDeviceSharding.*, expected P"),
     ]
     for given, message in refusals:
         with pytest.raises(ValueError, match=message):
@@ -231,7 +231,7 @@ def test_what_cannot_be_switched_is_refused_before_anything_moves() -> None:
     assert not any(leaf.is_deleted() for leaf in params.values())
     weights, _ = engine.to_generation(params)
     elsewhere = jax.device_put(jnp.zeros((64, 16)), jax.NamedSharding(engine.train["w0"].mesh, jax.P("data")))
-    with pytest.raises(ValueError, match=r"\['w1'\] is laid out as P.*\('data'.*; expected .*\('tensor'"):
+    with pytest.raises(ValueError, match=r"\['w1'\] has layout P.*\('data'.*, expected .*\('tensor'"):
         engine.to_training({**weights, "w1": elsewhere}, params)
     assert not any(leaf.is_deleted() for leaf in weights.values())
     with pytest.raises(ValueError, match=r"\['w0'\] was deleted"):
@@ -244,7 +244,7 @@ def test_what_cannot_be_switched_is_refused_before_anything_moves() -> None:
 def test_layouts_of_different_trees_are_refused() -> None:
     engine = rows_engine(2, bucket_bytes=1)
     trained = described(engine.generation_shapes, engine.train)
-    with pytest.raises(ValueError, match="the two layouts differ in structure"):
+    with pytest.raises(ValueError, match="the two layouts have different structures"):
         HybridEngine(trained, {"w0": trained["w0"]})
     other = jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=engine.train["w0"])
     with pytest.raises(ValueError, match=r"\['w1'\] is \(64, 16\) in training and \(2, 2\) in generation"):

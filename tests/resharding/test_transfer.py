@@ -231,11 +231,11 @@ def test_an_offer_that_nobody_took_is_freed_by_the_next_one_or_at_the_end() -> N
     once = bytes_in_use(SOURCE)
     second = exchange.offer(tree, splits)
     assert bytes_in_use(SOURCE) == once != before
-    with pytest.raises(ValueError, match="is in 0 of the offers, and must be in one"):
+    with pytest.raises(ValueError, match="is in 0 offers, expected 1"):
         exchange.take([first], layout)
     exchange.close()
     assert bytes_in_use(SOURCE) == before
-    with pytest.raises(ValueError, match="is in 0 of the offers"):
+    with pytest.raises(ValueError, match="is in 0 offers"):
         exchange.take([second], layout)
 
 
@@ -245,7 +245,7 @@ def test_offers_that_wait_are_each_the_weights_of_then_though_the_source_goes_on
         tree = trained(1, 1, 2, step=step)
         offers.append(exchange.offer(tree, splits_of(layout, tree), keep=False, waiting=2))
         jax.tree.map(lambda leaf: leaf.delete(), tree)  # as an update does, to which it is donated
-    with pytest.raises(ValueError, match="in 0 of the offers"):
+    with pytest.raises(ValueError, match="in 0 offers"):
         exchange.take(offers[:1], layout)
     for step, offer in zip((2, 3), offers[1:], strict=True):
         assert in_place(exchange.take([offer], layout)[0], values(step))
@@ -279,16 +279,16 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"\['bias'\] has shape \(4,\) at its source and \(8,\) at its target"):
         exchange.offer(tree | {"bias": tree["bias"][:4]}, splits)
     alone = jax.device_put(values(1)["bias"], SingleDeviceSharding(SOURCE[0]))
-    with pytest.raises(ValueError, match=r"\['bias'\] is laid out as SingleDeviceSharding"):
+    with pytest.raises(ValueError, match=r"\['bias'\] has sharding SingleDeviceSharding"):
         exchange.offer(tree | {"bias": alone}, splits)
     with pytest.raises(ValueError, match="no offers"):
         exchange.take([], layout)
     offer = exchange.offer(tree, splits)
-    with pytest.raises(ValueError, match=r"is in 2 of the offers"):
+    with pytest.raises(ValueError, match=r"is in 2 offers"):
         exchange.take([offer, offer], layout)
     with pytest.raises(ValueError, match=r"\['layers'\] was offered in \(1, 2\) parts"):
         exchange.take([offer], target_of(1, 1, 4))
-    with pytest.raises(TypeError, match="cannot leave it"):
+    with pytest.raises(TypeError, match="cannot be sent to another process"):
         pickle.dumps(offer)
     same = placed(mesh_of(1, 1, 2, devices=SOURCE[:2]), GENERATED)
     with pytest.raises(ValueError, match="source and target share devices"):

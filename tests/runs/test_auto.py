@@ -146,24 +146,24 @@ def test_a_plan_serves_again_where_devices_and_roles_are_the_same(tmp_path, caps
     again = place(replace(config, hardware="a100"), tmp_path, vocabulary=TOKENS)
     assert again.config == first.config == planned_config(config, first.plan)
     shown = capsys.readouterr().out
-    assert shown == f"placement: the plan of {tmp_path}/plan.json is used again\n"
+    assert shown == f"placement: reusing the plan {tmp_path}/plan.json\n"
     again.write(tmp_path)
     assert read_plan(tmp_path).hardware["name"] == "slow"
 
     fewer = place(replace(config, devices=4), tmp_path, vocabulary=TOKENS)
     shown = capsys.readouterr().out
-    assert f"the plan of {tmp_path}/plan.json is not used again: it is for 8 devices and there are 4\n" in shown
+    assert f"the plan {tmp_path}/plan.json is not reused: it is for 8 devices and there are 4\n" in shown
     assert "the best plan, by call" in shown
     assert fewer.hardware.devices == 4
     place(replace(config, resume=False), tmp_path, vocabulary=TOKENS)
-    assert "used again" not in capsys.readouterr().out
+    assert "reusing" not in capsys.readouterr().out
 
 
 def test_an_evaluation_takes_the_plan_of_its_run(tmp_path, capsys, slow_devices):
     config = auto(tmp_path, hardware=slow_devices)
     first = place(config, tmp_path, vocabulary=TOKENS)
     assert placed_for_evaluation(config, tmp_path) == config
-    assert "one pool answers" in capsys.readouterr().out
+    assert "evaluating on one pool" in capsys.readouterr().out
     first.write(tmp_path)
     assert placed_for_evaluation(config, tmp_path) == first.config
     assert placed_for_evaluation(replace(config, devices=2), tmp_path) == replace(config, devices=2)
@@ -189,8 +189,8 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path, capsys, slow_devices):
 
     assert run(replace(config, steps=4)).finished
     shown = capsys.readouterr().out
-    assert f"placement: the plan of {workdir}/plan.json is used again" in shown
-    assert "tiny: step 2 of 4 is done, going on from there" in shown
+    assert f"placement: reusing the plan {workdir}/plan.json" in shown
+    assert "tiny: resuming after step 2 of 4" in shown
     assert (workdir / "plan.json").read_bytes() == written
     assert [record["step"] for record in records(workdir / "metrics.jsonl")] == [1, 2, 3, 4]
 

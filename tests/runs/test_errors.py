@@ -54,7 +54,7 @@ GOOD = "--model.path {files}/model --data.path {files}/data"
 CASES = {
     "missing model": (
         "--model.path {files}/nowhere --data.path {files}/data",
-        "no directory '{files}/nowhere'; give a local checkpoint directory or a hub id",
+        "no directory '{files}/nowhere'; use a local checkpoint directory, or a hub id",
     ),
     "missing model, tokenizer elsewhere": (
         "--model.path {files}/nowhere --tokenizer {files}/model --data.path {files}/data",

@@ -188,7 +188,7 @@ def test_adapters_beside_weights_of_a_cold_start(tmp_path):
     [record] = numbers(tmp_path / "run" / "metrics.jsonl")
     saved = {path.name for path in (tmp_path / "run" / "checkpoints" / "step_1").iterdir()}
     assert saved >= {"actor_adapters", "critic_adapters"}
-    with pytest.raises(ValueError, match="export both as whole weights with --merge"):
+    with pytest.raises(ValueError, match="export base weights and adapters together with --merge"):
         export_policy(tmp_path / "run", tmp_path / "adapters")
     export_policy(tmp_path / "run", tmp_path / "whole", merge=True)
     metrics = evaluate_policy(config, policy=str(tmp_path / "whole"), samples=1, show=0)

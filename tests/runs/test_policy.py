@@ -109,8 +109,8 @@ def test_a_run_without_held_out_records_says_so(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("actor=replace(config.actor, lora=Lora(rank=2))", "the adapters belong to weights that this run made"),
-        ("model=Nnx(lambda rngs: None)", "the run trains a module of your own (Nnx), for which there is no Hugging"),
+        ("actor=replace(config.actor, lora=Lora(rank=2))", "the base weights of the adapters exist only in this run"),
+        ("model=Nnx(lambda rngs: None)", "the run trains a user-defined module (Nnx), which has no Hugging"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, message, tmp_path, capsys):
@@ -137,7 +137,7 @@ def test_a_cold_start_is_no_run_to_export(tmp_path):
     cold = tmp_path / "run" / "cold_start"
     for folder in (cold / "checkpoints", tmp_path / "run" / "model"):
         folder.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"is the cold start of the run in .*run; export that run"):
+    with pytest.raises(ValueError, match=r"is the cold start of the run in .*run, and only whole runs are exported; export"):
         export_policy(cold, tmp_path / "new")
 
 
@@ -174,11 +174,11 @@ def test_two_runs_do_not_share_a_workdir(tmp_path):
         [sys.executable, "-c", other, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"another run is at work in .*; wait for its end"):
+        with pytest.raises(ValueError, match=r"another run is using the workdir .*; wait for its end"):
             run(config)
         assert not run(config, dry_run=True).finished
         holder.kill()
-    with pytest.raises(ValueError, match="already holds a run and resume is off"):  # past the lock of a killed run
+    with pytest.raises(ValueError, match="already holds a run, but resume=False"):  # past the lock of a killed run
         run(replace(config, resume=False))
 
 
@@ -278,7 +278,7 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
     assert earlier["eval/length_mean"] == before["eval/length_mean"] != logged["eval/length_mean"]
     with pytest.raises(ValueError, match="no checkpoint of step 3; it has "):
         evaluate_policy(config, policy=None, samples=1, show=0, step=3)
-    with pytest.raises(ValueError, match=f"--step 2 chooses a checkpoint of a run, and {exported} is"):
+    with pytest.raises(ValueError, match=f"--step 2 requires the workdir of a run, but {exported} is"):
         evaluate_policy(config, policy=str(exported), samples=1, show=0, step=2)
 
     capsys.readouterr()
@@ -294,7 +294,7 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("{workdir}/tensorboard", "{new}"), "tensorboard is not the workdir of a run: it has no model folder"),
+        (("{workdir}/tensorboard", "{new}"), "tensorboard has no model folder, so it is not the workdir of a run"),
         (("{workdir}", "{new}", "--step", "3"), "has no checkpoint of step 3; it has [2, 4]"),
         (("{workdir}", "{exported}"), "is not empty; choose a new directory"),
     ],
@@ -329,7 +329,7 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
     before = contents(workdir)
     for changes, message in (
         ({"seed": 1}, "the saved data position has seed=0 and this run has seed=1"),
-        ({"resume": False}, "already holds a run and resume is off"),
+        ({"resume": False}, "already holds a run, but resume=False"),
         ({"model": replace(config.model, num_layers=3)}, "of num_layers=2, and the configuration has num_layers=3"),
         ({"cold_start": None}, "with cold_start of steps=2, and the configuration has none"),
     ):
@@ -349,10 +349,10 @@ def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(workdi
     hotter = replace(config.actor, optimizer=replace(config.actor.optimizer, learning_rate=0.5))
     assert run(replace(config, actor=hotter)).finished
     shown = capsys.readouterr().out
-    assert "tiny: all 4 steps are done; raise steps, or choose another workdir, to train on" in shown
+    assert "tiny: all 4 steps are done; to train further, raise steps or choose another workdir" in shown
     assert (workdir / "config.json").read_bytes() == before
     assert (workdir / "metrics.jsonl").read_bytes() == metrics
     run(replace(config, actor=hotter, steps=5))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings that are not as befo")]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings changed since the")]
     assert set(line.split(": ")[1].split(", ")) == {"steps 4 -> 5", "actor.optimizer.learning_rate 0.003 -> 0.5"}
     assert json.loads((workdir / "config.json").read_text())["steps"] == 5

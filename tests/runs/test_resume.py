@@ -96,7 +96,7 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 
     done = start(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "tiny (cold start): step 2 of 2 is done, going on from there" in done.stdout
+    assert "tiny (cold start): resuming after step 2 of 2" in done.stdout
     assert "tiny: step " in done.stdout
     assert "step 1/6" not in done.stdout
     assert_same_run(tmp_path, undisturbed)
@@ -133,10 +133,10 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(start, undisturbed
     assert refused.returncode == 2
     [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert f"step 5 is damaged: {file}" in line
-    assert f"there are checkpoints of steps {', '.join(map(str, others))}." in line
+    assert f"other checkpoints: steps {', '.join(map(str, others))}." in line
     done = start(tmp_path, settings="--checkpoint.on-damage previous")
     assert done.returncode == 0, done.stderr
-    assert f"moved it to {tmp_path}/checkpoints_damaged/step_5" in done.stdout
+    assert f"moved the checkpoint to {tmp_path}/checkpoints_damaged/step_5" in done.stdout
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_message_and_a_copy_goes_on(start, undisturbed, tmp_p
     done = subprocess.run([*mounted, "sh", "-c", script, str(small)], env=environment, capture_output=True, text=True)
     first, *others = done.stderr.splitlines()
     assert done.returncode == 1 and first.startswith(f"error: no space left to write {small}/run/")
-    assert len(others) <= 2 and "copy the workdir to another disk, and give the same command" in others[-1]
+    assert len(others) <= 2 and "copy the workdir to another disk, then repeat the command" in others[-1]
     done = start(tmp_path / "copy")
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "copy", undisturbed)
@@ -172,7 +172,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
     # Half a cold start is something to resume, too.
     done = start(tmp_path, settings="--no-resume")
     assert done.returncode == 2
-    assert "already holds a run and resume is off" in done.stderr
+    assert "already holds a run, but resume=False" in done.stderr
 
     # In the last step of the cold start: the main stage is not begun.
     done = start(tmp_path, "SIGTERM", "update", 1)
@@ -184,7 +184,7 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
     done = start(tmp_path, "SIGINT", "update", 5)
     stopped = f"stopped after saving; the same command continues from {tmp_path}\n"
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, stopped)
-    assert "finishing step 3, then saving; press Ctrl-C again to stop at once" in done.stdout
+    assert "finishing and saving step 3; press Ctrl-C again to stop immediately" in done.stdout
     assert max(saved(tmp_path)) == 3
     assert len(records(tmp_path / "metrics.jsonl")) == 3
     assert not (tmp_path / "curve.png").exists()

@@ -64,7 +64,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_numbers(name, tmp_path):
     devices = {"JAX_NUM_CPU_DEVICES": "2"}
     done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is done, going on from there") == 1, done.stdout
+    assert done.stdout.count("resuming after step") == 1, done.stdout
     folder = tmp_path / name
     whole, cut = folder / "whole", folder / "cut"
     assert json.loads((folder / "ends.json").read_text()) == [0, -signal.SIGKILL, 0]

@@ -262,7 +262,7 @@ def test_a_service_that_fails_costs_no_run(tmp_path, monkeypatch, caplog):
     trackers.samples("samples", [Sample(3, "a", "b", 1.0, 1, 1, False)])
     trackers.close()
     assert taken == [3, (3, "samples", 1), "closed"]
-    assert "down did not take the metrics of step 3; the run continues: ConnectionError('no route" in caplog.text
+    assert "down failed to store the metrics of step 3; the run continues: ConnectionError('no route" in caplog.text
 
 
 def test_trackers_that_are_open_are_closed_when_another_cannot_be(tmp_path, monkeypatch, refused):

@@ -207,14 +207,14 @@ def test_groups_that_go_on_leave_fewer_steps_to_collect_ahead(staleness, pools, 
 def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone():
     saved = {"loader": 6, "counters": {"version": 1}, "queued": 0, "begun": 1, "under_way": 2}
     for schedule in (schedule_of(0, apart=False), schedule_of(2, apart=False)):
-        with pytest.raises(Refusal, match=r"holds 2 groups of responses that are under way"):
+        with pytest.raises(Refusal, match=r"holds 2 unfinished groups of responses"):
             schedule.restore(dict(saved))
     roles = MadeRoles(actor=None, generates_apart=False)
     for lost in ({}, {"queued": 1, "under_way": 0}):
-        with pytest.raises(Damaged, match="its items hold 0 and 0; resume from the checkpoint before"):
+        with pytest.raises(Damaged, match="its items hold 0 and 0; resume from an earlier checkpoint"):
             OffPolicy(config_of(2) if lost else over_provisioned(2), roles, Counted()).restore(saved | lost)
     OffPolicy(over_provisioned(2), roles, Counted()).restore(saved | {"under_way": 0})
-    with pytest.raises(Refusal, match=r"over_provision=1\.5 lets 0 wait; resume with rollout\.staleness=2 or more and"):
+    with pytest.raises(Refusal, match=r"over_provision=1\.5 allows 0; resume with rollout\.staleness=2 or more and"):
         OffPolicy(over_provisioned(2), roles, Counted()).restore(saved | {"queued": 2})
 
 
@@ -331,7 +331,7 @@ def test_what_waits_and_was_saved_by_other_code_is_refused(tmp_path, monkeypatch
     item = QueueItem(lambda: [Renamed()], taken.append)
     item.save(tmp_path)
     monkeypatch.delattr(sys.modules[__name__], "Renamed")
-    with pytest.raises(Refusal, match=r"saved by other code .*Renamed"):
+    with pytest.raises(Refusal, match=r"saved by a different version of the code .*Renamed"):
         item.restore(tmp_path)
     assert not taken
 

@@ -102,8 +102,8 @@ def test_records_that_the_file_cannot_hold_are_refused_before_they_are_answered(
         pyarrow.table({"prompt": ["Tom"], "at": [datetime.datetime(2026, 1, 1)]}), files / "dated.parquet"
     )
     for prompts, out, words in (
-        ("mixed.jsonl", "mixed.parquet", "name a .jsonl file"),
-        ("dated.parquet", "dated.jsonl", "name a .parquet file"),
+        ("mixed.jsonl", "mixed.parquet", "choose a .jsonl file"),
+        ("dated.parquet", "dated.jsonl", "choose a .parquet file"),
     ):
         given = [str(files / "model"), str(files / prompts), str(files / out), *QUICK.split()]
         monkeypatch.setattr(sys, "argv", ["jaxrlhf", "generate", *given])

@@ -53,11 +53,11 @@ def test_the_converter_is_given_the_export(converted, converter, tmp_path, capsy
     with pytest.raises(SystemExit):
         run_module("export", converted, tmp_path / "bad", "--gguf", tmp_path / "no.gguf", *more)
     said = capsys.readouterr().err
-    assert "ValueError: Model Bad is not supported. The export itself is whole" in said and said.count("\n") == 1
+    assert "ValueError: Model Bad is not supported. The export itself is complete" in said and said.count("\n") == 1
     assert (tmp_path / "bad" / "config.json").is_file() and not (tmp_path / "no.gguf").exists()
     with pytest.raises(SystemExit):
         run_module("export", converted, tmp_path / "unknown", "--gguf", tmp_path / "no.gguf", *more)
-    assert "this one is none of those that llama.cpp reads. The export itself is whole" in capsys.readouterr().err
+    assert "llama.cpp does not support this one. The export itself is complete" in capsys.readouterr().err
 
 
 def test_a_converter_on_path_is_found(tmp_path, monkeypatch):
@@ -72,11 +72,11 @@ def test_a_converter_on_path_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--gguf", "{tmp}/m.gguf"), "pip install 'jaxrlhf[to-gguf]', or name one of a llama.cpp checkout"),
+        (("--gguf", "{tmp}/m.gguf"), "pip install 'jaxrlhf[to-gguf]', or pass --gguf-converter"),
         (("--gguf", "{tmp}/m.gguf", "--gguf-converter", "no.py"), "no.py is neither a command nor a Python file"),
-        (("--gguf", "{tmp}/m.bin"), "takes a file to write, such as my_model.gguf"),
+        (("--gguf", "{tmp}/m.bin"), "does not end in .gguf; pass the name of a new file"),
         (("--gguf", "{tmp}/there.gguf"), "exists; choose another name"),
-        (("--gguf-type", "f16"), "are of a GGUF file; add --gguf FILE"),
+        (("--gguf-type", "f16"), "require a GGUF file; add --gguf FILE"),
     ],
 )
 def test_what_could_not_be_written_is_refused_first(tmp_path, monkeypatch, capsys, words, said):
@@ -95,11 +95,11 @@ def test_adapters_alone_are_no_gguf_file(tmp_path):
     config = override(load(tiny_runs.__file__), changes)
     Export(tmp_path / "out", merge=True, **how).check(config)
     (tmp_path / "run" / "checkpoints" / "step_2" / "actor_adapters").mkdir(parents=True)
-    with pytest.raises(Refusal, match="not the one that FromScratch has"):  # before anything is trained
+    with pytest.raises(Refusal, match="does not support the tokenizer of FromScratch"):  # before anything is trained
         Export(tmp_path / "out", merge=False, **how).check(load(tiny_runs.__file__))
     alone = Export(tmp_path / "out", merge=False, **how)
     for refuses in (lambda: alone.check(config), lambda: alone.write(tmp_path / "run")):
-        with pytest.raises(Refusal, match="takes whole weights, and the run trains adapters; add --merge"):
+        with pytest.raises(Refusal, match="requires whole weights, but the run trains adapters; add --merge"):
             refuses()
 
 

@@ -208,7 +208,7 @@ def test_the_loader_is_told_of_every_group_that_was_drawn(algorithm, known):
 
 def test_a_stage_is_not_asked_for_fewer_steps_than_are_done():
     events = []
-    with pytest.raises(ValueError, match="checkpoints is at step 3, past the 2 steps of made; raise them"):
+    with pytest.raises(ValueError, match="checkpoints is at step 3, but steps=2 of made; raise steps"):
         run(events, saved=3)
     assert not events
 
@@ -269,7 +269,7 @@ class ForgetsToReturn(GRPO):
 
 
 def test_a_step_that_returns_something_else_is_told_what_to_return():
-    with pytest.raises(ValueError, match="learn of ForgetsToReturn returned a NoneType; it has to return a StepRes"):
+    with pytest.raises(ValueError, match="learn of ForgetsToReturn returned a NoneType, expected a StepResult"):
         run([], algorithm=ForgetsToReturn)
 
 
@@ -283,7 +283,7 @@ def fails(error: Exception):
 @pytest.mark.parametrize(
     ("part", "phase"),
     [
-        ("loader__next", "drawing data"),
+        ("loader__next", "loading data"),
         ("roles__compute_reward", "running the algorithm"),
         ("checkpoints__save", "saving"),
         ("on_step", "calling on_step"),
@@ -345,7 +345,7 @@ def test_a_full_disk_is_said_in_one_message(target, error, named, tmp_path, monk
     assert end.value.code == 1
     assert end.value.__context__.__cause__ is error
     assert re.match(rf"error: no space left to write {tmp_path}/{named}: [0-9.]+ of [0-9]+ MB are free there\n", shown)
-    assert "no checkpoint is whole yet, and what came after is lost; free some space, or copy the workdir to" in shown
+    assert "no checkpoint is complete, and later steps are lost; free disk space, or copy the workdir to" in shown
 
 
 def test_a_full_disk_says_what_the_run_goes_on_from():
@@ -363,7 +363,7 @@ def test_a_full_disk_says_what_the_run_goes_on_from():
     with pytest.raises(DiskFull) as info:
         run([], checkpoints=made, every_steps=1)
     assert info.value.__notes__[0] == "in step 2 of made, while saving"
-    assert info.value.__notes__[1].startswith("the last whole checkpoint is of step 1, and what came after is")
+    assert info.value.__notes__[1].startswith("the last complete checkpoint is step 1, and later steps are lost")
 
 
 def test_two_failures_that_come_from_each_other_end_a_write(tmp_path):

@@ -165,11 +165,11 @@ def hub(tmp_path, monkeypatch):
     ("name", "token", "said"),
     [
         ("me/a b", "right", "must use alphanumeric"),
-        ("mine", "right", "takes OWNER/NAME, such as me/my-model, got 'mine'"),
-        ("me/mine", None, "needs a token of the hub that may write"),
-        ("me/mine", "wrong", "does not know the token"),
-        ("you/mine", "right", "the token is of me, and you is none of me, org"),
-        ("me/full", "right", r"holds 1 files \(theirs.txt\); --overwrite replaces them"),
+        ("mine", "right", "'mine' is not OWNER/NAME; pass a repository such as me/my-model"),
+        ("me/mine", None, "requires a hub token with write access"),
+        ("me/mine", "wrong", "rejected the token"),
+        ("you/mine", "right", "the token belongs to me, who may write to me, org, not to you"),
+        ("me/full", "right", r"already holds 1 files \(theirs.txt\); pass --overwrite to replace them"),
     ],
 )
 def test_an_upload_that_could_not_be_is_refused_before(hub, monkeypatch, name, token, said):
@@ -183,7 +183,7 @@ def test_an_upload_that_could_not_be_is_refused_before(hub, monkeypatch, name, t
 
 def test_without_a_hub_an_upload_is_refused(hub, monkeypatch):
     listen(monkeypatch, port=9)
-    with pytest.raises(Refusal, match="the hub cannot be asked"):
+    with pytest.raises(Refusal, match="the request to the hub failed"):
         check_push("me/mine", overwrite=False)
 
 
@@ -204,7 +204,7 @@ def test_an_upload_that_fails_leaves_the_directory(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_bytes(b"weights")
     hub.users["right"] = "other"
-    with pytest.raises(Refusal, match=r"did not take the upload .*`hf upload me/new .*out`"):
+    with pytest.raises(Refusal, match=r"the upload to the hub failed .*`hf upload me/new .*out`"):
         push(tmp_path / "out", "me/new", message="step 2", private=False)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
@@ -212,12 +212,12 @@ def test_an_upload_that_fails_leaves_the_directory(hub, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("export", "run", "{out}", "--private"), "--private and --overwrite are of an upload"),
-        (("export", "run", "{out}", "--push", "me/full"), "the repository holds 1 files"),
-        (("train", "--push", "me/new", "--merge"), "--merge, --push say how to export; add --export DIRECTORY"),
-        (("train", "--export", "{out}", "--overwrite"), "--private and --overwrite are of an upload"),
-        (("train", "--export", "{out}", "--push", "me/full"), "the repository holds 1 files"),
-        (("train", "--export", "{out}", "--merge"), "trains whole weights and no adapters"),
+        (("export", "run", "{out}", "--private"), "--private and --overwrite require an upload"),
+        (("export", "run", "{out}", "--push", "me/full"), "the repository already holds 1 files"),
+        (("train", "--push", "me/new", "--merge"), "--merge, --push require an export; add --export DIRECTORY"),
+        (("train", "--export", "{out}", "--overwrite"), "--private and --overwrite require an upload"),
+        (("train", "--export", "{out}", "--push", "me/full"), "the repository already holds 1 files"),
+        (("train", "--export", "{out}", "--merge"), "trains whole weights, so there are no adapters"),
         (("train", "--export", "{out}", "--average"), "the run keeps no average of the weights"),
     ],
 )
@@ -239,4 +239,4 @@ def test_the_command_exports_and_uploads(hub, tmp_path, capsys):
     files = {path: content for path, content in hub.repositories["me/back"]["main"].items() if path[0] != "."}
     assert files == {file.name: file.read_bytes() for file in out.iterdir()}
     assert files["model.safetensors"] == (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert hub.private == {"me/back"} and "it is at http://127.0.0.1" in capsys.readouterr().out
+    assert hub.private == {"me/back"} and "uploaded to http://127.0.0.1" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def test_synchronous_samples_with_the_newest_weights_and_says_what_it_does():
     versions, asked, tasks = run(Synchronous)
     assert versions == [0, 1, 2, 3]
     assert asked == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert tasks == ["drawing data", "running the algorithm"] * STEPS
+    assert tasks == ["loading data", "running the algorithm"] * STEPS
 
 
 def test_one_step_off_is_a_schedule_of_a_few_lines_and_no_algorithm_knows():

@@ -43,7 +43,7 @@ def test_the_first_interrupt_asks_and_the_second_raises(capsys):
     with stopped_by_signals(stop):
         signal.raise_signal(signal.SIGINT)
         assert stop.asked and stop.interrupted
-        said = "finishing step 7, then saving; press Ctrl-C again to stop at once\n"
+        said = "finishing and saving step 7; press Ctrl-C again to stop immediately\n"
         assert capsys.readouterr().out == said
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -184,7 +184,7 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     assert abs(metrics["policy/kl_old_first"]) < 1e-6
     assert metrics["actor/loss"] == pytest.approx(-1, abs=1e-5)
     assert actor.version == 1
-    with pytest.raises(RuntimeError, match=r"version 1 and the rollout holds responses of \[0\]"):
+    with pytest.raises(RuntimeError, match=r"version 1, but the rollout holds responses of versions \[0\]"):
         actor.compute_log_prob(rollout)
 
 

@@ -232,9 +232,9 @@ def test_what_only_chooses_experts_stays_while_others_train():
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        (ParameterGroup("attn"), r"'attn' is found in no name; the parameters are embed, .*layers\.attention\.query"),
+        (ParameterGroup("attn"), r"'attn' matches no name; the parameters are embed, .*layers\.attention\.query"),
         (ParameterGroup("attention", layers=(2, 3)), r"of layers \(2, 3\), where the model has 2"),
-        (ParameterGroup("embed", layers=(0, 1)), "is found in no name of layers"),
+        (ParameterGroup("embed", layers=(0, 1)), "matches no name of layers"),
         (ParameterGroup(""), "freezes every parameter"),
     ],
 )

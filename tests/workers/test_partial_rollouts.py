@@ -199,7 +199,7 @@ def test_an_engine_of_another_kind_is_refused(loaded):
         """Answers each request whole."""
 
     sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
-    with pytest.raises(Refusal, match="Server answers a request whole"):
+    with pytest.raises(Refusal, match="which Server does not support"):
         sampler.continue_sequences(problems(), unstarted(), Sampling(), Round(4, 4, due=0))
 
 

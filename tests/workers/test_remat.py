@@ -138,7 +138,7 @@ def test_the_table_says_what_was_chosen_and_why() -> None:
         builder = built(setting)
         rows = {row[:2]: row[2:] for row in pool_rows(builder)}
         assert rows["actor", "remat"] == rows["critic", "remat"] == (value, builder.remat["actor"].why)
-        assert ("on the host anyway" in rows["actor", "remat"][1]) == (setting == "offload")
+        assert ("already in host memory" in rows["actor", "remat"][1]) == (setting == "offload")
     assert rows["actor", "remat"][1] == "as configured"
 
 

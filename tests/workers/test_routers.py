@@ -108,5 +108,5 @@ def test_an_update_reports_what_routers_did(indifferent):
 
 
 def test_a_model_without_experts_has_nothing_to_balance():
-    with pytest.raises(ValueError, match=r"actor\.router_loss=0\.5 balances experts, and this model has no experts"):
+    with pytest.raises(ValueError, match=r"actor\.router_loss=0\.5 balances experts, but this model has no experts"):
         pool_rows(built(experts=0))

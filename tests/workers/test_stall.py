@@ -58,7 +58,7 @@ def test_who_waits_for_whom_is_said_once_in_each_period(calls):
         until(lambda: said)
         first, *_ = said
         lines = first.splitlines()
-        assert lines[0].startswith("nothing has moved for ") and lines[0].endswith("in step 3 of made, while waiting")
+        assert lines[0].startswith("no progress for ") and lines[0].endswith("in step 3 of made, while waiting")
         assert lines[1].startswith("  reward.compute_reward on (host): runs, since ")
         assert lines[2].startswith("  actor.update_actor on policy: waits for reward.compute_reward, since ")
         assert lines[3].startswith("  actor.compute_log_prob on policy: queued, since ")
@@ -117,11 +117,11 @@ def test_a_run_that_is_to_end_takes_its_processes_with_it(tmp_path):
 
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)
-    with StallWatch(Stall(after_s=0.3, then="end"), Timeline(), lambda: "in step 1 of made, while drawing data"):
+    with StallWatch(Stall(after_s=0.3, then="end"), Timeline(), lambda: "in step 1 of made, while loading data"):
         time.sleep(60)
     """
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and time.monotonic() - start < 50
-    assert "in step 1 of made, while drawing data\n  no call of a role is under way" in done.stderr
+    assert "in step 1 of made, while loading data\n  no call of a role is running" in done.stderr
     assert f"process {done.stdout.strip()}: state S, " in done.stderr

@@ -119,7 +119,7 @@ def _images_of(images_B: np.ndarray, place_EK: np.ndarray) -> np.ndarray:
 
 def _joined(leaf: np.ndarray, place_EK: np.ndarray, rows: int) -> np.ndarray:
     """Concatenate an array's rows by episode; a `[B]` array keeps the entry of each episode's first row."""
-    assert len(leaf) == rows, f"an array of {len(leaf)} rows beside {rows} sequences"
+    assert len(leaf) == rows, f"an array has {len(leaf)} rows, expected {rows}"
     if leaf.ndim == 1:
         return leaf[place_EK[:, 0]]
     there_EK = (place_EK >= 0).reshape(*place_EK.shape, *[1] * (leaf.ndim - 1))

@@ -47,7 +47,7 @@ def rewards_per_token(
     """
     kl, kl_BT, coefficient, score_B = work.settings.kl, None, 0.0, scores.score_B
     if isinstance(kl, KLInReward):
-        assert ref_logp_BT is not None, "a KL needs the reference"
+        assert ref_logp_BT is not None, "a KL requires the reference"
         logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
         kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
         coefficient = work.state["kl_coefficient"] * kl_share

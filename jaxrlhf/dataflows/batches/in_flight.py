@@ -22,8 +22,8 @@ DrawMore = Callable[[], Sequence[Problem]]
 class InFlight(ABC):
     """Groups in flight, in N places, and the problems that wait for a free place.
 
-    A round ends when `prompts_per_step` groups are complete, and all groups that may not be put off again. A group that
-    a step takes leaves its place to the next waiting problem.
+    A round ends when `prompts_per_step` groups are complete, and all groups that may not be postponed again. A group
+    that a step takes leaves its place to the next waiting problem.
 
     Attributes:
       problems: Problem of the group in each place.
@@ -35,7 +35,7 @@ class InFlight(ABC):
         self._places, self._wanted = rollout.groups_under_way, rollout.prompts_per_step
         self._copies, self._sampling = rollout.responses_per_prompt, rollout.sampling
         self._width = rollout.max_prompt_tokens + rollout.max_response_tokens
-        self._most_put_off = rollout.staleness - config.steps_ahead
+        self._most_postponed = rollout.staleness - config.steps_ahead
         self.problems: list[Problem] = []
         self._waiting: list[Problem] = []
         self._free: list[int] = []
@@ -68,8 +68,8 @@ class InFlight(ABC):
         """
         self._waiting += problems
         chosen, order = self._refill(draw_more)
-        self._begin(chosen, order, seed=seed, step=step)
-        until = Round(self._wanted, len(self.problems), due=step - self._most_put_off)
+        self._start(chosen, order, seed=seed, step=step)
+        until = Round(self._wanted, len(self.problems), due=step - self._most_postponed)
         begun_P, complete_P = self._round(actor, until, step)
         assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
         oldest_first = np.lexsort((np.arange(len(begun_P)), begun_P, ~complete_P))
@@ -78,7 +78,7 @@ class InFlight(ABC):
         return [self.problems[place] for place in self._free], self._taken()
 
     @abstractmethod
-    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+    def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         """Append a new group for each chosen problem, then put all groups in this order."""
 
     @abstractmethod
@@ -126,8 +126,8 @@ class InFlight(ABC):
             if len(chosen) < count:
                 if draws > 2 * self._places:
                     raise Refusal(
-                        f"rollout.over_provision has {self._places} prompts under way at once, and the data have only "
-                        f"{len(here)}; give more records, or lower over_provision or rollout.prompts_per_step"
+                        f"rollout.over_provision keeps {self._places} prompts in flight, but the data have only "
+                        f"{len(here)}; add records, or lower rollout.over_provision or rollout.prompts_per_step"
                     )
                 self._waiting += draw_more()
                 draws += 1
@@ -149,9 +149,9 @@ class InFlight(ABC):
     def _check_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
         if before != now:
             raise Refusal(
-                "the checkpoint's groups under way have (responses_per_prompt, max_prompt_tokens + "
-                f"max_response_tokens, sampling.top_k) = {before}, and the rollout has {now}; resume with what "
-                "they were begun with"
+                "the checkpoint's groups in flight have (responses_per_prompt, max_prompt_tokens + "
+                f"max_response_tokens, sampling.top_k) = {before}, but the rollout has {now}; resume with the "
+                "original settings"
             )
 
 
@@ -166,22 +166,22 @@ class ResponsesInFlight(InFlight):
         super().__init__(config)
         self.under_way: PartialRollout | None = None
 
-    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+    def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
         started = unstarted_groups(chosen, seed=seed, step=step, **sizes)
         self.under_way = (started if self.under_way is None else self.under_way.concat(started)).take(order)
 
     def _round(self, actor: Any, until: Round, step: int) -> tuple[np.ndarray, np.ndarray]:
-        assert self.under_way is not None, "they were begun"
+        assert self.under_way is not None, "groups must be started before a round"
         before = self.under_way.tokens
         how = {"sampling": self._sampling, "until": until}
-        drawn = actor.continue_sequences(self.problems, self.under_way, **how).result()
-        self.under_way = drawn
-        self._add({"staleness/sampled_tokens": float(drawn.tokens - before)})
-        return drawn.begun_P, drawn.complete_P
+        continued = actor.continue_sequences(self.problems, self.under_way, **how).result()
+        self.under_way = continued
+        self._add({"staleness/sampled_tokens": float(continued.tokens - before)})
+        return continued.begun_P, continued.complete_P
 
     def _taken(self) -> RolloutBatch:
-        assert self.under_way is not None, "a round is over"
+        assert self.under_way is not None, "responses are taken after a round"
         left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
         tokens_B = left.rollout.sequences.mask_BT.sum(axis=1)
         self._add({"staleness/recomputed_tokens": float(tokens_B[~left.ended_B].sum())})
@@ -214,7 +214,7 @@ class EpisodesInFlight(InFlight):
         self._groups = OpenGroups.begin(0, seed=0, step=0)
         self._over: list[EpisodeBatch | None] = []
 
-    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+    def _start(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
         self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
         together = [*self._over, *[None for _ in chosen]]
         self._over = [together[index] for index in order]

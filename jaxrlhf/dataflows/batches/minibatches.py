@@ -38,7 +38,7 @@ def mask_untrained(sequences: Sequences, trained_B: Array | None) -> Sequences:
 
 
 def shuffle_groups(prompt_id_B: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows in random order, with the responses of one prompt beside each other.
+    """Return the rows in random order, with adjacent responses of one prompt.
 
     A minibatch of several groups then has their prompts alone, and a packed row computes a prompt once for its group.
     """
@@ -61,7 +61,7 @@ def minibatches(
     """Split sequences into the shuffled minibatches of every epoch, with token weights normalized per minibatch.
 
     The shuffle depends on the step's seed alone, so all roles trained on one rollout see the same rows in the same
-    order. Responses of one prompt are beside each other, so minibatches of whole groups share as many prompt tokens as
+    order. Responses of one prompt are adjacent, so minibatches of whole groups share as many prompt tokens as
     the step does. A minibatch without a token to train on is left out if the epoch has another minibatch: with a
     gradient of 0 an optimizer would still move by its momentum. Sequences of one episode are in one minibatch.
 
@@ -118,12 +118,12 @@ def policy_minibatches(
         fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
     in_loss = isinstance(settings.kl, KLInLoss)
     if in_loss:
-        assert ref_logp_BT is not None, "a KL needs the reference"
+        assert ref_logp_BT is not None, "a KL requires the reference"
         fields["ref_logp"] = ref_logp_BT
     importance_BT, metrics = None, {}
     correction = settings.correction_for(work.config)
     if correction is not None or settings.rejection:
-        assert old_logp_BT is not None, "importance weights need the trainer's log-probabilities"
+        assert old_logp_BT is not None, "importance weights require the trainer's log-probabilities"
         importance_BT, corrected = rollout_correction(
             old_logp_BT,
             rollout.sampler_logp_BT,

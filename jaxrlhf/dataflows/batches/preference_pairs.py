@@ -41,7 +41,7 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
     width = rollout.max_prompt_tokens + rollout.max_response_tokens
     token_BT, mask_BT, length_B = np.zeros((count, width), np.int32), np.zeros((count, width), bool), []
     for index, pair in enumerate(problems):
-        assert isinstance(pair, Pair), "the configuration lets no other problems through"
+        assert isinstance(pair, Pair), "the configuration accepts only pairs"
         for row, answer in enumerate((pair.solution_tokens, pair.rejected_tokens), start=2 * index):
             start, end = len(pair.prompt_tokens), len(pair.prompt_tokens) + len(answer)
             token_BT[row, :end] = (*pair.prompt_tokens, *answer)

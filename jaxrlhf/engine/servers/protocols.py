@@ -104,7 +104,9 @@ class Vllm:
 
     def check_reloaded(self, reply: Any) -> None:
         if reply and reply.get("success") is False:  # requests of other clients hold the cache
-            raise ValueError("keys and values of older weights are in use; does another run use the server?")
+            raise ValueError(
+                "the server still uses keys and values of older weights; check that no other run uses the server"
+            )
 
 
 class Sglang:
@@ -127,8 +129,8 @@ class Sglang:
 
     def answer(self, reply: Any) -> ServerResponse:
         about = reply["meta_info"]
-        drawn = about["output_token_logprobs"]
-        tokens, logps = tuple(int(token) for _, token, *_ in drawn), tuple(float(logp) for logp, *_ in drawn)
+        sampled = about["output_token_logprobs"]
+        tokens, logps = tuple(int(token) for _, token, *_ in sampled), tuple(float(logp) for logp, *_ in sampled)
         return ServerResponse(tokens, logps, _is_cut(about["finish_reason"]["type"]), about.get("weight_version"))
 
     def reload(self, folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -161,7 +163,7 @@ def _settings_of_both(sampling: Sampling, ends: ResponseEnds) -> dict[str, Any]:
 def _is_cut(reason: str) -> bool:
     """Return True if the length limit ended a response; raise `ValueError` if the server aborted it."""
     if reason not in ("stop", "length"):
-        raise ValueError(f"the server gave up the response: {reason}")
+        raise ValueError(f"the server aborted the response: {reason}")
     return reason == "length"
 
 

@@ -21,7 +21,7 @@ from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.engine.servers.protocols import PROTOCOLS, ResponseEnds, ServerResponse
 from jaxrlhf.rewards.endpoint import Unreadable, get_json, post_json
 
-_OTHER_WEIGHTS = "was the server started anew, or does another run use it?"
+_OTHER_WEIGHTS = "check that no other run uses the server, and that the server was not restarted"
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class ServerEngine:
             return
         reply = get_json(url + path, api_key_env=self.server.api_key_env, total_s=self.server.request_s)
         if not isinstance(reply, dict) or reply.get("weight_version") != self._loaded:
-            raise Unreadable(f"{url}{path} answers {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
+            raise Unreadable(f"{url}{path} returned {reply}, expected weights {self._loaded!r}; {_OTHER_WEIGHTS}")
 
     def unload(self) -> None:
         """Drop weights that were not sent to the servers."""
@@ -114,11 +114,11 @@ class ServerEngine:
         urls = self.server.urls
         pool = ThreadPoolExecutor(min(self.server.concurrency, max(len(requests), 1)))
         try:
-            asked = [
+            futures = [
                 pool.submit(self._complete, urls[numbers[request.prompt_tokens] % len(urls)], request, sampling, seed)
                 for request in requests
             ]
-            for done, one in enumerate(as_completed(asked), start=1):
+            for done, one in enumerate(as_completed(futures), start=1):
                 completion = one.result()
                 if on_completion is not None:
                     on_completion(completion)
@@ -128,7 +128,7 @@ class ServerEngine:
             pool.shutdown(cancel_futures=True)
         for url in urls:
             self._check_weights(url)
-        return [one.result() for one in asked]
+        return [one.result() for one in futures]
 
     def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
         ends = ResponseEnds(
@@ -144,7 +144,7 @@ class ServerEngine:
             self._check(answer, ends)
         except (LookupError, TypeError, ValueError) as error:
             raise Unreadable(
-                f"{url}{path} answered request {request.request_id} with no response of {self.server.api}'s form: "
+                f"{url}{path} returned no valid {self.server.api} response to request {request.request_id}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return Completion(request.request_id, answer.tokens, answer.logps, answer.truncated, self._version)
@@ -154,16 +154,16 @@ class ServerEngine:
         tokens, logps = answer.tokens, answer.logps
         if len(tokens) != len(logps) or not 0 < len(tokens) <= ends.max_tokens:
             raise ValueError(
-                f"{len(tokens)} tokens and {len(logps)} log-probabilities, expected 1 to {ends.max_tokens} of both"
+                f"got {len(tokens)} tokens and {len(logps)} log-probabilities, expected 1 to {ends.max_tokens} of each"
             )
         if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"token ids {wrong[:3]}, expected ids below {self.vocab_size}")
+            raise ValueError(f"got token ids {wrong[:3]}, expected ids below {self.vocab_size}")
         if impossible := [logp for logp in logps if not (math.isfinite(logp) and logp <= 1e-3)]:
-            raise ValueError(f"log-probabilities {impossible[:3]}, expected finite ones that are not above 0")
+            raise ValueError(f"got log-probabilities {impossible[:3]}, expected finite numbers of at most 0")
         if answer.truncated and len(tokens) < ends.max_tokens:
             raise ValueError(
-                f"cut after {len(tokens)} of {ends.max_tokens} tokens; start the server with a context (vLLM: "
-                "--max-model-len, SGLang: --context-length) for the longest prompt and response together"
+                f"truncated after {len(tokens)} of {ends.max_tokens} tokens; start the server with a context (vLLM: "
+                "--max-model-len, SGLang: --context-length) for the longest prompt plus response"
             )
         if answer.weights not in (None, self._loaded):
             raise ValueError(f"sampled with weights {answer.weights!r}, expected {self._loaded!r}; {_OTHER_WEIGHTS}")

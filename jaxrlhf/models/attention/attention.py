@@ -113,7 +113,7 @@ def _on_devices(
 
     def on_devices(*given: Any) -> Any:
         *arrays, score_mod = given
-        assert score_mod.block_RW is None, "kernels are causal"
+        assert score_mod.block_RW is None, "kernels support only causal attention"
 
         def run(slides, sink_N, *arrays):
             return kernel(*arrays, replace(score_mod, slides=slides, sink_N=sink_N))
@@ -139,7 +139,7 @@ def attend_pages(
       pages_ZSJU: Z pages of S positions: for each key-value head its key, then its value, padded to U >= H.
       table_BQ: Page numbers of each slot in order; numbers past the last page are no page.
     """
-    assert execution.pages_kernel is not None, "the cache does not lie in pages"
+    assert execution.pages_kernel is not None, "the cache is not stored in pages"
     head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
     score_mod = replace(score_mod, divisor=score_mod.divide_by(head_dim))
     kernel = PAGES[execution.pages_kernel]

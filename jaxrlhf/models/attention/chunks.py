@@ -45,12 +45,12 @@ class Chunk(NamedTuple):
 
     def real(self, tokens: int) -> Array:
         """Return the mask `[P, C]` of the chunk: true for tokens of the prompts, false for padding."""
-        assert self.length_P is not None, "layers with states want the lengths of prompts"
+        assert self.length_P is not None, "layers with states require prompt lengths"
         return self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
 
     def state(self) -> LayerState:
         """Return the layer's states before the chunk."""
-        assert self.prefix.state is not None, "layers with states want a prefix that has them"
+        assert self.prefix.state is not None, "layers with states require a prefix with states"
         state = self.prefix.state
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
 

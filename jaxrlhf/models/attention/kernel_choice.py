@@ -47,7 +47,7 @@ _Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 _WIDTH, _CAPACITY, _SHARED_CAPACITY = 199, 700, 2112
 """Width of rows and capacity of slots that kernels are tested on, no multiples of any tile; then the capacity in pages.
 
-The capacity in pages has room for a prompt that is read once for several slots.
+The capacity in pages includes a prompt that is read once for several slots.
 """
 _WINDOW = 45
 """Window that kernels are tested with: it ends inside of segments and of tiles."""
@@ -96,7 +96,7 @@ def choose_execution(
     split = replace(split, token_axes=token_axes, width_axes=width_axes, cache_axes=cache_axes)
     pageless = _pageless(config, split)
     if cache == "pages" and decodes and pageless is not None:
-        raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
+        raise Refusal(f"cache='pages' is not supported, because {pageless}; set 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
             return replace(split, pages_kernel="xla")
@@ -113,16 +113,20 @@ def choose_execution(
         usable_here = all(_usable(trial, obstacle, here) for trial in trials)
         everywhere = _in_all_processes(usable_here, mesh)
         if usable_here and not everywhere:
-            trials[0].warn("another process of the mesh cannot use it")
+            trials[0].warn("another process of the mesh does not support it")
         return everywhere
 
     no_sinks = _no_sinks(config, rows)
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
         paged = pages if usable("pages", pages, _no_pages(config, pages)) else "xla" if cache == "pages" else None
-    no_latents = _no_sinks(config, decode) or (None if config.latent is None else "it reads no latents")
+    no_latents = _no_sinks(config, decode) or (
+        None if config.latent is None else "it does not support latent attention"
+    )
     both_ways = config.vision is not None and config.vision.both_ways
-    causal = no_sinks or ("tokens of an image see those behind them, and it is causal" if both_ways else None)
+    causal = no_sinks or (
+        "it is causal, but tokens of an image attend to later tokens of the image" if both_ways else None
+    )
     return replace(
         split,
         rows_kernel=rows if usable("rows", rows, causal) else "xla",
@@ -150,25 +154,27 @@ def _heads_of_device(heads: int, kv_heads: int, context: int) -> tuple[int, int]
 def _pageless(config: AnyModel, execution: Execution = ONE_DEVICE) -> str | None:
     """Return the reason that a cache cannot be stored in pages; None if it can."""
     if isinstance(config, CausalLM):
-        return "a model with functions of its own has a cache of its own"
+        return "a user-defined model has its own cache"
     if config.latent is not None:
-        return "latents do not lie in pages"
+        return "latent attention has no cache in pages"
     if config.linear is not None:
-        return "states of linear attention do not lie in pages"
+        return "linear attention has no cache in pages"
     if config.full_heads is not None:
-        return "layers whose heads differ do not lie in pages"
+        return "layers with different heads have no cache in pages"
     if execution.stages > 1:
-        return "layers that are divided over stages have theirs in slots"
-    return "devices that share the positions of a sequence have them in slots" if execution.cache_ways > 1 else None
+        return "layers split over stages have their cache in slots"
+    return (
+        "devices that split the positions of a sequence have their cache in slots" if execution.cache_ways > 1 else None
+    )
 
 
 def _no_sinks(config: ModelConfig, kernel: str) -> str | None:
-    return "it knows of no attention sinks" if config.attention_sinks and kernel in WITHOUT_SINKS else None
+    return "it does not support attention sinks" if config.attention_sinks and kernel in WITHOUT_SINKS else None
 
 
 def _no_pages(config: ModelConfig, kernel: PagesKernel) -> str | None:
     too_wide = config.head_dim > WIDEST.get(kernel, config.head_dim)
-    return _no_sinks(config, kernel) or (f"it reads heads of {WIDEST[kernel]} or fewer numbers" if too_wide else None)
+    return _no_sinks(config, kernel) or (f"it supports head_dim up to {WIDEST[kernel]}" if too_wide else None)
 
 
 def lies_in_pages(config: ModelConfig, platform: str | None, *, cache: Literal["auto", "slots", "pages"]) -> bool:
@@ -192,7 +198,7 @@ class _Trial(NamedTuple):
         """Warn that the kernel is not used."""
         warnings.warn(
             f"attention kernel {self.kernel!r} ({self.use}) is not used on {self.platform} for heads "
-            f"{' x '.join(map(str, self.heads))} in {self.dtype}, which costs speed: {objection}",
+            f"{' x '.join(map(str, self.heads))} in {self.dtype}, so attention is slower: {objection}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -244,7 +250,7 @@ def _objection(trial: _Trial, devices_here: bool) -> str | None:
     for name, got, true in zip(names, ours, exact, strict=False):
         off = float(np.abs(np.float32(got) - true).max() / np.abs(true).max())
         if not off <= tolerance:  # also true for NaN
-            return f"its {name} is off by {off:.1e} of the largest entry, more than {tolerance:.1e}"
+            return f"its {name} differs by {off:.1e} of the largest entry, more than the tolerance {tolerance:.1e}"
     return None
 
 

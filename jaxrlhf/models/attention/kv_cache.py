@@ -47,7 +47,7 @@ class Prefix(NamedTuple):
         """Return the keys and values that the layers of a stack keep, or borrow."""
         if LENDERS.get(stack, stack) != SLIDING_LAYERS:
             return self
-        assert self.sliding is not None, "a model with this stack has their keys and values"
+        assert self.sliding is not None, "the prefix has no keys and values of sliding layers"
         return self.sliding
 
     def interleave(self, ways: int) -> "Prefix":
@@ -274,7 +274,7 @@ def insert_prefix(
                 own = prefix.sliding if keeps == "sliding" else prefix
                 kept = own.key_LPSKH[place], own.value_LPSKH[place]
                 if is_ring(stored) and (width > stored.capacity or ways > 1):
-                    assert length_P is not None, "prompts longer than a ring are placed by their lengths"
+                    assert length_P is not None, "prompts longer than a ring require their lengths"
                     sizes = {"entries": stored.capacity, "ways": ways}
                     key_ISKH, value_ISKH = (ring_of_prompts(leaf, row_I, length_P, **sizes) for leaf in kept)
                 else:

@@ -77,7 +77,7 @@ def attend_latents(
     key_value_CNU = attention["key_value"].astype(query_BNH.dtype)
     key_B1XS, latent_B1SC = stored
     query_BNC = jnp.einsum("BNH,CNH->BNC", query_BNH[..., :plain], key_value_CNU[..., :plain])
-    assert score_mod.sink_N is None, "latent attention has no sinks"
+    assert score_mod.sink_N is None, "latent attention does not support sinks"
 
     def scores(query_BNX: Array, query_BNC: Array, key_B1XS: Array, latent_B1SC: Array) -> Array:
         product = {"preferred_element_type": jnp.float32}

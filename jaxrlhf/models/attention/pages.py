@@ -1,7 +1,7 @@
 """Paged KV cache: memory follows the number of stored tokens, not the longest sequence.
 
 A layer has one array of pages. Each page holds `PAGE_TOKENS` positions of one slot, or of several slots whose prompts
-begin alike. A table that all layers share lists the pages of every slot, in order. For every position a page holds
+start alike. A table that all layers share lists the pages of every slot, in order. For every position a page holds
 the key and the value of one key-value head after another, as the kernels read them.
 
 If slots are split over devices, each device holds the pages of its slots and numbers its own pages.
@@ -92,7 +92,7 @@ def empty_pages(config: ModelConfig, *, pages: int, execution: Execution) -> lis
 
     Build them under jit with `out_shardings`, so that each device allocates its own pages.
     """
-    assert execution.pages_kernel is not None, "the cache does not lie in pages"
+    assert execution.pages_kernel is not None, "the cache is not stored in pages"
     lanes = LANES.get(execution.pages_kernel, 1)
     heads = config.num_kv_heads * execution.kv_copies(config.num_kv_heads)
     shape = pages, PAGE_TOKENS, 2 * heads, -(-config.head_dim // lanes) * lanes

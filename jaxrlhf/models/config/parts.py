@@ -81,7 +81,8 @@ class LinearAttention:
             )
         if self.groups is not None and self.key_heads % self.groups:
             raise Refusal(
-                f"key_heads={self.key_heads} is not a multiple of groups={self.groups}; each is repeated as often"
+                f"key_heads={self.key_heads} is not a multiple of groups={self.groups}; every group serves the same "
+                "number of key heads"
             )
 
     @property
@@ -200,17 +201,17 @@ class Experts:
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
             raise Refusal(
-                f"a token goes through per_token={self.per_token} of count={self.count} experts; "
-                f"per_token has to be from 1 to count"
+                f"per_token={self.per_token} is not in the range of the count={self.count} experts; expected "
+                "per_token from 1 to count"
             )
         if self.groups < 1 or self.count % self.groups or not 1 <= self.groups_per_token <= self.groups:
             raise Refusal(
-                f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
-                f"groups have to be equal, and at least one of them chosen"
+                f"groups_per_token={self.groups_per_token} of groups={self.groups} with count={self.count} experts; "
+                "groups must divide count, and groups_per_token must be from 1 to groups"
             )
         in_group = self.count // self.groups
         if not 1 <= self.group_best <= in_group or self.groups_per_token * in_group < self.per_token:
             raise Refusal(
-                f"a group has {in_group} experts; that has to be at least group_best={self.group_best}, and "
-                f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
+                f"a group has {in_group} experts; expected at least group_best={self.group_best}, and at least "
+                f"per_token={self.per_token} experts in groups_per_token={self.groups_per_token} groups"
             )

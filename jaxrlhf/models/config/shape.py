@@ -158,36 +158,42 @@ class DecoderShape:
             )
         if self.dense_layers and (self.experts is None or self.dense_layers >= self.num_layers):
             raise Refusal(
-                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} come before layers with experts; "
-                f"a model without experts has dense_layers=0"
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} requires experts in the later "
+                "layers; set dense_layers=0 for a model without experts"
             )
         if self.experts is not None and self.activation not in ("silu", self.experts.activation):
             raise Refusal(
-                f"activation={self.activation!r} with experts, which compute {self.experts.activation}; give the same"
+                f"activation={self.activation!r} differs from experts.activation={self.experts.activation}; set the "
+                "same activation"
             )
         if self.experts is not None and self.borrowing_intermediate_size is not None:
-            raise Refusal("borrowing_intermediate_size with experts, whose MLP is the same in all layers; leave it out")
+            raise Refusal(
+                "borrowing_intermediate_size does not support experts, whose MLP has one size in all layers; set "
+                "borrowing_intermediate_size=None"
+            )
         if (self.linear is not None) != any(self.linear_layers) or (self.linear_layers and all(self.linear_layers)):
             raise Refusal(
-                f"linear_layers={self.linear_layers} with linear={self.linear}; some layers have linear attention and "
-                f"others have not, or no layer has it and linear is None"
+                f"linear_layers={self.linear_layers} does not fit linear={self.linear}; expected both kinds of "
+                "layers, or no linear layers and linear=None"
             )
         if self.linear is not None and (self.dense_layers or self.latent is not None or self.norms != "pre"):
             raise Refusal(
-                f"linear attention with dense_layers={self.dense_layers}, latent={self.latent}, "
-                f"norms={self.norms!r}; layers of both kinds have the same MLP, norms before it, and keys and values"
+                f"linear attention does not support dense_layers={self.dense_layers}, latent={self.latent} and "
+                f"norms={self.norms!r}; expected dense_layers=0, latent=None and norms='pre'"
             )
         if self.full_heads is not None:
             self._check_full_heads(self.full_heads)
         elif self.borrowing_layers:
-            raise Refusal(f"borrowing_layers={self.borrowing_layers} without full_heads, with which they go")
+            raise Refusal(
+                f"borrowing_layers={self.borrowing_layers} requires full_heads; set full_heads or borrowing_layers=0"
+            )
         if self.streams is not None and (self.layer_inputs is None or self.norms != "sandwich" or self.layer_scale):
-            raise Refusal("streams go with layer_inputs, norms='sandwich' and no layer_scale; leave streams out")
+            raise Refusal("streams requires layer_inputs, norms='sandwich' and layer_scale=False; set streams=None")
         for name in ("sliding_layers", "rope_layers", "linear_layers", "sparsity"):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise Refusal(
-                    f"{name} speaks of {len(getattr(self, name))} layers, num_layers is {self.num_layers}; "
-                    f"give one entry for each layer, or none"
+                    f"{name} has {len(getattr(self, name))} entries, but num_layers={self.num_layers}; expected one "
+                    "entry for each layer, or none"
                 )
 
     def _check_full_heads(self, full: FullHeads) -> None:
@@ -198,12 +204,14 @@ class DecoderShape:
                 f"every key-value head serves the same number of query heads"
             )
         if self.latent is not None or self.linear is not None or self.dense_layers or self.sliding_window is None:
-            raise Refusal("full_heads needs sliding_window, and no latent or linear attention and no dense_layers")
+            raise Refusal(
+                "full_heads requires sliding_window, and supports neither latent nor linear attention nor dense_layers"
+            )
         own = set(self.sliding_layers[: self.num_layers - self.borrowing_layers])
         if False not in own or not set(self.sliding_layers) <= own:
             raise Refusal(
-                f"borrowing_layers={self.borrowing_layers} with sliding_layers={self.sliding_layers}; before them "
-                f"there have to be a layer without the window, and a layer with it if any layer has it"
+                f"borrowing_layers={self.borrowing_layers} with sliding_layers={self.sliding_layers}; expected an "
+                "earlier layer without a window, and an earlier layer with a window if any layer has one"
             )
 
     def of_stack(self, stack: str) -> Self:

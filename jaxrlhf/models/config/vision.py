@@ -90,8 +90,8 @@ class Vision:
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or (self.rotates and self.head_dim % 4):
             raise Refusal(
-                f"a tower of hidden_size={self.hidden_size} with num_heads={self.num_heads}; heads are of one width, "
-                f"a multiple of 4 where they are rotated"
+                f"vision tower with hidden_size={self.hidden_size} and num_heads={self.num_heads}; num_heads must "
+                "divide hidden_size, and with rotary positions the width of a head must be a multiple of 4"
             )
 
     @property

@@ -33,7 +33,7 @@ def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
     file = resolve(path) / "config.json"
     if not file.is_file():
         check_no_adapters_alone(file.parent)
-        raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
+        raise Refusal(f"{file.parent} has no config.json; expected a checkpoint directory")
     fields = read_object(file, AGAIN)
     return fields if whole else text_fields(fields)
 
@@ -77,7 +77,7 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
         if given == [family.classifier] or given == [family.step_classifier]:
             return family, "score"
     known = ", ".join(name for family in FAMILIES.values() for name in (family.causal, family.classifier))
-    raise Refusal(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
+    raise Refusal(f"{path}/config.json has architecture {given[0]!r}; supported are {known}")
 
 
 def labels_steps(path: str | Path) -> bool:
@@ -92,8 +92,8 @@ def labels_steps(path: str | Path) -> bool:
     labels = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers omits these defaults
     if len(labels) != 2:
         raise Refusal(
-            f"{path}/config.json has {len(labels)} labels of tokens, and a process reward model has two, of which the "
-            "second says that a step is right; give another checkpoint"
+            f"{path}/config.json has {len(labels)} token labels; a process reward model has two, the second for "
+            "right steps: choose another checkpoint"
         )
     return True
 

@@ -52,8 +52,8 @@ class Header:
         value = self.values.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list):
             raise Refusal(
-                f"{self.file} has {self.architecture}.{key} as a list, so its layers differ; such models are not read "
-                "from GGUF: give the model's safetensors"
+                f"{self.file} has {self.architecture}.{key} as a list, so its layers differ, which is not supported "
+                "for GGUF; use the model's safetensors"
             )
         return value
 
@@ -79,11 +79,11 @@ def _read(file: Path, size: int, written_ns: int) -> Header:
     with file.open("rb") as opened:
         start = opened.read(len(_MAGIC))
     if start != _MAGIC:
-        raise Refusal(f"{file} is no GGUF file: it begins with {start!r}, not {_MAGIC!r}; download it again")
+        raise Refusal(f"{file} is not a GGUF file: it starts with {start!r}, not {_MAGIC!r}; download it again")
     try:
         import gguf
     except ImportError as error:
-        raise Refusal(f"{file} is read by the package gguf: pip install 'jaxrlhf[gguf]'") from error
+        raise Refusal(f"{file} requires the package gguf: pip install 'jaxrlhf[gguf]'") from error
 
     class Reader(gguf.GGUFReader):
         """Reader that stops at the end of the file; the package's reader reads nothing there, perhaps forever."""
@@ -91,18 +91,18 @@ def _read(file: Path, size: int, written_ns: int) -> Header:
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
-                raise ValueError(f"it has {len(self.data)} bytes, and something in it ends at byte {end}")
+                raise ValueError(f"the file has {len(self.data)} bytes, but its header refers to byte {end}")
             return super()._get(offset, dtype, count, *order, **named)
 
     try:
         reader = Reader(file)
         if reader.byte_order != "I":
-            raise ValueError("its numbers are in the other byte order, which is not read")
+            raise ValueError("the file is in the other byte order, which is not supported")
         values = {name: field.contents() for name, field in reader.fields.items()}
         tokens = {name: values.pop(key) for name in _TOKEN_LISTS if (key := f"tokenizer.ggml.{name}") in values}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, OSError, RecursionError) as error:
-        raise Refusal(f"{file} is damaged or cut short ({reason_of(error)}); download it again") from error
+        raise Refusal(f"{file} is damaged or truncated ({reason_of(error)}); download it again") from error
     header = Header(file, values, tokens, tensors)
     with _senseless(header):
         _check(header, gguf)
@@ -116,7 +116,7 @@ def _senseless(header: Header) -> Iterator[None]:
         yield
     except (TypeError, ArithmeticError, LookupError) as error:  # a text in place of a number, no heads, one dimension
         raise Refusal(
-            f"{header.file} has values in its header that no model can have ({reason_of(error)}); download it again"
+            f"{header.file} has invalid values in its header ({reason_of(error)}); download it again"
         ) from error
 
 
@@ -125,28 +125,28 @@ def _check(header: Header, gguf: Any) -> None:
     named = header.values.get("general.architecture")
     if not isinstance(named, str) or named not in ARCHITECTURES:
         raise Refusal(
-            f"{header.file} has architecture {named!r}; of GGUF files {', '.join(ARCHITECTURES)} are read: give the "
-            "directory with the model's safetensors"
+            f"{header.file} has architecture {named!r}, but GGUF files are supported for {', '.join(ARCHITECTURES)}; "
+            "use the directory with the model's safetensors"
         )
     if (parts := header.values.get("split.count", 1)) > 1:
         raise Refusal(
-            f"{header.file} is one of {parts} parts; join them with `llama-gguf-split --merge`, and give the result"
+            f"{header.file} is one of {parts} parts; join them with `llama-gguf-split --merge`, and use the result"
         )
     for key in _OF_OTHERS:
         if header.take(key) not in (None, 0, 0.0, 1, 1.0):
             raise Refusal(
-                f"{header.file} has {named}.{key}={header.take(key)}, which is not read from GGUF; give the model's "
-                "safetensors"
+                f"{header.file} has {named}.{key}={header.take(key)}, which is not supported for GGUF; use the "
+                "model's safetensors"
             )
     if header.take("expert_count", 0):
-        raise Refusal(f"{header.file} has experts, which are not read from GGUF; give the model's safetensors")
+        raise Refusal(f"{header.file} has experts, which are not supported for GGUF; use the model's safetensors")
     for tensor in {tensor.tensor_type: tensor for tensor in header.tensors.values()}.values():
         try:
             gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], tensor.tensor_type)
         except NotImplementedError as error:
             raise Refusal(
-                f"{header.file} has {tensor.name} as {tensor.tensor_type.name}, which the package gguf does not "
-                "dequantise; give a file in another quantisation, such as Q8_0"
+                f"{header.file} has {tensor.name} as {tensor.tensor_type.name}, which the package gguf cannot "
+                "dequantize; use a file with another quantization, such as Q8_0"
             ) from error
 
 
@@ -169,11 +169,11 @@ def _shared_fields(header: Header) -> dict[str, Any]:
     values = header.take("attention.value_length", head_dim)
     if not head_dim == rotated == values:
         raise Refusal(
-            f"{header.file} has heads of {head_dim} for keys and {values} for values, {rotated} of them rotated; such "
-            "heads are not read from GGUF: give the model's safetensors"
+            f"{header.file} has heads of {head_dim} for keys and {values} for values, {rotated} of them rotated, "
+            "which is not supported for GGUF; use the model's safetensors"
         )
     if "token_embd.weight" not in header.tensors:
-        raise Refusal(f"{header.file} has no token_embd.weight, so it holds no whole model; give another file")
+        raise Refusal(f"{header.file} has no token_embd.weight, so the model is incomplete; use another file")
     return {
         "vocab_size": int(header.tensors["token_embd.weight"].shape[1]),
         "hidden_size": width,
@@ -216,7 +216,7 @@ def _scaling(header: Header) -> dict[str, Any]:
     keys = {key.removeprefix(prefix) for key in header.values if key.startswith(prefix)}
     if unread := sorted(keys - {*_OF_SCALING}):
         raise Refusal(
-            f"{header.file} has {prefix}{unread[0]}, which is not read from GGUF; give the model's safetensors"
+            f"{header.file} has {prefix}{unread[0]}, which is not supported for GGUF; use the model's safetensors"
         )
     kind = header.take("rope.scaling.type", "linear")
     factor = header.take("rope.scaling.factor", header.take("rope.scale_linear", 1.0))
@@ -230,8 +230,8 @@ def _scaling(header: Header) -> dict[str, Any]:
         original = header.need("rope.scaling.original_context_length")
         return {"rope_type": "yarn", "factor": _shortest(factor), "original_max_position_embeddings": original}
     raise Refusal(
-        f"{header.file} has {header.architecture}.rope.scaling.type={kind!r}; none, linear and yarn are read from "
-        "GGUF: give the model's safetensors"
+        f"{header.file} has {header.architecture}.rope.scaling.type={kind!r}, but GGUF files are supported with "
+        "none, linear and yarn; use the model's safetensors"
     )
 
 
@@ -249,8 +249,8 @@ def _llama3_scaling(header: Header) -> dict[str, Any]:
     expected = 1 / (smooth + (1 - smooth) / factor)
     if not np.allclose(divisors, expected, rtol=_TOLERANCE):
         raise Refusal(
-            f"{header.file} stretches rotary frequencies otherwise than Llama 3 does (rope_freqs.weight); give the "
-            "model's safetensors"
+            f"{header.file} scales rotary frequencies (rope_freqs.weight) differently from Llama 3, which is not "
+            "supported for GGUF; use the model's safetensors"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 

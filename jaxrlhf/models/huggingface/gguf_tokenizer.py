@@ -50,17 +50,17 @@ def read_tokenizer(header: Header) -> "PreTrainedTokenizerBase":
         names = GGUF_TOKENIZER_MAPPING["tokenizer"]
         renamed = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
         backend, _ = convert_gguf_tokenizer(header.architecture, renamed)
-        mended = _mended(backend, header, given)
+        repaired = _repaired(backend, header, given)
         special = {name: tokens[number] for name, number in ids.items() if number is not None}
     except ImportError as error:
-        raise Refusal(f"{header.file} needs a newer transformers: pip install 'jaxrlhf[gguf]'") from error
+        raise Refusal(f"{header.file} requires a newer transformers: pip install 'jaxrlhf[gguf]'") from error
     except Exception as error:  # transformers and tokenizers raise no specific class for such files
         raise Refusal(
-            f"transformers makes no tokenizer of {header.file} ({reason_of(error)}); give the directory with the "
-            "model's safetensors and tokenizer.json"
+            f"transformers cannot convert the tokenizer of {header.file} ({reason_of(error)}); use the directory "
+            "with the model's safetensors and tokenizer.json"
         ) from error
     return PreTrainedTokenizerFast(
-        tokenizer_object=mended,
+        tokenizer_object=repaired,
         chat_template=given.get("chat_template"),
         add_bos_token=given.get("ggml.add_bos_token", given.get("ggml.model") == _SENTENCEPIECE or rules in _LLAMA3),
         add_eos_token=given.get("ggml.add_eos_token", False),
@@ -77,11 +77,11 @@ def doubt_of(header: Header) -> str | None:
     known = {_SMOLLM, *_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
     if header.values.get("tokenizer.ggml.model") != _BYTES or rules in known:
         return None
-    said = "does not say by which rules it cuts text" if rules is None else f"cuts text by unknown rules, {rules!r}"
-    return f"{header.file} {said}, and is read with GPT-2's; give another tokenizer with --tokenizer if tokens differ"
+    said = "does not name its pre-tokenizer" if rules is None else f"has the unknown pre-tokenizer {rules!r}"
+    return f"{header.file} {said}, so GPT-2's is used; if tokens differ, set another tokenizer with --tokenizer"
 
 
-def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tokenizer":
+def _repaired(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tokenizer":
     """Return the tokenizer with exactly the file's tokens, under their ids.
 
     The classes of transformers add special tokens after the file's tokens, and spell control tokens in bytes.
@@ -102,18 +102,18 @@ def _mended(backend: "Tokenizer", header: Header, given: dict[str, Any]) -> "Tok
     elif given.get("ggml.add_space_prefix") is False and made["pre_tokenizer"]["type"] == "Metaspace":
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [part for part in made["decoder"]["decoders"] if part["type"] != "Strip"]
-    mended = Tokenizer.from_str(json.dumps(made))
-    kinds, vocabulary = list(header.tokens.get("token_type", [])), mended.get_vocab()
+    repaired = Tokenizer.from_str(json.dumps(made))
+    kinds, vocabulary = list(header.tokens.get("token_type", [])), repaired.get_vocab()
     for number, kind in enumerate(kinds):  # some files mark the token that opens a turn as normal
         if kind == _NORMAL and tokens[number] in _named(given.get("chat_template") or ""):
             kinds[number] = _CONTROL
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         found = [token for token, its in zip(tokens, kinds, strict=False) if its == kind and token in vocabulary]
-        add = mended.add_special_tokens if special else mended.add_tokens
+        add = repaired.add_special_tokens if special else repaired.add_tokens
         add([AddedToken(token, normalized=False, special=special) for token in found])
-    if mended.get_vocab_size() != len(set(tokens)):
-        raise ValueError(f"{mended.get_vocab_size()} tokens were made of {len(set(tokens))}")
-    return mended
+    if repaired.get_vocab_size() != len(set(tokens)):
+        raise ValueError(f"the tokenizer has {repaired.get_vocab_size()} tokens, but the file has {len(set(tokens))}")
+    return repaired
 
 
 @cache

@@ -31,23 +31,20 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
     if directory.is_dir():
         if (run := _run_of(directory)) is not None:
             raise Refusal(
-                f"{name} belongs to a run and is no checkpoint that a model is loaded from; write one with "
-                f"`python -m jaxrlhf.export {run} DIRECTORY` (--step chooses the step), and give DIRECTORY"
+                f"{name} belongs to a run and is not a checkpoint of a model; export a step with `python -m "
+                f"jaxrlhf.export {run} DIRECTORY` (--step sets the step), and use DIRECTORY"
             )
         _check_no_gguf_alone(directory)
         return directory
     if directory.suffix.lower() == GGUF and directory.is_file():
         return gguf_directory(directory)
     if directory.is_file():
-        raise Refusal(
-            f"{name} is a file; give the directory that has config.json and *.safetensors beside each other, or a "
-            f"{GGUF} file"
-        )
+        raise Refusal(f"{name} is a file; use the directory with config.json and *.safetensors, or a {GGUF} file")
     if directory.suffix.lower() == GGUF:
         raise Refusal(f"there is no file {name}; check the path of the {GGUF} file")
     found = _HUB_ID.fullmatch(name)
     if found is None or ("/" in name and directory.parent.is_dir()):
-        raise Refusal(f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B")
+        raise Refusal(f"no directory {name!r}; use a local checkpoint directory, or a hub id such as Qwen/Qwen3-0.6B")
     return _download(found["name"], found["revision"], weights=weights)
 
 
@@ -55,7 +52,9 @@ def _check_no_gguf_alone(directory: Path) -> None:
     """Refuse a directory with GGUF files instead of a checkpoint, because the wanted file is unknown."""
     files = sorted(directory.glob(f"*{GGUF}"))
     if files and not (directory / "config.json").is_file():
-        raise Refusal(f"{directory} holds no config.json, and {len(files)} {GGUF} files; give the file, {files[0]}")
+        raise Refusal(
+            f"{directory} has {len(files)} {GGUF} files and no config.json; use the path of a file, such as {files[0]}"
+        )
 
 
 def check_no_adapters_alone(directory: Path) -> None:
@@ -64,10 +63,10 @@ def check_no_adapters_alone(directory: Path) -> None:
     if not file.is_file() or (directory / "config.json").is_file():
         return
     base = re.search(r'"base_model_name_or_path"\s*:\s*("[^"]*")', file.read_text(errors="replace"))
-    model = base[1] if base else "the model that they were trained on"
+    model = base[1] if base else "the base model of the adapters"
     raise Refusal(
-        f"{directory} holds adapters of peft and no config.json; give Pretrained({model}) as the model, and "
-        f"Lora(start={str(directory)!r}) as actor.lora"
+        f"{directory} has adapters of peft and no config.json; set model=Pretrained({model}) and "
+        f"actor.lora=Lora(start={str(directory)!r})"
     )
 
 
@@ -125,10 +124,10 @@ def _broken_off(hub_id: str, error: Exception) -> Refusal:
 
     if isinstance(error, GatedRepoError):
         return Refusal(
-            f"hub repository {hub_id!r} is gated: ask for access at {constants.ENDPOINT}/{hub_id}, "
-            f"then log in with `hf auth login` or HF_TOKEN"
+            f"hub repository {hub_id!r} is gated: request access at {constants.ENDPOINT}/{hub_id}, then log in with "
+            "`hf auth login` or HF_TOKEN"
         )
     return Refusal(
-        f"the download of {hub_id!r} from the hub broke off ({reason_of(error)}); "
-        f"start again, files that are complete are not downloaded twice"
+        f"the download of {hub_id!r} from the hub failed ({reason_of(error)}); start again: complete files are not "
+        "downloaded again"
     )

@@ -254,8 +254,8 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
     stored = stored_tensors(config, head)
     if (adapters := files.directory / ADAPTERS).is_file():
         raise Refusal(
-            f"{adapters} is beside weights: transformers adds its adapters to them, jaxrlhf does not; give merged "
-            "weights without that file"
+            f"{adapters} has adapters for these weights, which transformers adds and jaxrlhf does not; use merged "
+            "weights without this file"
         )
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)
@@ -264,8 +264,8 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
         del stored["head"]
     if head == "value" and labelled:
         raise Refusal(
-            f"{files.directory} labels tokens, with a bias that a value head has not; it scores steps as a "
-            "ProcessModelReward, and training starts from a language model or from what ProcessRewardModel exported"
+            f"{files.directory} classifies tokens, with a bias that a value head does not have; use it as a "
+            "ProcessModelReward, or start training from a language model or an export of ProcessRewardModel"
         )
     expected = tensor_shapes(config, head, stored)
     if labelled:
@@ -279,7 +279,7 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
     """Raise `Refusal` unless the checkpoint has the wanted head; a value head may start from any checkpoint."""
     if head not in ("value", saved):
         says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
-        raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint")
+        raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is required; use another checkpoint")
 
 
 def _check_tied(files: TensorFiles, embed: str) -> None:
@@ -294,8 +294,8 @@ def _check_tied(files: TensorFiles, embed: str) -> None:
         same = same and np.array_equal(*(files[name][rows].astype(np.float32) for name in (embed, head)))
     if not same:
         raise Refusal(
-            f"tensor {head!r} in {files.where(head)} is not {embed!r}, and config.json ties them: some readers take "
-            f"the one and some the other; set tie_word_embeddings to false there, or leave {head} out"
+            f"tensor {head!r} in {files.where(head)} differs from {embed!r}, but config.json ties them, so readers "
+            f"disagree; set tie_word_embeddings=false in config.json, or remove {head}"
         )
 
 
@@ -305,27 +305,27 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, expected: Mapping[st
     for name, shape in expected.items():
         if name in files.absent:
             where = files.directory / files.absent[name]
-            raise Refusal(f"tensor {name!r} is missing from {where}, where {INDEX} puts it")
+            raise Refusal(f"tensor {name!r} is missing from {where}, where {INDEX} lists it")
         if name not in files.file_of:
             raise Refusal(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
         found, kind = tuple(files[name].get_shape()), files[name].get_dtype()
         if found != shape:
             raise Refusal(
-                f"tensor {name!r} in {files.where(name)} has shape {list(found)}, config.json and the "
-                f"head asked for make it {list(shape)}; the files do not belong together"
+                f"tensor {name!r} in {files.where(name)} has shape {list(found)}, but config.json and the requested "
+                f"head expect {list(shape)}; use matching files"
             )
         if kind not in DTYPES.values():
             raise Refusal(
-                f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
-                f"give the checkpoint in one of them"
+                f"tensor {name!r} in {files.where(name)} has dtype {kind}; convert the checkpoint to one of "
+                f"{', '.join(DTYPES.values())}"
             )
-    beside = () if config.vision is None else VISION_FORMATS[config.vision.family].leaves_out
+    ignored = () if config.vision is None else VISION_FORMATS[config.vision.family].leaves_out
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
         constant = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-        unread = constant or family.leaves_out(name, config) or name.startswith(beside)
+        unread = constant or family.leaves_out(name, config) or name.startswith(ignored)
         if name not in expected and not unread:
             raise Refusal(
-                f"tensor {name!r} in {files.where(name)} is no part of a {config.family} decoder; "
-                f"leaving it out would change the model"
+                f"tensor {name!r} in {files.where(name)} is not part of a {config.family} decoder; ignoring it would "
+                "change the model"
             )

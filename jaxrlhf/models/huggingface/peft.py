@@ -116,19 +116,19 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise Refusal(f"{file} is missing or damaged ({error}); export it again") from error
+        raise Refusal(f"{file} is missing or damaged ({error}); export the adapters again") from error
     shapes = jax.tree.leaves_with_path(adapter_shapes(config, head, lora))
     arrays = {path_name(at): np.zeros(shape.shape, np.float32) for at, shape in shapes}
     places = {name: place for name, place in _places(config, head, lora).items() if name != _HEAD or name in tensors}
     for name in sorted(tensors.keys() ^ places.keys()):
-        wrong = "is missing from" if name in places else "is no adapter of the model by lora.targets, and is in"
+        wrong = "is missing from" if name in places else "does not match lora.targets, but is in"
         raise Refusal(f"tensor {name!r} {wrong} {file}; lora.targets are {', '.join(lora.targets)}")
     for name, place in places.items():
         block, tensor = place.of(arrays), tensors[name]
         if tensor.shape != place.shape(block):
             raise Refusal(
-                f"tensor {name!r} in {file} has shape {list(tensor.shape)}, and the model and "
-                f"lora.rank={lora.rank} make it {list(place.shape(block))}"
+                f"tensor {name!r} in {file} has shape {list(tensor.shape)}, but the model and lora.rank={lora.rank} "
+                f"require {list(place.shape(block))}"
             )
         block[...] = tensor.astype(np.float32).T.reshape(block.shape)
 
@@ -157,8 +157,8 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
         tensor = stored[weight]
         if tensor.rows is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
             raise Refusal(
-                f"{config.family} checkpoints keep {weight} with others in {tensor.name}, so it has no adapter "
-                f"of its own there; leave it out of lora.targets"
+                f"{config.family} checkpoints store {weight} with other weights in {tensor.name}, so it cannot have "
+                "its own adapter; remove it from lora.targets"
             )
         for layer in range(shape.shape[0]):
             part = {"down": "lora_A", "up": "lora_B"}[side]
@@ -172,17 +172,18 @@ def _check_fields(file: Path, lora: Lora) -> None:
     try:
         fields = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
+        raise Refusal(f"{file} is missing or not a JSON object ({error}); use a directory that peft wrote") from error
     if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise Refusal(
-            f"{file} has peft_type={fields.get('peft_type')!r} and init_lora_weights="
-            f"{fields.get('init_lora_weights')!r}; only LORA beside unchanged weights can be read"
+            f"{file} has peft_type={fields.get('peft_type')!r} and "
+            f"init_lora_weights={fields.get('init_lora_weights')!r}; only LORA with unchanged base weights is "
+            "supported"
         )
     plain = {"bias": "none"}
     unread = {name: value for name, value in fields.items() if name not in (*_READ, *_HARMLESS)}
     strange = [name for name, value in unread.items() if value and value != plain.get(name)]
     if strange:
-        raise Refusal(f"{file} has {', '.join(f'{name}={fields[name]!r}' for name in strange)}, which cannot be read")
+        raise Refusal(f"{file} has {', '.join(f'{name}={fields[name]!r}' for name in strange)}, which is not supported")
     given = {
         "r": fields.get("r"),
         "lora_alpha": fields.get("lora_alpha"),
@@ -191,6 +192,6 @@ def _check_fields(file: Path, lora: Lora) -> None:
     wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
     if given != wanted:
         raise Refusal(
-            f"{file} has {', '.join(f'{name}={value}' for name, value in given.items())}, and lora has "
-            f"rank={lora.rank}, alpha={lora.alpha}, rslora={lora.rslora}; make them the same"
+            f"{file} has {', '.join(f'{name}={value}' for name, value in given.items())}, but lora has "
+            f"rank={lora.rank}, alpha={lora.alpha}, rslora={lora.rslora}; set the same values"
         )

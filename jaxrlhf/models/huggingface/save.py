@@ -92,7 +92,7 @@ def save_each(
     """
     directory = Path(directory)
     if list(directory.glob("*.safetensors")):
-        raise Refusal(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
+        raise Refusal(f"{directory} already contains safetensors files; export to a new directory")
     shapes = tensor_shapes(config, head, stored_tensors(config, head))
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
@@ -197,7 +197,9 @@ def _fetch(array: jax.Array, stored: StoredTensor, param: Param, at: tuple[int, 
     shape = param.unpadded[len(at) :]
     block = np.asarray(tensor)[tuple(slice(shape[place]) for place in order)].reshape(stored.shape(shape))
     if dtype == np.float16 and not np.isfinite(block).all():
-        raise Refusal(f"tensor {stored.named(at)!r} has weights beyond {dtype}'s 65504; export as bfloat16 or float32")
+        raise Refusal(
+            f"tensor {stored.named(at)!r} has values beyond the maximum 65504 of {dtype}; export as bfloat16 or float32"
+        )
     return block
 
 

@@ -48,17 +48,16 @@ class TensorFiles:
             self.file_of = dict.fromkeys(self._open[GGUF_LINK].keys(), GGUF_LINK)
         else:
             pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
-            there = f", but {pickled[0]}, whose reading could run any program" if pickled else ""
+            there = f", but {pickled[0]}, a pickle, which may run code when loaded" if pickled else ""
             raise Refusal(
-                f"{directory} holds neither {SINGLE} nor {INDEX}{there}; convert it to safetensors: "
-                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does, where its author "
-                "is trusted"
+                f"{directory} has neither {SINGLE} nor {INDEX}{there}; if you trust its author, convert it to "
+                "safetensors with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
         self._name_of = part_tensors(self.file_of, vision=vision)
         if left_out := sorted(self.file_of.keys() - self._name_of.values()):
             warnings.warn(
-                f"{directory} holds a model of more than text; of its tensors {len(self.file_of) - len(self._name_of)} "
-                f"are not read, such as {left_out[0]}",
+                f"{directory} contains more than a text model; {len(self.file_of) - len(self._name_of)} tensors are "
+                f"not read, such as {left_out[0]}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -105,7 +104,7 @@ class TensorFiles:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
             "".join(file_of.values())  # TypeError if a file name is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Refusal(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
+            raise Refusal(f"{self.directory / INDEX} is not an index ({error!r}); download it again") from error
         held: dict[str, set[str]] = {}
         for name, file in file_of.items():
             if file not in held:
@@ -124,9 +123,11 @@ class TensorFiles:
 
         if name not in self._open:
             file = self.directory / name
-            wanted = "" if tensor is None else f", and {INDEX} puts tensor {tensor!r} there"
+            wanted = "" if tensor is None else f", but {INDEX} lists tensor {tensor!r} there"
             if not file.is_file():
-                raise Refusal(f"{file} is missing{wanted}: the checkpoint is incomplete; download or export it again")
+                raise Refusal(
+                    f"{file} is missing{wanted}, so the checkpoint is incomplete; download or export it again"
+                )
             try:
                 self._open[name] = safe_open(file, framework="numpy").__enter__()
             except (SafetensorError, OSError) as error:

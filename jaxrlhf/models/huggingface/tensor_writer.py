@@ -76,7 +76,7 @@ class TensorWriter:
     def close(self) -> None:
         """Give the files their names, and write the index if there are several files."""
         missing = sorted(name for name, rows in self._unwritten.items() if rows)
-        assert not missing, f"never written as a whole: {missing}"
+        assert not missing, f"tensors are incomplete: {missing}"
         for file in self._files:
             (self._directory / (file + _UNFINISHED)).rename(self._directory / file)
         if len(self._files) > 1:

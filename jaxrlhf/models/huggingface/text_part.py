@@ -78,8 +78,8 @@ def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
     if sight is None or not isinstance(tower, dict):
         known = ", ".join(one.architecture for one in VISION_FORMATS.values())
         raise Refusal(
-            f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, and vision=True reads those "
-            f"with a tower that is computed: {known}; give one of them, or vision=False"
+            f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, but vision=True supports "
+            f"{known}; use one of them, or vision=False"
         )
     given = Fields(tower, where, sight.name)
     given.take("model_type")

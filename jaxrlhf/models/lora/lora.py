@@ -33,20 +33,24 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
         the model has no tower to adapt.
     """
     if isinstance(config, CausalLM):
-        raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
+        raise Refusal(f"lora requires the built-in decoder, but the model is {config.name}; set lora=None")
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
     shared = set.intersection(*(_matrices(layer) | _absent(config, name) for name, layer in stacks.items()))
     missing = [name for name in lora.targets if name not in shared]
     if missing and lora.part != "tower":
         there = ", ".join(name for name in Lora.MATRICES if name in shared)
-        raise Refusal(f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some")
+        raise Refusal(
+            f"lora.targets has {', '.join(missing)}, but all layers of this model have {there}; choose from these"
+        )
     tree: dict[str, Any] = {}
     if lora.part != "tower":
         tree = {stack: _in_rooms(layer, lora) for stack, layer in stacks.items()}
     if lora.part != "decoder":
         if VISION not in declared:
-            raise Refusal(f"lora.part={lora.part!r}, and the model reads text alone; give vision=True, or drop part")
+            raise Refusal(
+                f"lora.part={lora.part!r} requires a model with a vision tower; set vision=True, or lora.part='decoder'"
+            )
         tree[VISION] = {"layers": _in_rooms(declared[VISION]["layers"], lora)}
     return tree if head == "lm" else tree | {"head": declared["head"]}
 

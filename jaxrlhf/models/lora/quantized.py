@@ -66,7 +66,7 @@ def quantize(weight: Array, kind: Format) -> Quantized:
     qwix, (*before, last) = _qwix(), weight.shape
     tile = math.gcd(TILE, last)
     if tile % 2:
-        raise Refusal(f"quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
+        raise Refusal(f"quantize requires matrices with an even last dimension, got {weight.shape}; set quantize=None")
 
     def one(weight_W: Array) -> tuple[Array, Array]:
         tile = qwix.quantize(weight_W, _NAMES.get(kind, kind))
@@ -102,6 +102,6 @@ def _qwix() -> ModuleType:
         import qwix
     except ImportError as error:
         raise Refusal(
-            f"lora.quantize and rollout.quantize need qwix ({error}): pip install 'jaxrlhf[quantized]'"
+            f"lora.quantize and rollout.quantize require qwix ({error}): pip install 'jaxrlhf[quantized]'"
         ) from error
     return qwix

@@ -26,7 +26,7 @@ def looked_up(
     """
     if not execution.width_axes:
         return table_VX[token_SY].astype(execution.dtype)
-    assert execution.mesh is not None, "axes are a mesh's"
+    assert execution.mesh is not None, "axes require a mesh"
     inner, width = [None] * (table_VX.ndim - 2), table_VX.shape[-1]
     vocab_axes, split_axes = shardings(execution.mesh, ("vocab", ("embed", width)), TRAIN).spec
     width_axes = tuple(axis for axis in execution.width_axes if axis in split_axes)

@@ -45,13 +45,13 @@ def processor_of(model: Any) -> Any:
         )
     from transformers import AutoImageProcessor
 
-    assert isinstance(model, Pretrained), "a model of one's own reads no images"
+    assert isinstance(model, Pretrained), "a user-defined model reads no images"
     try:
         return AutoImageProcessor.from_pretrained(resolve(model.path), backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise Refusal(
-            f"no image processor could be loaded from {model.path!r} ({reason_of(error)}); give a checkpoint with "
-            f"preprocessor_config.json, and install jaxrlhf[vision]"
+            f"no image processor could be loaded from {model.path!r} ({reason_of(error)}); use a checkpoint with "
+            "preprocessor_config.json, and install jaxrlhf[vision]"
         ) from error
 
 
@@ -64,7 +64,7 @@ def placeholders_of(vision: Vision, tokenizer: PreTrainedTokenizerBase) -> Place
     ids = (vision.image_token, vision.start_token, vision.end_token)
     texts = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in ids]
     if texts[0] is None:
-        raise Refusal(f"the tokenizer has no token {vision.image_token}, which stands for images; give the model's own")
+        raise Refusal(f"the tokenizer has no image token {vision.image_token}; use the tokenizer of the model")
     image, start, end = (str(text or "") for text in texts)
     if vision.family == "gemma3":  # its templates write only the token that begins an image
         return Placeholders(

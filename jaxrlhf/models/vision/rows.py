@@ -46,7 +46,10 @@ class ImageRows(NamedTuple):
 
 def no_pixels(image: Image) -> np.ndarray:
     """Raise `Refusal`: the `Pixels` function of models and engines that have no other."""
-    raise Refusal(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
+    raise Refusal(
+        f"the image {image.source} cannot be read without an image processor; set pixels, a function from images to "
+        "patches"
+    )
 
 
 class _Order(NamedTuple):
@@ -119,24 +122,24 @@ def check_placeholders(
     if vision is None:
         if images:
             raise Refusal(
-                f"{place}: {len(images)} images for a model that reads text alone; give vision=True, or no images"
+                f"{place}: {len(images)} images, but the model reads only text; set vision=True, or remove the images"
             )
         return
     ids = np.asarray(tokens)
-    told = np.zeros(len(ids), bool)
+    covered = np.zeros(len(ids), bool)
     for image in images:
-        told[image.start : image.start + image.tokens] = True
+        covered[image.start : image.start + image.tokens] = True
         features = patches_of(image) // vision.merge**2
         if image.tokens != features or image.start + features > len(ids):
             raise Refusal(
-                f"{place}: {image.source:.60} has {features} features and {image.tokens} tokens from token "
-                f"{image.start} of {len(ids)}; prompts with images are kept whole or left out, never cut"
+                f"{place}: {image.source:.60} has {features} features, but {image.tokens} tokens from token "
+                f"{image.start} of {len(ids)}; prompts with images must not be truncated"
             )
     there = ids == vision.image_token
-    if (told & ~there if drawn else told != there).any():
+    if (covered & ~there if drawn else covered != there).any():
         raise Refusal(
-            f"{place}: {int(there.sum())} placeholders (token {vision.image_token}) and "
-            f"{int(told.sum())} features of {len(images)} images; give an image for each placeholder in the text"
+            f"{place}: {int(there.sum())} placeholders (token {vision.image_token}), but {int(covered.sum())} features "
+            f"of {len(images)} images; expected one image for each placeholder in the text"
         )
 
 
@@ -150,11 +153,11 @@ class StripShape(NamedTuple):
     def of(
         cls, images_R: Iterable[Sequence[Image]], *, merge: int, least: "StripShape | None" = None, steps: int = 1
     ) -> "StripShape":
-        """Return the room that the images of any of these rows need, in few sizes, so that few programs are compiled.
+        """Return the capacity for the images of any of these rows, in few sizes, so that few programs are compiled.
 
         Args:
           merge: Side in patches of a feature's square.
-          least: Smallest room to return, such as the room of the batch before.
+          least: Smallest capacity to return, such as that of the previous batch.
           steps: Number of sizes between a power of two and the next.
         """
         least, rows = least or cls(), list(images_R)
@@ -256,10 +259,10 @@ class RowLayout:
         """Return the feature index and the image number of each token of a sequence in a row; -1 and 0 for text."""
         feature_T, block_T = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
         for number, image in enumerate(images, 1):
-            _, strip, begun = self._rows[row][image.digest]
+            _, strip, first = self._rows[row][image.digest]
             feature_M = order_of(self._vision, image.grid).feature_M
             part = slice(image.start, image.start + len(feature_M))
-            feature_T[part] = (strip * self._room.patches + begun) // self._vision.merge**2 + feature_M
+            feature_T[part] = (strip * self._room.patches + first) // self._vision.merge**2 + feature_M
             block_T[part] = number
         return feature_T, block_T
 
@@ -272,10 +275,10 @@ class RowLayout:
         place_RJQ2, (segment_RJQ, window_RJQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)
         corner_RJQ4, share_RJQ4 = np.zeros((*shape, 4), np.int32), np.zeros((*shape, 4), np.float32)
         for row, number in enumerate(rows):
-            for image, strip, begun in self._rows[number].values():
+            for image, strip, first in self._rows[number].values():
                 order = order_of(vision, image.grid)
-                part = row, strip, slice(begun, begun + len(order.source_Q))
-                before = row, strip, slice(0, begun)
+                part = row, strip, slice(first, first + len(order.source_Q))
+                before = row, strip, slice(0, first)
                 pixel_RJQC[part] = pixels(image)[order.source_Q]
                 place_RJQ2[part] = order.place_Q2
                 segment_RJQ[part] = order.frame_Q + segment_RJQ[before].max(initial=0) + 1

@@ -92,7 +92,9 @@ def run_tower(
     if images is None:
         return None
     if vision is None:
-        raise Refusal("images for a model without a tower; give Pretrained(..., vision=True), or prompts of text alone")
+        raise Refusal(
+            "images require a model with a vision tower; set Pretrained(..., vision=True), or remove the images"
+        )
     features = image_features(params["vision"], vision, images, execution)
     return ImageFeatures(
         *features, images.feature_RW, images.mrope_position_RW3, block_RW=images.block_RW if vision.both_ways else None

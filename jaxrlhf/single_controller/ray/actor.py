@@ -209,7 +209,7 @@ def _join_jax(setup: Setup, number: int) -> int:
         initialization_timeout=max(1, int(setup.timeout_s)),
     )
     if jax.process_count() != len(setup.hosts):
-        raise RuntimeError(f"JAX counts {jax.process_count()} processes in a pool of {len(setup.hosts)} hosts")
+        raise RuntimeError(f"JAX reports {jax.process_count()} processes, but the pool has {len(setup.hosts)} hosts")
     return jax.process_index()
 
 

@@ -86,4 +86,4 @@ def _reason(error: Exception) -> str:
     """Return Ray's reason for a death, without Ray's table of identifiers and list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     found, guesses, _ = " ".join(lines[1:] or lines).rpartition("Worker exit detail: ")[2].partition("Some common")
-    return found + "It was killed (the kernel does that when memory runs out), or it crashed." * bool(guesses)
+    return found + "It crashed or was killed (the kernel kills processes when memory runs out)." * bool(guesses)

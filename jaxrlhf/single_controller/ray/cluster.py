@@ -82,7 +82,7 @@ def platform(cluster: RayCluster) -> str:
     return next((name for name in ("tpu", "cuda") if resources.get(ACCELERATORS[name])), "cpu")
 
 
-_MORE_ROOM = "join more machines with `ray start --address=...`, or set smaller pools or cluster.cpus_per_host"
+_MORE_ROOM = "add machines with `ray start --address=...`, or lower the sizes of pools or cluster.cpus_per_host"
 
 
 def needs(cluster: RayCluster) -> dict[str, float]:
@@ -101,7 +101,7 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
 
     wanted = needs(cluster)
     total = ray.cluster_resources()
-    asked = f"asks for {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
+    asked = f"requires {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
     grows = cluster.address is not None  # an autoscaler may add machines
     if not grows and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
         raise HostNotStarted(HostId(name), f"{name}.start", f"{asked}; {_MORE_ROOM}")
@@ -109,7 +109,7 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
     if not group.wait(timeout_seconds=timeout_s):
         ray.util.remove_placement_group(group)
         free = _text(ray.available_resources(), wanted)
-        waited = f"{asked}, of which {free} are free on all machines together, and no room came up in {timeout_s:g} s"
+        waited = f"{asked}, of which {free} are free, and no more became free within {timeout_s:g} s"
         raise HostNotStarted(HostId(name), f"{name}.start", f"{waited}; {_MORE_ROOM}")
     return group
 
@@ -150,7 +150,7 @@ def _ray() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise Refusal("RayCluster needs Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
+        raise Refusal("RayCluster requires Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
     return ray
 
 
@@ -163,8 +163,8 @@ def _check_reachable(address: str | None) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except OSError as error:
         raise Refusal(
-            f"no Ray cluster answers at RayCluster.address={address!r} ({error}); start one there with "
-            f"`ray start --head --port={port}`, or leave address out to start one on this machine"
+            f"no Ray cluster answers at RayCluster.address={address!r} ({error}); start one there with `ray start "
+            f"--head --port={port}`, or set address=None to start one on this machine"
         ) from error
 
 
@@ -181,10 +181,10 @@ def _start(ray: Any, cluster: RayCluster) -> Any:
         # Ray raises the class only in some versions; in others its traceback is the text of another error.
         if any("AuthenticationError" in f"{type(cause).__name__} {cause}" for cause in _causes(error)):
             raise Refusal(
-                f"the Ray cluster at RayCluster.address={cluster.address!r} asks for its token; set "
-                "RAY_AUTH_MODE=token and copy ~/.ray/auth_token from the machine that started it"
+                f"the Ray cluster at RayCluster.address={cluster.address!r} requires a token; set "
+                "RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from the machine that started the cluster"
             ) from error
-        raise Refusal(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
+        raise Refusal(f"cannot connect to a Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -195,7 +195,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _dashboard(url: str | None) -> str:
-    return f"http://{url}" if url else "none, because it needs: pip install 'ray[default]'"
+    return f"http://{url}" if url else "none; for a dashboard: pip install 'ray[default]'"
 
 
 @contextmanager

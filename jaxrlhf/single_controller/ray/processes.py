@@ -59,7 +59,7 @@ class HostProcesses:
       log_directory: Folder of `<name>-<rank>.log`, the printed output of each host, on the host's machine.
 
     Raises:
-      HostNotStarted: The cluster has no room, or processes are not up in time.
+      HostNotStarted: The cluster lacks resources, or processes are not up in time.
       HostDied: A process ends while it starts.
       Exception: The factory raised; a note names the host.
     """
@@ -203,7 +203,7 @@ class HostProcesses:
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
                 error = pickle.loads(raised.pickled)
-        error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
+        error.add_note(f"raised in {label} on {host}; stack on the host:\n{raised.stack}")
         failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
         failure.__cause__ = error
         self._end(failure)
@@ -227,7 +227,7 @@ class HostProcesses:
         activities = self._activities()
         # Hosts that wait in JAX may only wait for the other hosts, so they come last.
         ranks = sorted(answers.missing, key=lambda rank: _in_jax(activities[rank]))
-        lines = [f"has not answered after {waited_s:.1f} s; hosts that have: {sorted(answers.values) or 'none'}"]
+        lines = [f"did not answer within {waited_s:.1f} s; hosts that answered: {sorted(answers.values) or 'none'}"]
         for rank in ranks:
             lines.append(f"{self._hosts[rank]}")
             lines.extend(_described(activities[rank]))
@@ -246,10 +246,10 @@ class HostProcesses:
         host = self._hosts[rank]
         log = log_path(self._log_directory, host)
         if not log.exists():
-            return f"Its log is on its machine, if it came to write one: {log}"
+            return f"Its log, if any, is on its machine: {log}"
         lines = log.read_text(errors="replace").rpartition(log_header(host))[2].splitlines()[1:]
         lines = [line for line in lines if not line.startswith("Extension modules: ")]  # long line of a crash dump
-        return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["nothing of it"])])
+        return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["no lines"])])
 
     # End of the processes
 
@@ -310,7 +310,7 @@ def _in_jax(calls: tuple[Activity, ...] | None) -> bool:
 
 def _described(calls: tuple[Activity, ...] | None) -> Iterator[str]:
     if calls is None:
-        yield "  does not say what it does: it is stopped, or in C code that holds the interpreter lock"
+        yield "  does not report its calls: stopped, or in C code that holds the interpreter lock"
     for call in calls or ():
         yield f"  for {call.running_s:.1f} s in {call.label}{', waiting for JAX' if call.in_jax else ''}"
         yield from (f"  {line}" for line in call.stack.splitlines())

@@ -64,8 +64,8 @@ class StoredImage:
             return str(ray.get(self.reference))
         except ray.exceptions.ObjectLostError as error:
             raise RuntimeError(
-                "the host that an episode showed an image on ended before it was trained on; start the run again, "
-                "which continues from its last checkpoint"
+                "an image of an episode is lost, because its host ended before the training step; start the run "
+                "again to resume from the last checkpoint"
             ) from error
 
 

@@ -29,7 +29,7 @@ class Tracker(Logger, Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Phase of a run, as trackers know it.
+    """Phase of a run, for trackers.
 
     Attributes:
       directory: Folder of the phase, for the trackers' own files and for `trackers.json` with the ids of the run.
@@ -43,11 +43,11 @@ class TrackedRun:
     resumed_step: int | None = None
 
     def known_id(self, tracker: str) -> str | None:
-        """Return the id under which a tracker continues this run; None for a run that the tracker does not know."""
+        """Return the id under which a tracker continues this run; None for a new run."""
         return None if self.resumed_step is None else self._ids().get(tracker)
 
     def keep_id(self, tracker: str, identity: str) -> None:
-        """Store the id by which a tracker knows this run."""
+        """Store the tracker's id of this run."""
         write_json(self.directory / IDS, {**self._ids(), tracker: identity})
 
     def _ids(self) -> dict[str, str]:

@@ -33,8 +33,8 @@ def require_packages(names: Sequence[str]) -> None:
     missing = [name for name in names if not _installed(PACKAGES[name])]
     if missing:
         raise Refusal(
-            f"trackers names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'jaxrlhf[{','.join(missing)}]', or drop {'it' if len(missing) == 1 else 'them'}"
+            f"trackers={', '.join(missing)}: not installed; pip install 'jaxrlhf[{','.join(missing)}]', or remove "
+            f"{'it' if len(missing) == 1 else 'them'} from trackers"
         )
 
 
@@ -60,7 +60,9 @@ class Trackers:
                 try:
                     self._trackers[name] = KNOWN[name](run)
                 except Exception as error:
-                    raise Refusal(f"tracker {name} does not begin ({error!r}); mend that, or drop it") from error
+                    raise Refusal(
+                        f"tracker {name} failed to start ({error!r}); fix the cause, or remove {name} from trackers"
+                    ) from error
                 opened.callback(self._trackers[name].close)
             opened.pop_all()
 
@@ -84,4 +86,4 @@ class Trackers:
             try:
                 give(tracker)
             except Exception as error:
-                _LOG.warning("%s did not take %s%s; the run continues: %r", name, what, of, error)
+                _LOG.warning("%s failed to store %s%s; the run continues: %r", name, what, of, error)

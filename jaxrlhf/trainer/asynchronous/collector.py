@@ -20,8 +20,8 @@ class Collector:
 
     def __init__(self, *, apart: bool) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collect") if apart else None
-        self._turn, self._may_begin = threading.Lock(), threading.Event()
-        self._may_begin.set()
+        self._turn, self._may_start = threading.Lock(), threading.Event()
+        self._may_start.set()
 
     def submit(self, collect: Callable[[], Collected]) -> "Future[Collected]":
         """Submit a collection. The future is done once the responses exist; their scores may still be pending."""
@@ -32,7 +32,7 @@ class Collector:
         return future
 
     def _in_turn(self, collect: Callable[[], Collected]) -> Collected:
-        self._may_begin.wait()
+        self._may_start.wait()
         with self._turn:
             collected = collect()
             wait_for_responses(collected)
@@ -41,12 +41,12 @@ class Collector:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Wait for the running collection, then start no collection within the block."""
-        self._may_begin.clear()
+        self._may_start.clear()
         try:
             with self._turn:
                 yield
         finally:
-            self._may_begin.set()
+            self._may_start.set()
 
     def close(self) -> None:
         """Cancel the waiting collections."""

@@ -49,7 +49,7 @@ class OffPolicy(Synchronous):
 
     _collector: Collector = field(init=False)
     _queue: deque[Future[Collection]] = field(init=False, default_factory=deque)
-    _begun: int = field(init=False, default=0)
+    _started: int = field(init=False, default=0)
     _version: int = field(init=False, default=0)
     _metrics: Metrics = field(init=False, default_factory=dict)
 
@@ -60,12 +60,12 @@ class OffPolicy(Synchronous):
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
         """Run one step; see `Synchronous.step`. Collections of later steps may still be running when it returns."""
         ahead = self.config.steps_ahead
-        doing("beginning the responses of later steps")
-        self._begun = max(self._begun, index)
-        for number in range(self._begun, min(index + ahead + 1, self.config.steps)):
+        doing("starting the responses of later steps")
+        self._started = max(self._started, index)
+        for number in range(self._started, min(index + ahead + 1, self.config.steps)):
             roles = self.roles.snapshot(waiting=ahead + 1)
             self._queue.append(self._collector.submit(partial(self._collected, number, state, roles)))
-            self._begun = number + 1
+            self._started = number + 1
         ready = sum(future.done() for future in self._queue)
         doing("waiting for responses")
         work, collected, rounds = self._queue.popleft().result()
@@ -112,7 +112,7 @@ class OffPolicy(Synchronous):
         for future in self._queue:
             future.result()
         under_way = 0 if self._in_flight is None else self._in_flight.groups
-        return super().state() | {"begun": self._begun, "queued": len(self._queue), "under_way": under_way}
+        return super().state() | {"begun": self._started, "queued": len(self._queue), "under_way": under_way}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint's position.
@@ -124,20 +124,20 @@ class OffPolicy(Synchronous):
         if queued > ahead:
             rollout = self.config.rollout
             raise Refusal(
-                f"the checkpoint holds responses of {queued} steps, and rollout.staleness={rollout.staleness} with "
-                f"over_provision={rollout.over_provision} lets {ahead} wait; resume with rollout.staleness={queued} or "
-                "more and over_provision=1, or as before"
+                f"the checkpoint holds queued responses of {queued} steps, but rollout.staleness={rollout.staleness} "
+                f"with over_provision={rollout.over_provision} allows {ahead}; resume with "
+                f"rollout.staleness={queued} or more and over_provision=1, or with the original settings"
             )
         under_way = saved.get("under_way", 0)
         groups = under_way if self._in_flight is None else self._in_flight.groups
         if (len(self._queue), groups) != (queued, under_way):
             raise Damaged(
-                f"the checkpoint says that responses of {queued} steps wait and {under_way} groups are under way, and "
-                f"its items hold {len(self._queue)} and {groups}; resume from the checkpoint before"
+                f"the checkpoint should hold queued responses of {queued} steps and {under_way} unfinished "
+                f"groups, but its items hold {len(self._queue)} and {groups}; resume from an earlier checkpoint"
             )
         ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}
         super().restore({name: value for name, value in saved.items() if name not in ours})
-        self._begun, self._version = saved.get("begun", 0), saved["counters"]["version"]
+        self._started, self._version = saved.get("begun", 0), saved["counters"]["version"]
 
     def close(self) -> None:
         """Cancel the waiting collections."""

@@ -52,8 +52,8 @@ class QueueItem:
             check_fields(saved)
         except (AttributeError, ImportError, TypeError) as error:
             raise Refusal(
-                f"{directory}: responses that waited for a step were saved by other code ({reason_of(error)}); "
-                "resume with the version and the algorithm's file that saved them, or choose another workdir"
+                f"{directory}: queued responses were saved by a different version of the code ({reason_of(error)}); "
+                "resume with the original version and algorithm file, or choose another workdir"
             ) from error
         self._put(saved)
 

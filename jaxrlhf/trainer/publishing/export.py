@@ -8,7 +8,7 @@ from typing import Any
 from jaxrlhf.config import Config, FromScratch, Refusal
 from jaxrlhf.trainer.publishing.gguf import TYPES, check_new_file, convert_export, find_converter
 
-_WHOLE = "--gguf takes whole weights, and the run trains adapters; add --merge, or drop --gguf"
+_WHOLE = "--gguf requires whole weights, but the run trains adapters; add --merge, or omit --gguf"
 
 
 def add_flags(command: ArgumentParser) -> None:
@@ -16,16 +16,22 @@ def add_flags(command: ArgumentParser) -> None:
     command.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of exported weights; default: float32, or as a checkpoint was converted",
+        help="dtype of the exported weights; default: float32, or the dtype of a converted checkpoint",
     )
-    command.add_argument("--merge", action="store_true", help="export adapters added to the weights they belong to")
-    command.add_argument("--average", action="store_true", help="export the average of the weights that the run kept")
-    command.add_argument("--gguf", metavar="FILE", help="write a GGUF file of the export too, by llama.cpp's converter")
-    command.add_argument("--gguf-type", choices=TYPES, help="with --gguf: of its weights; default: auto, a 16-bit one")
-    command.add_argument("--gguf-converter", metavar="COMMAND", help="with --gguf: its name on PATH, or its path")
-    command.add_argument("--push", metavar="OWNER/NAME", help="upload the export to this repository of the hub")
-    command.add_argument("--private", action="store_true", help="with --push: of a new repository")
-    command.add_argument("--overwrite", action="store_true", help="with --push: replace what the repository holds")
+    command.add_argument("--merge", action="store_true", help="merge the adapters into the base weights")
+    command.add_argument(
+        "--average", action="store_true", help="export the average of the weights, from Optimizer.average_decay"
+    )
+    command.add_argument("--gguf", metavar="FILE", help="also write a GGUF file, with llama.cpp's converter")
+    command.add_argument(
+        "--gguf-type", choices=TYPES, help="with --gguf: type of the weights; default: auto, a 16-bit type"
+    )
+    command.add_argument(
+        "--gguf-converter", metavar="COMMAND", help="with --gguf: name on PATH, or path, of the converter"
+    )
+    command.add_argument("--push", metavar="OWNER/NAME", help="upload the export to this repository on the hub")
+    command.add_argument("--private", action="store_true", help="with --push: make a new repository private")
+    command.add_argument("--overwrite", action="store_true", help="with --push: replace the files in the repository")
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,12 @@ class Export:
         given = {name: getattr(flags, name) for name in cls.__dataclass_fields__ if name != "directory"}
         if flags.directory is None:
             if alone := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
-                raise Refusal(f"{', '.join(alone)} say how to export; add --export DIRECTORY, or drop them")
+                raise Refusal(f"{', '.join(alone)} require an export; add --export DIRECTORY, or omit them")
             return None
         if flags.push is None and (flags.private or flags.overwrite):
-            raise Refusal("--private and --overwrite are of an upload; add --push OWNER/NAME, or drop them")
+            raise Refusal("--private and --overwrite require an upload; add --push OWNER/NAME, or omit them")
         if flags.gguf is None and (flags.gguf_type or flags.gguf_converter):
-            raise Refusal("--gguf-type and --gguf-converter are of a GGUF file; add --gguf FILE, or drop them")
+            raise Refusal("--gguf-type and --gguf-converter require a GGUF file; add --gguf FILE, or omit them")
         export = cls(check_new(flags.directory), **given)
         if export.gguf is not None:
             check_new_file(export.gguf)
@@ -87,8 +93,8 @@ class Export:
             raise Refusal(_WHOLE)
         if self.gguf is not None and isinstance(config.model, FromScratch):
             raise Refusal(
-                "--gguf has llama.cpp's converter read the tokenizer, and it knows those of checkpoints, not the one "
-                "that FromScratch has; drop --gguf, or start from a checkpoint with --model Pretrained"
+                "--gguf does not support the tokenizer of FromScratch, which llama.cpp's converter cannot read; omit "
+                "--gguf, or start from a checkpoint with --model Pretrained"
             )
 
     def write(self, run: str | Path, step: int | None = None) -> None:
@@ -110,7 +116,10 @@ class Export:
         with writing(self.directory), BytesBar("writing") as bar:
             if is_converted(run):
                 if step is not None or self.merge or self.average:
-                    raise Refusal(f"{run} is a converted checkpoint: it has no steps or adapters; drop the flags")
+                    raise Refusal(
+                        f"{run} is a converted checkpoint, without steps, adapters or average; omit --step, --merge "
+                        "and --average"
+                    )
                 export_converted(run, self.directory, dtype=self.dtype, progress=bar)
                 what = "model"
             else:
@@ -121,10 +130,10 @@ class Export:
         if self.gguf is not None:
             self._convert(check_new_file(self.gguf))
         if self.push is not None:
-            print(f"it is at {push(self.directory, self.push, message=what, private=self.private)}")
+            print(f"uploaded to {push(self.directory, self.push, message=what, private=self.private)}")
 
     def _convert(self, file: Path) -> None:
         converter = find_converter(self.gguf_converter)
-        print(f"writing {file} by {converter[-1]} ...", flush=True)
+        print(f"writing {file} with {converter[-1]} ...", flush=True)
         convert_export(self.directory, file, converter=converter, kind=self.gguf_type or "auto")
         print(f"wrote {file}, {file.stat().st_size / 1e9:.3g} GB")

@@ -40,12 +40,14 @@ def find_converter(given: str | None) -> list[str]:
         return [found]
     if given is None:
         raise Refusal(
-            f"--gguf needs llama.cpp's converter, and neither {' nor '.join(COMMANDS)} is on PATH: "
-            "pip install 'jaxrlhf[to-gguf]', or name one of a llama.cpp checkout by --gguf-converter"
+            f"--gguf requires llama.cpp's converter, but neither {' nor '.join(COMMANDS)} is on PATH: pip install "
+            "'jaxrlhf[to-gguf]', or pass --gguf-converter with the path in a llama.cpp checkout"
         )
     script = Path(given).expanduser()
     if not (script.suffix == ".py" and script.is_file()):
-        raise Refusal(f"--gguf-converter {given} is neither a command nor a Python file; name convert_hf_to_gguf.py")
+        raise Refusal(
+            f"--gguf-converter {given} is neither a command nor a Python file; pass the path of convert_hf_to_gguf.py"
+        )
     return [sys.executable, str(script)]
 
 
@@ -53,9 +55,9 @@ def check_new_file(file: str | Path) -> Path:
     """Return the path of a GGUF file to write; raise `Refusal` if the file exists or could not be written."""
     file = Path(file).expanduser()
     if file.suffix != ".gguf":
-        raise Refusal(f"--gguf takes a file to write, such as my_model.gguf, got {str(file)!r}")
+        raise Refusal(f"--gguf {str(file)!r} does not end in .gguf; pass the name of a new file, such as my_model.gguf")
     if file.exists():
-        raise Refusal(f"--gguf {file} exists; choose another name, or delete it")
+        raise Refusal(f"--gguf {file} already exists; choose another name, or delete the file")
     check_writable(file)
     return file
 
@@ -75,12 +77,12 @@ def convert_export(directory: Path, file: Path, *, converter: list[str], kind: s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0 and file.is_file():
         return
-    said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-    reason = (said or [f"exit code {done.returncode}"])[-1].strip()
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    reason = (lines or [f"exit code {done.returncode}"])[-1].strip()
     if _UNKNOWN_TOKENIZER in done.stderr + done.stdout:
-        reason = "it knows tokenizers by their output, and this one is none of those that llama.cpp reads"
+        reason = "the converter identifies tokenizers by their output, and llama.cpp does not support this one"
     file.unlink(missing_ok=True)
     raise Refusal(
-        f"the converter made no GGUF file of {directory}: {reason[:300]}. The export itself is whole; all that the "
-        f"converter says: `{' '.join(command)}`"
+        f"the converter wrote no GGUF file for {directory}: {reason[:300]}. The export itself is complete. For the "
+        f"converter's whole output, run `{' '.join(command)}`"
     )

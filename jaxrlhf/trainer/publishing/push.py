@@ -24,9 +24,9 @@ def check_push(name: str, *, overwrite: bool) -> None:
     except HFValidationError as error:
         raise Refusal(f"--push {name}: {error}") from error
     if name.count("/") != 1:
-        raise Refusal(f"--push takes OWNER/NAME, such as me/my-model, got {name!r}")
+        raise Refusal(f"--push {name!r} is not OWNER/NAME; pass a repository such as me/my-model")
     if get_token() is None:
-        raise Refusal("--push needs a token of the hub that may write: `hf auth login`, or HF_TOKEN")
+        raise Refusal("--push requires a hub token with write access; run `hf auth login`, or set HF_TOKEN")
     api = HfApi()
     try:
         user = api.whoami()
@@ -36,17 +36,23 @@ def check_push(name: str, *, overwrite: bool) -> None:
     except (HfHubHTTPError, HTTPError, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status == 401:
-            raise Refusal("--push: the hub does not know the token; log in again with `hf auth login`") from error
-        raise Refusal(f"--push: the hub cannot be asked ({str(error).strip().splitlines()[0]})") from error
+            raise Refusal("--push: the hub rejected the token; log in again with `hf auth login`") from error
+        raise Refusal(
+            f"--push: the request to the hub failed ({str(error).strip().splitlines()[0]}); check the network"
+        ) from error
     owners = {user["name"], *(one["name"] for one in user.get("orgs", ()))}
     owner = name.partition("/")[0]
     if owner not in owners:
         raise Refusal(
-            f"--push {name}: the token is of {user['name']}, and {owner} is none of {', '.join(sorted(owners))}"
+            f"--push {name}: the token belongs to {user['name']}, who may write to {', '.join(sorted(owners))}, not "
+            f"to {owner}"
         )
     if files and not overwrite:
         shown = ", ".join(sorted(files)[:4])
-        raise Refusal(f"--push {name}: the repository holds {len(files)} files ({shown}); --overwrite replaces them")
+        raise Refusal(
+            f"--push {name}: the repository already holds {len(files)} files ({shown}); pass --overwrite to replace "
+            "them"
+        )
 
 
 def push(directory: Path, name: str, *, message: str, private: bool) -> str:
@@ -65,6 +71,7 @@ def push(directory: Path, name: str, *, message: str, private: bool) -> str:
     except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Refusal(
-            f"the hub did not take the upload ({reason}); it is whole in {directory}: `hf upload {name} {directory}`"
+            f"the upload to the hub failed ({reason}); the export in {directory} is complete: retry with `hf upload "
+            f"{name} {directory}`"
         ) from error
     return str(address)

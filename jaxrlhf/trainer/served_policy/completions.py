@@ -86,7 +86,9 @@ def _line(row: Mapping[str, Any], out: Path) -> bytes:
     try:
         line = json.dumps(jsonable(row), ensure_ascii=False)
     except TypeError as error:
-        raise Refusal(f"{out}: a field of the records is not JSON ({error}); name a .parquet file") from error
+        raise Refusal(
+            f"{out}: a field of the records cannot be written as JSON ({error}); choose a .parquet file"
+        ) from error
     # Half of a surrogate pair has no UTF-8 encoding; as a backslash escape it is still valid JSON.
     return line.encode("utf-8", "backslashreplace") + b"\n"
 
@@ -102,7 +104,9 @@ def _parquet(rows: Sequence[Mapping[str, Any]], out: Path) -> bytes:
         pyarrow.parquet.write_table(table, made)
     except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise Refusal(f"{out}: fields of the records make no columns ({reason}); name a .jsonl file") from error
+        raise Refusal(
+            f"{out}: fields of the records cannot be written as columns ({reason}); choose a .jsonl file"
+        ) from error
     return made.getvalue()
 
 
@@ -132,7 +136,7 @@ def _answers(
     per_step = chosen.config.rollout.prompts_per_step
     if loaded.dropped_too_long:
         most = f"rollout.max_prompt_tokens={chosen.config.rollout.max_prompt_tokens}"
-        console.print(f"{loaded.dropped_too_long} of {loaded.total} prompts are longer than {most} and left out")
+        console.print(f"skipping {loaded.dropped_too_long} of {loaded.total} prompts that are longer than {most}")
     decode, problems = decoder(chosen.tokenizer), loaded.problems
     with chosen.roles(console) as roles:
         for start in range(0, len(problems), per_step):
@@ -144,13 +148,13 @@ def _answers(
                 score_B = np.where(scores.scorable_B, scores.score_B, np.nan)
             texts = response_texts(value_of(future), decode)
             yield [
-                {**_asked(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
+                {**_record(some[b // samples], chosen.config), "completion": texts[b], "sample": b % samples}
                 | ({"score": float(score_B[b])} if scored else {})
                 for b in (best_of_groups(score_B, samples) if best else range(len(texts)))
             ]
 
 
-def _asked(problem: Problem, config: Config) -> dict[str, Any]:
+def _record(problem: Problem, config: Config) -> dict[str, Any]:
     """Return the record of a prompt, with its images in a portable form."""
     key = _image_key(config)
     images = {key: [portable(image.source) for image in problem.images]} if key is not None else {}

@@ -27,11 +27,15 @@ class EngineSizes:
 
 def add_engine_flags(command: CommandLine, *, slots: int = 32) -> None:
     """Add the flags that set how a policy is loaded."""
-    command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
-    command.add_argument("--slots", type=int, default=slots, help="responses decoded together")
-    command.add_argument("--context", type=int, help="most tokens of prompt and response; default: 4096 or the model's")
-    command.add_argument("--max-tokens", type=int, help="most tokens of a response; default: a quarter of the context")
-    command.add_argument("--tensor", type=int, default=1, help="devices that split every layer")
+    command.add_argument("--step", type=int, help="step of the run's checkpoint; default: the newest")
+    command.add_argument("--slots", type=int, default=slots, help="number of responses decoded together")
+    command.add_argument(
+        "--context", type=int, help="maximum tokens of prompt and response; default: 4096, or the model's if fewer"
+    )
+    command.add_argument(
+        "--max-tokens", type=int, help="maximum tokens of a response; default: a quarter of the context"
+    )
+    command.add_argument("--tensor", type=int, default=1, help="number of devices that split every layer")
     command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
 
 

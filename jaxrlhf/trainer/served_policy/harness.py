@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`), asked of a policy in this process."""
+"""Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`), run on a policy in this process."""
 
 import json
 import os
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         """Return an answer to each text, up to the first of its stop texts.
 
         Raises:
-          Refusal: A task asks for more tokens than an answer has, or for sampling that the engine does not support.
+          Refusal: A task requests more tokens than the engine allows, or sampling that the engine does not support.
         """
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -114,15 +114,17 @@ class HarnessModel(TemplateLM):
         with tqdm(total=len(requests), desc="answers", disable=disable_tqdm) as progress:
             for numbers in alike.values():
                 settings = normalize_gen_kwargs(requests[numbers[0]].args[1], _MAX_GEN_TOKS)
-                asked, sampling, until = self._asked([requests[number].args[0] for number in numbers], dict(settings))
-                done = self._engine.generate(asked, sampling, seed=_SEED, on_completion=lambda _: progress.update())
+                queries, sampling, until = self._requests(
+                    [requests[number].args[0] for number in numbers], dict(settings)
+                )
+                done = self._engine.generate(queries, sampling, seed=_SEED, on_completion=lambda _: progress.update())
                 for number, completion in zip(numbers, done, strict=True):
                     text = self._bytes.text(completion.tokens)
                     texts[number] = min((text.partition(stop)[0] for stop in until), key=len, default=text)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
 
-    def _asked(
+    def _requests(
         self, contexts: Sequence[str], settings: dict[str, Any]
     ) -> tuple[list[Request], Sampling, tuple[str, ...]]:
         """Return the engine's requests for texts with equal settings, their sampling, and their stop texts."""
@@ -130,16 +132,16 @@ class HarnessModel(TemplateLM):
         until = tuple(dict.fromkeys(stop for stop in settings.pop("until") if stop))
         if most > self._engine.response_tokens:
             raise Refusal(
-                f"a task asks for answers of {most} tokens, and the engine's have {self._engine.response_tokens}; "
+                f"a task requests {most} response tokens, but the engine allows {self._engine.response_tokens}; "
                 "raise --max-tokens"
             )
         if unknown := sorted(name for name in settings if name not in _SAMPLING):
-            raise Refusal(f"a task sets {', '.join(unknown)} for its answers, which the engine does not support")
+            raise Refusal(f"a task sets {', '.join(unknown)} for its responses, which the engine does not support")
         how = {name: value for name, value in settings.items() if value is not None}
         greedy = not samples or not how.get("temperature")
         sampling = Sampling(greedy=True) if greedy else Sampling(**how)
-        room = self._engine.context_tokens - most
-        prompts = [tuple(self.tok_encode(context)[-room:]) for context in contexts]
+        budget = self._engine.context_tokens - most
+        prompts = [tuple(self.tok_encode(context)[-budget:]) for context in contexts]
         how = {"max_tokens": most, "stop_texts": until}
         return [Request(number, prompt, **how) for number, prompt in enumerate(prompts)], sampling, until
 
@@ -171,8 +173,8 @@ def evaluate_tasks(
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if missing := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if folder is None else f" or {folder}"
-        raise Refusal(f"no task {', '.join(missing)} in lm_eval{where}; `lm-eval ls tasks` lists its tasks")
-    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork processes for standard errors, beside JAX's threads
+        raise Refusal(f"lm_eval{where} has no task {', '.join(missing)}; list the tasks with `lm-eval ls tasks`")
+    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork processes for standard errors, next to JAX's threads
     results = simple_evaluate(
         model=HarnessModel(policy, name),
         tasks=manager.match_tasks([*tasks]),

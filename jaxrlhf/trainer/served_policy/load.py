@@ -55,9 +55,11 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
     run = Path(policy).expanduser()
     from_run = (run / MODEL).is_dir()
     if step is not None and not from_run:
-        raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
+        raise Refusal(f"--step {step} requires the workdir of a run, but {policy} is none; omit --step")
     if not from_run and (run / CHECKPOINTS).is_dir():
-        raise Refusal(f"{run} trained a module of its own (Nnx), which cannot be loaded without its code")
+        raise Refusal(
+            f"{run} trained a user-defined module (Nnx), which cannot be loaded without its code; choose another run"
+        )
     described = str(run / MODEL) if from_run else policy
     config, tokenizer = read_config(described, vision=vision), load_tokenizer(str(resolve(described)))
     tower = config.vision
@@ -80,7 +82,7 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vis
 def _replicas(tensor: int) -> int:
     devices = len(jax.devices())
     if tensor < 1 or devices % tensor:
-        raise Refusal(f"--tensor {tensor} does not divide {devices} devices")
+        raise Refusal(f"--tensor {tensor} does not divide {devices} devices; choose a divisor of {devices}")
     return devices // tensor
 
 
@@ -95,11 +97,11 @@ def _engine(
     context = min(4096, config.max_positions) if sizes.context_tokens is None else sizes.context_tokens
     response = max(1, context // 4) if sizes.response_tokens is None else sizes.response_tokens
     if context > config.max_positions:
-        raise Refusal(
-            f"a context of {context} tokens is more than the model's {config.max_positions} positions; lower it"
-        )
+        raise Refusal(f"--context {context} exceeds the model's {config.max_positions} positions; lower --context")
     if response >= context:
-        raise Refusal(f"responses of {response} tokens in a context of {context} leave no room for a prompt")
+        raise Refusal(
+            f"--max-tokens {response} leaves no tokens for a prompt in --context {context}; lower --max-tokens"
+        )
     return Engine(
         config,
         mesh,
@@ -123,7 +125,7 @@ def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig
         adapted = AdaptedRun.of(run, "actor")
         return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
     if "actor" not in held:
-        raise Refusal(f"{run} trained no policy, and only policies are served; name another run")
+        raise Refusal(f"{run} trained no policy, and only policies can be served; choose another run")
     return checkpoints.read_each(step, "actor", placed(param_shapes(config, "lm", jnp.float32)))
 
 

@@ -28,9 +28,9 @@ def request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy:
       copy, copies: Index of the response among the responses to the problem, and their number.
     """
     length = int(rollout.sequences.length_B[row])
-    tokens, drawn = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
+    tokens, sampled = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
     number = problem.prompt_id * copies + copy
-    return Request(number, tuple(tokens.tolist()), images=problem.images, sampled=drawn)
+    return Request(number, tuple(tokens.tolist()), images=problem.images, sampled=sampled)
 
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:

@@ -100,5 +100,7 @@ class RolloutWorker(GenerationWorker):
     @contextmanager
     def generating(self, versions: Sequence[int] = ()) -> Iterator[Sampler]:
         """Yield the sampler; the engine frees its cache by itself, and the weights stay."""
-        assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
+        assert set(versions) == {self._version}, (
+            f"the pool holds weights of version {self._version}, expected {sorted(set(versions))}"
+        )
         yield self._sampler

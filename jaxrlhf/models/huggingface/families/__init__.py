@@ -65,11 +65,11 @@ def tensor_shapes(config: ModelConfig, head: Head, stored: Mapping[str, StoredTe
     """
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for place, param in jax.tree.leaves_with_path(declare(config, head)):
-        if lies := stored.get(path_name(place)):
-            stacked = lies.stacked(param.shape)
-            shape = lies.tensor_shape(param.unpadded[len(stacked) :])
+        if location := stored.get(path_name(place)):
+            stacked = location.stacked(param.shape)
+            shape = location.tensor_shape(param.unpadded[len(stacked) :])
             for at in np.ndindex(stacked):
-                layers.setdefault(at[0] if at else -1, {})[lies.named(at)] = shape
+                layers.setdefault(at[0] if at else -1, {})[location.named(at)] = shape
     return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
 
 

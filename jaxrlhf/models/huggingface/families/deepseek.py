@@ -189,8 +189,8 @@ def _read_v32(given: Fields) -> dict[str, Any]:
     index = Indexer(given.take("index_n_heads", 64), given.take("index_head_dim", 128), given.take("index_topk", 2048))
     if given.need("max_position_embeddings") > index.top:
         warnings.warn(
-            f"sparse attention of deepseek_v32 is computed as attention to all tokens: sequences of more than "
-            f"index_topk={index.top} tokens get other logits than the checkpoint was trained for, and cost more",
+            "sparse attention of deepseek_v32 is computed as full attention: sequences of more than "
+            f"index_topk={index.top} tokens get logits that differ from the checkpoint's, and cost more",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -58,7 +58,7 @@ class Fields:
         """Return a required field."""
         value = self.take(name)
         if value is None:
-            raise Refusal(f"{self._where} has no {name}, which a {self._family} checkpoint must give")
+            raise Refusal(f"{self._where} has no {name}, which a {self._family} checkpoint requires")
         return value
 
     def only(self, name: str, *values: Any) -> None:
@@ -66,7 +66,7 @@ class Fields:
         given = self.take(name)
         if given is not None and given not in values:
             computed = " or ".join(map(repr, values)) or "null"
-            raise self.error(f"{name}={given!r}", f"this {self._family} decoder computes {computed} only")
+            raise self.error(f"{name}={given!r}", f"this {self._family} decoder supports only {computed}")
 
     def error(self, what: str, why: str) -> Refusal:
         """Return a refusal of the file: what the file has, and why that is wrong."""
@@ -75,8 +75,8 @@ class Fields:
     def unreadable(self, error: TypeError) -> Refusal:
         """Return a refusal of a file with values of wrong types, such as null."""
         nulls = sorted(name for name in self._asked if self._given.get(name, 0) is None)
-        what = f"null for {', '.join(nulls)}" if nulls else "a value of another type than its field has"
-        return self.error(what, f"not all of it can be read as a {self._family} checkpoint's ({error})")
+        what = f"null for {', '.join(nulls)}" if nulls else "a value of the wrong type"
+        return self.error(what, f"expected the fields of a {self._family} checkpoint ({error})")
 
     def finish(self) -> None:
         """Refuse fields that nothing read and that might change the numbers.
@@ -86,20 +86,23 @@ class Fields:
         """
         for name in sorted(_OFF):
             if self._given.get(name):
-                raise self.error(f"{name}={self._given[name]!r}", f"no {self._family} decoder computes that")
+                raise self.error(
+                    f"{name}={self._given[name]!r}", f"the {self._family} decoder does not support this setting"
+                )
         method = (self._given.get("quantization_config") or {}).get("quant_method", _DEQUANTISED[0])
         if method not in (*_DEQUANTISED, *_PLAIN):
             raise self.error(
                 f"quantization_config={self._given['quantization_config']!r}",
-                f"{' and '.join(_DEQUANTISED)} are read, by dequantising; give other checkpoints in bfloat16",
+                f"supported are {' and '.join(_DEQUANTISED)}, which are dequantized; use another checkpoint in "
+                "bfloat16",
             )
         block = (self._given.get("quantization_config") or {}).get("weight_block_size") or ()
         if any(size & (size - 1) for size in block):
-            raise self.error(f"weight_block_size={block}", "blocks are powers of two")
+            raise self.error(f"weight_block_size={block}", "block sizes must be powers of two")
         unknown = self._given.keys() - self._asked - _HARMLESS - _OFF - {"quantization_config"}
         for name in sorted(unknown):
             if self._given[name] is not None:
                 raise self.error(
                     f"{name}={self._given[name]!r}",
-                    f"that is no known field of a {self._family} checkpoint and might change its numbers",
+                    f"this is an unknown field of a {self._family} checkpoint and might change its results",
                 )

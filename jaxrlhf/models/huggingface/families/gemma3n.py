@@ -50,7 +50,7 @@ def _one_width(given: Fields) -> int:
     widths = given.need("intermediate_size")
     each = set(widths) if isinstance(widths, list) else {widths}
     if len(each) > 1:
-        raise given.error(f"intermediate_size={widths}", "computed are layers of one width")
+        raise given.error(f"intermediate_size={widths}", "layers of different widths are not supported")
     return each.pop()
 
 

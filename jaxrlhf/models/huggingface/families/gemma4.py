@@ -55,9 +55,9 @@ def _read_experts(given: Fields) -> Experts | None:
     if not given.take("enable_moe_block", False):
         return None
     if None in (count, chosen, inner):
-        raise given.error("enable_moe_block=True", "num_experts, top_k_experts or moe_intermediate_size are missing")
-    beside = given.need("intermediate_size")
-    return Experts(count, chosen, inner, beside, apart=True, activation="gelu_tanh")
+        raise given.error("enable_moe_block=True", "num_experts, top_k_experts or moe_intermediate_size is missing")
+    shared = given.need("intermediate_size")
+    return Experts(count, chosen, inner, shared, apart=True, activation="gelu_tanh")
 
 
 def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
@@ -76,7 +76,7 @@ def _read_full_heads(given: Fields, layers: tuple[bool, ...]) -> FullHeads:
         alike = all(other == each[0] for other in each)
         if not alike or by_layer.keys() - set(map(str, places)) or each[0].keys() - set(full):
             raise given.error(
-                f"per_layer_config={by_layer!r}", "computed are head_dim and num_key_value_heads of full_attention"
+                f"per_layer_config={by_layer!r}", "supported are head_dim and num_key_value_heads of full_attention"
             )
         full = {"head_dim": given.need("head_dim"), "num_key_value_heads": kv_heads} | each[0]
     return FullHeads(full["num_key_value_heads"], full["head_dim"], values_are_keys=same)

@@ -61,7 +61,7 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any]) -> V
     features = math.isqrt(whole.get("mm_tokens_per_image", 256))
     side = size // patch
     if side % features:
-        raise given.error(f"{side} x {side} patches and {features} x {features} features", "one divides the other")
+        raise given.error(f"{side} x {side} patches and {features} x {features} features", "one must divide the other")
     return Vision(
         family="gemma3",
         image_token=int(whole.get("image_token_index", 262_144)),

@@ -18,7 +18,7 @@ def _read(given: Fields) -> dict[str, Any]:
     if not (given.take("rope_parameters") or given.take("rope_scaling")):
         raise given.error(
             "neither rope_parameters nor rope_scaling",
-            'transformers stretches positions of gpt_oss by YaRN then; say so, or "default" as their rope_type',
+            "transformers then scales positions of gpt_oss by YaRN; set rope_type to 'yarn' or 'default'",
         )
     gate = ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0)))
     return {

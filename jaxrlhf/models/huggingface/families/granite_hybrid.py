@@ -30,7 +30,8 @@ def _state_space(given: Fields) -> LinearAttention:
     if width * heads != inner or heads % groups:
         raise given.error(
             f"mamba_n_heads={heads}, mamba_d_head={width} and mamba_n_groups={groups}",
-            f"heads times their width are mamba_expand * hidden_size = {inner}, and groups divide heads",
+            f"expected mamba_n_heads * mamba_d_head = mamba_expand * hidden_size = {inner}, and mamba_n_groups that "
+            "divides mamba_n_heads",
         )
     blocks = max(size for size in range(1, _MOST_BLOCKS + 1) if heads // groups % size == 0)
     return LinearAttention(
@@ -56,7 +57,7 @@ def _read(given: Fields) -> dict[str, Any]:
     linear_layers, linear = read_layer_types(given, kinds=_KINDS), _state_space(given)
     rotates = given.take("position_embedding_type")
     if rotates not in (None, "nope", "rope"):
-        raise given.error(f"position_embedding_type={rotates!r}", "computed are 'rope', 'nope' and null")
+        raise given.error(f"position_embedding_type={rotates!r}", "supported are 'rope', 'nope' and null")
     shared, inner = given.take("shared_intermediate_size", 1024), given.take("intermediate_size")
     experts = given.take("num_local_experts", 8) or 0
     per_token, loss = given.take("num_experts_per_tok", 2), given.take("router_aux_loss_coef", 0.001)

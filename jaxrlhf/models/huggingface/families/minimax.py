@@ -22,7 +22,7 @@ def _read(given: Fields) -> dict[str, Any]:
     ):
         given.only(name, computed)
     if not all(given.take("attn_type_list") or [1]):
-        raise given.error("attn_type_list with 0", "every layer of this minimax_m2 decoder has softmax attention")
+        raise given.error("attn_type_list with 0", "a minimax_m2 decoder has softmax attention in every layer")
     given.default(num_key_value_heads=8, head_dim=128, rope_theta=5_000_000.0)
     if rotated := given.take("rotary_dim"):
         given.default(partial_rotary_factor=rotated / given.need("head_dim"))

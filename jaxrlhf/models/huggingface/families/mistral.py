@@ -13,7 +13,7 @@ def _read_rope(given: Fields, family: str) -> dict[str, Any]:
     rope = dict(given.take("rope_parameters") or {})
     rope.pop("max_position_embeddings", None)  # a copy of the model's field
     if not rope:
-        raise given.error("no rope_parameters", f"a {family} checkpoint says there how queries grow")
+        raise given.error("no rope_parameters", f"a {family} checkpoint must define the scaling of queries there")
     return rope
 
 

@@ -74,7 +74,7 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, f
     """Read the fields that all towers share."""
     rope = given.take("rope_parameters") or {}
     if rope.get("rope_theta", 10_000.0) != 10_000.0 or rope.get("rope_type", "axial") != "axial":
-        raise given.error(f"rope_parameters={rope}", "computed are axial ones with rope_theta=10000")
+        raise given.error(f"rope_parameters={rope}", "supported are axial positions with rope_theta=10000")
     given.only("in_channels", 3)
     given.take("in_chans")
     given.take("tokens_per_second")  # for videos
@@ -82,7 +82,8 @@ def _read(given: Fields, text: Mapping[str, Any], whole: Mapping[str, Any], *, f
     pairs = turned.get("mrope_section")
     if pairs is None:
         raise given.error(
-            "no mrope_section in text_config", "positions have three parts, and it says how many pairs each part has"
+            "no mrope_section in text_config",
+            "expected the number of pairs for each of the three parts of a position",
         )
     return Vision(
         family=family,

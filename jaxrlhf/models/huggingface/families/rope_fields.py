@@ -38,15 +38,14 @@ def read_rope(given: Fields, *, unread: Collection[str] = ()) -> dict[str, Any]:
     Raises:
       Refusal: The dictionaries of newer and of older versions are both there, and differ.
     """
-    beside = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
+    outer = {name: given.take(name) for name in ("rope_theta", "partial_rotary_factor")}
     both = [given.take(name) or {} for name in ("rope_parameters", "rope_scaling")]
     kept = [{name: value for name, value in rope.items() if name not in unread} for rope in both if rope]
-    found = [parse_rope(beside | rope, given) for rope in kept or [{}]]
+    found = [parse_rope(outer | rope, given) for rope in kept or [{}]]
     if found[0] != found[-1]:
         raise given.error(
-            f"rope_parameters={both[0]!r} and rope_scaling={both[1]!r}, of which some readers take the one and some "
-            "the other",
-            "say the same in both, or leave one out",
+            f"rope_parameters={both[0]!r} and rope_scaling={both[1]!r}, so readers disagree",
+            "set both to the same values, or remove one",
         )
     return found[0]
 
@@ -66,7 +65,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
     named = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope} or {"default"}
     kinds = {_OTHER_NAMES.get(name, name) for name in named}
     if len(kinds) > 1 or not kinds <= set(_KINDS):
-        raise given.error(f"rope type {sorted(named)}", f"known are {sorted(_KINDS)}")
+        raise given.error(f"rope type {sorted(named)}", f"supported are {sorted(_KINDS)}")
     kind = kinds.pop()
     theta = float(rope.pop("rope_theta", 10_000.0))
     rotated = 1.0 if kind == "proportional" else float(rope.pop("partial_rotary_factor", 1.0))
@@ -80,7 +79,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
     scaling = _KINDS[kind]
     known = {} if scaling is None else {each.name: each.default is MISSING for each in fields(scaling)}
     if not {name for name, needed in known.items() if needed} <= rope.keys() <= known.keys():
-        raise given.error(f"rope type {kind!r} with the fields {sorted(rope)}", f"expected are {sorted(known)}")
+        raise given.error(f"rope type {kind!r} with the fields {sorted(rope)}", f"expected {sorted(known)}")
     return {
         "rope_theta": theta,
         "rope_scaling": None if scaling is None else scaling(**rope),
@@ -122,15 +121,15 @@ def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) ->
     ropes, scaling = given.take("rope_parameters") or {}, given.take("rope_scaling") or {}
     own = ropes.get("full_attention") or {}
     if any(scaling.get(name, value) != value for name, value in own.items()):
-        raise given.error(f"rope_scaling={scaling!r} and rope_parameters of full_attention={own!r}", "leave one out")
+        raise given.error(f"rope_scaling={scaling!r} and rope_parameters of full_attention={own!r}", "remove one")
     full = {"rope_theta": full_theta, **scaling, **own}
     sliding = {"rope_theta": sliding_theta}
     sliding |= ropes.get("sliding_attention") or {}
     if unread := ropes.keys() - {"full_attention", "sliding_attention"}:
-        raise given.error(f"rope_parameters of {sorted(unread)}", "layers are full_attention or sliding_attention")
+        raise given.error(f"rope_parameters of {sorted(unread)}", "supported are full_attention and sliding_attention")
     near = parse_rope(sliding, given)
     if near["rope_scaling"] is not None:
-        raise given.error("scaled rope_parameters of sliding_attention", "only those of full_attention are computed")
+        raise given.error("scaled rope_parameters of sliding_attention", "scaling is supported only for full_attention")
     return parse_rope(full, given) | {"sliding_rope_theta": near["rope_theta"]}
 
 

@@ -26,7 +26,7 @@ def read_layer_types(
     if found is None:
         return () if every is None else tuple((index + 1) % every != 0 for index in range(count))
     if unread := set(found) - set(kinds):
-        raise given.error(f"layer_types {sorted(unread)}", f"computed are {sorted(kinds)}")
+        raise given.error(f"layer_types {sorted(unread)}", f"supported are {sorted(kinds)}")
     if len(found) != count:
         raise given.error(f"{len(found)} layer_types", f"num_hidden_layers is {count}")
     return tuple(kinds[kind] for kind in found)
@@ -61,6 +61,6 @@ def write_optional_window(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": config.sliding_window,
         "layer_types": write_layer_types(layers),
-        # For versions before `layer_types`, which know no other pattern.
+        # For versions before `layer_types`, which support no other pattern.
         "max_window_layers": layers.index(True) if any(layers) else len(layers),
     }
