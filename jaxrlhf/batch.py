@@ -178,7 +178,7 @@ class Sequences:
     mask_BT: Array
     prompt_id_B: Array
     images_B: np.ndarray | None = None
-    recorded: dict[str, Array] = struct.field(default_factory=dict)
+    recorded: Mapping[str, Array] = field(default_factory=dict)
 
 
 @struct.dataclass
@@ -379,7 +379,7 @@ class MinibatchRows(Sequence[Experience]):
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
         images_B = None if self.images_B is None else self.images_B[rows]
         fields, recorded = (
-            {name.removeprefix(kind): column for name, column in made.items() if name.startswith(kind)}
+            dict[str, Array]({name.removeprefix(kind): made[name] for name in made if name.startswith(kind)})
             for kind in ("field ", "recorded ")
         )
         columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], images_B, recorded

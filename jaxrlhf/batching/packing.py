@@ -6,7 +6,8 @@ or runs on the packed row with the prompt and sequence of each token. The positi
 its results, so callers do not see the packing: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field
 from itertools import repeat
 from typing import Any
 
@@ -48,7 +49,7 @@ class PackedBatch:
     mask_RW: Array
     shared_prefix: SharedPrefix | SharedTokens | None = None
     images: ImageRows | None = None
-    recorded: dict[str, Array] = struct.field(default_factory=dict)
+    recorded: Mapping[str, Array] = field(default_factory=dict)
 
 
 def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:

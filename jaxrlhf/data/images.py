@@ -172,7 +172,7 @@ def check_pixels(urls: Sequence[str], *, place: str) -> None:
     for url in urls:
         content = _content(url, Path(), place=place)
         with _refused(place, content):
-            total += pixels_of(content)
+            total += pixels_of(content if isinstance(content, bytes) else content.read_bytes())
     if total > MOST_PIXELS:
         raise Refusal(f"{place}: the images have {total} pixels together, more than {MOST_PIXELS}; send smaller ones")
 
@@ -185,7 +185,7 @@ def _refused(place: str, content: bytes | Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise Refusal(f"{place}: there is no image {content}; check the path") from error
+        raise Refusal(f"{place}: there is no image {error.filename}; check the path") from error
     except Exception as error:
         unknown = isinstance(error, PIL.UnidentifiedImageError)  # its message is a memory address
         reason = f"of none of the formats {', '.join(FORMATS)}" if unknown else reason_of(error)
