@@ -171,6 +171,7 @@ def check_pixels(urls: Sequence[str], *, place: str) -> None:
     total = 0
     for url in urls:
         content = _content(url, Path(), place=place)
+        assert isinstance(content, bytes), "a data URL holds its picture"
         with _refused(place, content):
             total += pixels_of(content if isinstance(content, bytes) else content.read_bytes())
     if total > MOST_PIXELS:
@@ -178,7 +179,7 @@ def check_pixels(urls: Sequence[str], *, place: str) -> None:
 
 
 @contextmanager
-def _refused(place: str, content: bytes | Path) -> Iterator[None]:
+def _refused(place: str, content: Any) -> Iterator[None]:
     """Turn any error of the block into a `Refusal`: damage makes libraries raise errors of many classes."""
     import PIL.Image
 

@@ -34,6 +34,7 @@ CLONE_THREAD = 0x10000
 NEW_FILE = os.O_CREAT | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, kernel's architecture id
+SECCOMP = (317, 277)
 # fmt: off
 REFUSED = {  # call numbers on x86-64 and on arm64; None where the call does not exist
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
@@ -54,7 +55,7 @@ REFUSED = {  # call numbers on x86-64 and on arm64; None where the call does not
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
-    "io_setup": (206, 0), "syslog": (103, 116), "seccomp": (317, 277),
+    "io_setup": (206, 0), "syslog": (103, 116), "seccomp": SECCOMP,
 }
 COUNTED = {
     "creat": (85, None), "mkdir": (83, None), "mkdirat": (258, 34), "mknod": (133, None), "mknodat": (259, 33),
@@ -178,15 +179,15 @@ def _restrict_calls(job: dict) -> None:
     steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), DENY]
     for calls, result in ((REFUSED, DENY), (MISSING, LACK), (COUNTED, COUNT)):
         for numbers in calls.values():
-            if numbers[column] is not None:
-                steps += [(EQUAL, 0, 1, numbers[column]), result]
+            if (number := numbers[column]) is not None:
+                steps += [(EQUAL, 0, 1, number), result]
     for numbers, examination in EXAMINED.values():
-        if numbers[column] is not None:
-            steps += [(EQUAL, 0, len(examination) + 1, numbers[column]), *examination, PASS]
+        if (number := numbers[column]) is not None:
+            steps += [(EQUAL, 0, len(examination) + 1, number), *examination, PASS]
     code = b"".join(struct.pack("HBBI", *step) for step in [*steps, PASS])
     held = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held))
-    job["asks"] = _call("syscall", REFUSED["seccomp"][column], 1, 8, header, what="network isolation: a seccomp filter")
+    job["asks"] = _call("syscall", SECCOMP[column], 1, 8, header, what="network isolation: a seccomp filter")
 
 
 def _check_closed(job: dict) -> None:
