@@ -274,7 +274,7 @@ def test_json_names_the_classes():
     assert data["class"] == "Config"
     assert data["algorithm"]["class"] == "PPO"
     assert data["model"]["class"] == "FromScratch"
-    assert data["rewards"]["parts"] == [{"class": "ArithmeticReward", "weight": 1.0}]
+    assert data["rewards"]["parts"] == [{"class": "ArithmeticReward", "weight": 1.0, "in_thinking": False}]
     assert data["cold_start"] is None
 
 
