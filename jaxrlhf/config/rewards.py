@@ -35,16 +35,16 @@ class Gsm8kReward:
     """
 
     method: Literal["strict", "flexible"] = "strict"
-    in_thinking: bool = False
     weight: float = 1.0
+    in_thinking: bool = False
 
 
 @dataclass(frozen=True)
 class ArithmeticReward:
     """Reward of 1 if the number after `####` equals the reference answer, else 0; see `Gsm8kReward`."""
 
-    in_thinking: bool = False
     weight: float = 1.0
+    in_thinking: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class MathReward:
       in_thinking: True also reads an answer inside the thinking, if none follows it.
     """
 
-    in_thinking: bool = False
     weight: float = 1.0
+    in_thinking: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class CodeReward(Settings):
     memory_bytes: Positive[int] = 1 << 29
     output_bytes: Positive[int] = 1 << 20
     allow_unsandboxed: bool = False
-    in_thinking: bool = False
     weight: float = 1.0
+    in_thinking: bool = False
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,11 @@ class ExpressionReader(ABC):
 
     def degrees(self) -> bool:
         """Read the degree sign if the exponent is a degree sign; return whether it was read."""
-        for offset, texts in ((0, ("circ",)), (1, ("circ",))):
-            if self.next_is(offset, *texts) and (offset == 0 or self.next_is(0, "{")):
-                self.place += 1 + 2 * offset
-                return True
-        return False
+        braces = self.next_is(0, "{")
+        if not self.next_is(int(braces), "circ"):
+            return False
+        self.place += 3 if braces else 1
+        return True
 
     def operand(self) -> Any:
         """Read a number, a variable, a function or a bracket."""
@@ -159,9 +159,7 @@ class ExpressionReader(ABC):
         match token.kind:
             case "number":
                 return self.number(token)
-            case "letter":
-                return self.variable(token.text)
-            case "vector":
+            case "letter" | "vector":
                 return self.variable(token.text)
             case "constant":
                 return operation(token.text)
@@ -172,8 +170,7 @@ class ExpressionReader(ABC):
         if token.text in ("(", "[", "\\{", "<"):
             return self.bracketed(token.text)
         if token.text == "{":
-            value = self.inside_braces()
-            return value
+            return self.inside_braces()
         if token.text in ("|", "||"):
             self.bars += 1
             inner = self.expr(self.sum())
@@ -233,16 +230,16 @@ class ExpressionReader(ABC):
         return operation(name) if name in CONSTANTS else symbol(name)
 
     def subscript(self) -> str:
-        """Read a subscript as text."""
+        """Read a subscript, or another argument, as text."""
         if not self.accept("{"):
             self.place += 1
             if self.place > len(self.tokens):
-                raise Unread("a subscript is missing")
+                raise Unread("an argument is missing")
             return self.tokens[self.place - 1].text
         text = ""
         while not self.accept("}"):
             if self.peek() is None:
-                raise Unread("a subscript is not closed")
+                raise Unread("a brace is not closed")
             text += self.tokens[self.place].text
             self.place += 1
         return text
@@ -344,25 +341,12 @@ class ExpressionReader(ABC):
             case "emptyset":
                 return Union(())
             case "mathbb":
-                return _domain(self.braced_name())
+                return _domain(self.subscript())
             case "langle":
                 return self.bracketed("langle")
         if name in GREEK:
             return self.variable(name)
         raise Unread(f"\\{name} is not known")
-
-    def braced_name(self) -> str:
-        """Read letters in braces."""
-        if not self.accept("{"):
-            self.place += 1
-            return self.tokens[self.place - 1].text if self.place <= len(self.tokens) else ""
-        name = ""
-        while not self.accept("}"):
-            if self.peek() is None:
-                raise Unread("a brace is not closed")
-            name += self.tokens[self.place].text
-            self.place += 1
-        return name.rstrip("*")
 
 
 def _signed(sign: str, value: Expr) -> Expr:

@@ -104,7 +104,7 @@ def _compare(one: Any, other: Any) -> bool | None:
     if sets[0] is not None and sets[1] is not None and not (isinstance(one, Items) and isinstance(other, Items)):
         return same_sets(sets[0], sets[1])
     if isinstance(one, Items) and isinstance(other, Items):
-        if sets[0] is not None and sets[1] is not None and {one.bracket, other.bracket} & {"[)", "(]", "or"}:
+        if sets[0] is not None and sets[1] is not None and {one.bracket, other.bracket} & {"[)", "(]"}:
             return same_sets(sets[0], sets[1])
         return _same_items(one, other)
     return None
@@ -121,7 +121,7 @@ def _value_of(relation: Relation) -> Any:
 
 
 def _is_letter(expr: Expr) -> bool:
-    return expr.head in ("symbol",) and len(str(expr.args[0])) == 1
+    return expr.head == "symbol" and len(str(expr.args[0])) == 1
 
 
 def _same_quantities(one: Quantity, other: Quantity) -> bool:
@@ -134,13 +134,9 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
     units = unit_of(one.unit), unit_of(other.unit)
     if one.unit and other.unit and units[0] != units[1]:
         return _same_size((one,), (other,)) is True
-    for angle, plain in ((one, other), (other, one)):
-        if (
-            units[0] != units[1]
-            and unit_of(angle.unit) == "degree"
-            and alike(operation("degree", angle.expr), plain.expr)
-        ):
-            return True
+    if {*units} == {"degree", ""}:
+        angle, bare = (one.expr, other.expr) if units[0] else (other.expr, one.expr)
+        return alike(angle, bare) or alike(operation("degree", angle), bare)
     if _is_letter(one.expr) and _is_letter(other.expr):
         return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
     return alike(one.expr, other.expr)
@@ -175,6 +171,11 @@ def _same_relations(one: Relation, other: Relation) -> bool:
             return equal(values[0], values[1])
     elif values[0] is not None and values[1] is not None:
         return equal(values[0], values[1])
+    units = [
+        {unit_of(side.unit) for side in each.sides if isinstance(side, Quantity) and side.unit} for each in (one, other)
+    ]
+    if units[0] and units[1] and units[0] != units[1]:
+        return False
     sets = set_of(one), set_of(other)
     if sets[0] is not None and sets[1] is not None:
         return _variable_of(one) == _variable_of(other) and same_sets(sets[0], sets[1])

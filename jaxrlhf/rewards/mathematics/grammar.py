@@ -305,14 +305,14 @@ class AnswerReader(ExpressionReader):
 
     def table(self) -> Table:
         """Read an environment of rows, after `\\begin`."""
-        kind = self.braced_name()
+        kind = self.subscript().rstrip("*")
         rows: list[list[list[Token]]] = [[[]]]
         depth = 0
         while self.place < len(self.tokens):
             token = self.tokens[self.place]
             self.place += 1
             if token.kind == "command" and token.text == "end" and depth == 0:
-                self.braced_name()
+                self.subscript()
                 break
             depth += (token.text == "begin") - (token.text == "end")
             if depth == 0 and token.text == "\\\\":

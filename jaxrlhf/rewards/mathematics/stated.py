@@ -24,7 +24,7 @@ _WORD = re.compile(r"[^ \t\n]+")
 _MATH = re.compile(rf"[\d\\^\u03c0\u221a\u221e{''.join(FRACTIONS)}]")
 _MOST_WORDS = 24
 """Maximum number of words of a sentence that are searched for an answer in plain text."""
-_FEW_WORDS = 4
+_FEW_WORDS = 2
 _MARK = "####"
 
 
@@ -39,7 +39,7 @@ def stated_answer(text: str) -> str | None:
     - the first formula after the last "answer is", else the plain text after it
     - the last formula
     - the last number, with all that belongs to it
-    - the whole text, if it is a few words in one line
+    - the whole text, if it is one or two words
     """
     boxes = _boxes(text)
     if boxes is not None:
@@ -63,7 +63,7 @@ def stated_answer(text: str) -> str | None:
     if phrases:
         return _beginning(_sentence(text[phrases[-1].end() :])) or formula
     found = _ending(text)
-    if found is None and len(text.split()) <= _FEW_WORDS and "\n" not in text.strip():
+    if found is None and len(text.split()) <= _FEW_WORDS:
         return _without_stop(text.strip()) or None
     return found
 
@@ -84,8 +84,7 @@ def reference_text(answer: str) -> str | None:
         return joined.strip() or None
     if formulas and _STATED.search(answer):
         return formulas[-1]
-    bare = answer.replace("$", " ").strip() if re.fullmatch(r"[\s$]*", answer) else answer.strip()
-    return bare or None
+    return answer.strip() if answer.strip(" \t\r\n$") else None
 
 
 def _without_stop(text: str) -> str:
