@@ -199,7 +199,7 @@ class Optimizer(Settings):
         own = [f"{name}={getattr(self, name)}" for name in ADAMW if getattr(self, name) != getattr(Optimizer, name)]
         require(
             self.factory is None or not own,
-            f"Optimizer has {', '.join(own)} of AdamW, but factory={self.factory!r}; use arguments instead",
+            f"Optimizer has {', '.join(own)}, which only AdamW reads, but factory={self.factory!r}; use arguments",
         )
         require(
             "learning_rate" not in self.keywords,

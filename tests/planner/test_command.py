@@ -72,7 +72,7 @@ def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
     run_module("plan", "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200)
     shown = capsys.readouterr().out
     assert "16 devices: 2 machines of 8 x a100" in shown
-    assert "512 tokens of prompt; the plan command" in " ".join(shown.split())
+    assert "512 tokens of prompt; to set means" in " ".join(shown.split())
     assert "timeline of the best plan: plan_ppo_gsm8k.png" in shown
     assert (tmp_path / "plan_ppo_gsm8k.png").read_bytes()[:4] == b"\x89PNG"
     assert "or set placement='auto'" in shown
@@ -173,7 +173,7 @@ def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hardware", "a1000"), "unknown hardware 'a1000'; known are a100"),
+        (("--hardware", "a1000"), "unknown hardware 'a1000'; known names are a100"),
         (("--hardware", "nowhere.json"), "no hardware file 'nowhere.json'; `python scripts/calibrate.py` writes one"),
         (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
         (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
