@@ -103,7 +103,7 @@ def _check_same(workdir: Path, name: str, before: Described, now: Described) -> 
             for settings in (before, now)
         )
         raise Refusal(
-            f"{workdir} was trained with {name} {was}, but the configuration has {given}; resume with the original "
+            f"{workdir} was trained with {name}: {was}, but the configuration has {given}; resume with the original "
             "settings, or choose another workdir"
         )
 

@@ -391,5 +391,5 @@ def test_a_damaged_checkpoint_that_is_set_aside_leaves_its_step_free(stored, ope
 def test_damage_of_a_metric_names_the_file(stored, opened, tmp_path):
     file = tmp_path / "checkpoints" / "step_5" / "metrics" / "metrics"
     file.write_text("")
-    with pytest.raises(Damaged, match=f"{re.escape(str(file))} is damaged .*; move .*step_5 away"):
+    with pytest.raises(Damaged, match=f"{re.escape(str(file))} is damaged .*; move .*step_5 to another folder"):
         opened()

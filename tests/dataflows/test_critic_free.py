@@ -222,18 +222,18 @@ class Own(ReinforcePlusPlus):
 @pytest.mark.parametrize(
     ("advantage", "given"),
     [
-        (lambda of: np.ones(1), r"of shape \(1,\) and float64, all finite"),
-        (lambda of: of.score_B[:1], r"of shape \(1,\) and float32"),
-        (lambda of: 1.0, r"of shape \(\)"),
-        (lambda of: of.score_B[:, None], r"of shape \(2, 1\)"),
-        (lambda of: of.score_B * np.nan, r"of shape \(2,\) and float32, not all finite numbers"),
-        (lambda of: "high", r"of shape \(\) and <U4, not all finite numbers"),
+        (lambda of: np.ones(1), r"has shape \(1,\) and dtype float64, all finite"),
+        (lambda of: of.score_B[:1], r"has shape \(1,\) and dtype float32"),
+        (lambda of: 1.0, r"has shape \(\)"),
+        (lambda of: of.score_B[:, None], r"has shape \(2, 1\)"),
+        (lambda of: of.score_B * np.nan, r"has shape \(2,\) and dtype float32, not all finite numbers"),
+        (lambda of: "high", r"has shape \(\) and dtype <U4, not all finite numbers"),
     ],
 )
 def test_an_advantage_that_is_none_is_refused(advantage, given):
     made = Made(lambda problems, copies: rollout_of(MASK[[0, 3]], [0, 1]), lambda rollout: [1.0, 0.0])
     tokens = MASK.shape[1]
-    with pytest.raises(ValueError, match=f"the advantage of Own is {given}.* each of 2 responses.* their {tokens} tok"):
+    with pytest.raises(ValueError, match=f"the advantage of Own {given}.* each of 2 responses.* their {tokens} tok"):
         made.step(Own(responses_per_update=2, kl=None, advantage=advantage), prompts=2, copies=1)
 
 

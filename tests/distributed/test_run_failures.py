@@ -264,7 +264,7 @@ def test_a_pool_comes_back_with_as_many_hosts_as_there_is_room_for():
     def launch(*, hosts):
         asked.append(hosts)
         if len(asked) > 1 and hosts > 2:
-            raise HostNotStarted(HostId("generation"), "generation.start", f"asks for {hosts} host processes")
+            raise HostNotStarted(HostId("generation"), "generation.start", f"requires {hosts} host processes")
         return Launched(len(asked))
 
     ranks = ray_backend.RayRanks("generation", launch, print, hosts=6, multiple=2, relaunches=1)
@@ -290,7 +290,7 @@ def test_a_pool_that_only_generates_comes_back_with_fewer_hosts_where_there_is_n
     def with_less_room(name, hosts, *args, **kwargs):
         asked.append((name, hosts))
         if name == "generation" and hosts > 1 and sniper.struck:
-            raise HostNotStarted(HostId(name), f"{name}.start", f"asks for {hosts} host processes")
+            raise HostNotStarted(HostId(name), f"{name}.start", f"requires {hosts} host processes")
         return place(name, hosts, *args, **kwargs)
 
     monkeypatch.setattr(ray_cluster, "place", with_less_room)

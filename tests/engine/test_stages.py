@@ -202,5 +202,5 @@ def test_one_stage_is_the_engine_without_stages(params):
 
 def test_layers_that_do_not_split_over_the_stages_are_refused(params):
     model = ModelConfig(**{**vars(MODEL), "num_layers": 3})
-    with pytest.raises(ValueError, match="3 layers do not split 2 ways over mesh axis 'stage'; use a"):
+    with pytest.raises(ValueError, match="3 layers do not split 2 ways over mesh axis 'stage'; set"):
         engine_on(mesh_of({"stage": 2}, jax.devices()[:2]), params, model=model)

@@ -193,7 +193,7 @@ def test_tensor_of_another_shape(copy):
 
 def test_tensor_that_would_be_ignored(copy):
     rewrite(copy, model__layers__0__self_attn__o_proj__bias=np.ones(32, np.float32))
-    refuses(copy, "model.layers.0.self_attn.o_proj.bias", "no part of a qwen2 decoder")
+    refuses(copy, "model.layers.0.self_attn.o_proj.bias", "not part of a qwen2 decoder")
 
 
 def test_head_that_is_not_there(source):

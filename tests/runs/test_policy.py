@@ -94,7 +94,7 @@ def test_dry_run_finds_a_tokenizer_of_other_tokens(tmp_path):
     )
     policy, critic = replace(base, model=start), replace(base, algorithm=replace(base.algorithm, critic_model=start))
     for config in (policy, critic):
-        with pytest.raises(Refusal, match=r"the tokenizer has ids up to 644 and the model embeds 448 tokens"):
+        with pytest.raises(Refusal, match=r"the tokenizer has ids up to 644, but the model embeds 448 tokens"):
             run(config, dry_run=True)
         assert not run(replace(config, tokenizer=str(model)), dry_run=True).finished
 
@@ -143,7 +143,7 @@ def test_a_cold_start_is_no_run_to_export(tmp_path):
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file cannot be written to: .*File exists.*; choose another"):
+    with pytest.raises(ValueError, match=r"file is not writable: .*File exists.*; choose another"):
         run(replace(get_config(), workdir=str(tmp_path / "file")))
 
 
