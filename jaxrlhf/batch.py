@@ -152,11 +152,7 @@ class Pair(Problem):
     safe: tuple[bool, bool] | None = None
 
 
-ROUTING = "routing"
-"""Name of a recorded column: int16 `[B, T, L, k]`, the k experts of each token in each layer during sampling."""
-KEPT = "kept"
-"""Name of a recorded column: int32 `[B, T, K]`, ids of the candidates that a token was sampled from, padded with -1.
-All -1 is the whole vocabulary."""
+ROUTING, KEPT = "routing", "kept"
 
 
 @struct.dataclass
@@ -171,6 +167,8 @@ class Sequences:
       prompt_id_B: int64 group key.
       images_B: object array with a tuple of `Image`s per sequence, of the shape of `length_B`; None without images.
       recorded: Columns that the sampler recorded, by name, integers `[B, T, ...]`; -1 where nothing was recorded.
+        `routing`: int16 `[B, T, L, k]`, the k experts of each token in each layer. `kept`: int32 `[B, T, K]`, ids of
+        the candidates that a token was sampled from, padded with -1; all -1 is the whole vocabulary.
     """
 
     token_BT: Array
@@ -356,8 +354,7 @@ class MinibatchRows(Sequence[Experience]):
         """
         arrays: dict[str, Array] = {"token": sequences.token_BT, "mask": sequences.mask_BT}
         arrays |= {f"field {name}": np.asarray(value, np.float32) for name, value in fields.items()}
-        recorded = {f"recorded {name}": column for name, column in sequences.recorded.items()}
-        arrays |= recorded
+        arrays |= (recorded := {f"recorded {name}": column for name, column in sequences.recorded.items()})
         if importance_BT is not None:
             arrays["importance"] = importance_BT
         batch = RaggedBatch.of(sequences.length_B, arrays, dict.fromkeys(recorded, -1))
@@ -378,12 +375,10 @@ class MinibatchRows(Sequence[Experience]):
         weight = weight * chosen.columns.get("importance", np.float32(1))
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
         images_B = None if self.images_B is None else self.images_B[rows]
-        fields, recorded = (
-            dict[str, Array]({name.removeprefix(kind): made[name] for name in made if name.startswith(kind)})
-            for kind in ("field ", "recorded ")
-        )
+        kinds = "field ", "recorded "
+        fields, recorded = ({name[len(of) :]: made[name] for name in made if name.startswith(of)} for of in kinds)
         columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], images_B, recorded
-        return Experience(Sequences(*columns), made["weight"], fields, self.prompts)
+        return Experience(Sequences(*columns), made["weight"], {**fields}, self.prompts)
 
     def part(self, index: int, parts: int) -> "MinibatchRows":
         """Return an equal share of every minibatch, with only the batch rows that it needs."""

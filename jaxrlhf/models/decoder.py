@@ -149,9 +149,7 @@ def hidden_states(
 
     within = segment_RW if sight is None else sight.within(segment_RW)
     if shared_prefix is not None and isinstance(within, BothWays):
-        raise ValueError(
-            "shared_prefix does not support models with bidirectional attention in images; pass whole sequences"
-        )
+        raise ValueError("shared_prefix requires causal attention in images; pass whole sequences")
     rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, all_layers, hidden_RWD, rows)
@@ -194,10 +192,7 @@ def prefill(
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         found = _prefill_whole(*prompts)
     elif sight is not None and sight.block_RW is not None:
-        raise ValueError(
-            "prompts with bidirectional attention in images cannot be prefilled in chunks; set chunk_tokens=None and "
-            "past=None"
-        )
+        raise ValueError("bidirectional attention in images requires whole prompts; set chunk_tokens=None, past=None")
     else:
         found = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
     return found._replace(hidden_PD=norm(config, merge_streams(params, config, found.hidden_PD), params["final_norm"]))

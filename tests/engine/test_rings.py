@@ -179,7 +179,7 @@ class Slots:
         row += prompt[known.tokens :]
         request = Request(self.turns, tuple(prompt), keep=True)
         sequence = SequenceState(request, Sampling(), seed=0, limit=99, stop_tokens=(), tokens=[*response, 0])
-        self.contents.start(slot, sequence, first=self.contents.go_on(known))
+        self.contents.start(slot, sequence, first=self.contents.reuse(known))
         tokens = [*row, *response, *[-1] * (2 * DISPATCH + 1)]  # the last are of windows that nobody reads
         self.rings[slot] = ring = [-1] * ENTRIES
         for place in range(max(0, len(row) - ENTRIES), len(tokens)):

@@ -213,7 +213,7 @@ def test_few_programs_serve_conversations_of_all_lengths_and_none_takes_more_mem
     monkeypatch.setattr(engine.compiled, "run", recorded)
     monkeypatch.setattr(engine.cache, "prefix", lambda slots, slot_B, width: models.Prefix(nothing, nothing))
     monkeypatch.setattr(contents, "longest", lambda prompt: PrefixMatch(known.get(len(prompt), 0), 0))
-    monkeypatch.setattr(contents, "go_on", lambda known: 0)
+    monkeypatch.setattr(contents, "reuse", lambda known: 0)
     rng = np.random.default_rng(0)
     for _ in range(2000):
         length = int(2 ** rng.uniform(0, 13))

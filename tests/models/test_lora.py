@@ -196,7 +196,7 @@ def refused(case, tmp_path, words, *, lora=None, tensors=None, **fields):
         ({"r": 8}, r"has r=8, lora_alpha=6.0, use_rslora=False, but lora has rank=4"),
         ({"lora_alpha": 1}, "lora_alpha=1"),
         ({"use_rslora": True}, "use_rslora=True"),
-        ({"use_dora": True}, "use_dora=True, which cannot be read"),
+        ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"bias": "all"}, "bias='all'"),
         ({"init_lora_weights": "pissa"}, "only LORA with unchanged base weights"),
@@ -222,10 +222,10 @@ def test_tensors_that_do_not_fit_are_named(every_matrix, tmp_path):
 
 
 def test_damaged_and_missing_files_are_named(every_matrix, tmp_path):
-    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or no JSON"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or not a JSON"):
         every_matrix.load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or no JSON object"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or not a JSON object"):
         every_matrix.load(tmp_path)
     shutil.copytree(every_matrix.files, tmp_path / "cut")
     file = tmp_path / "cut" / "adapter_model.safetensors"

@@ -150,7 +150,7 @@ class Named(nnx.Module):
         return self.again[...].T
 
 
-@pytest.mark.filterwarnings("ignore:Named keeps no keys")
+@pytest.mark.filterwarnings("ignore:Named has no key-value cache")
 def test_a_module_may_name_its_dimensions():
     model = model_config(Nnx(Named), ())
     assert (model.vocab_size, model.hidden_size, model.num_parameters()) == (96, 16, 16 * 96)
@@ -179,7 +179,7 @@ def test_what_is_no_such_module_is_refused(own):
         replace(own, max_positions=0)
 
 
-@pytest.mark.filterwarnings("ignore:Transformer keeps no keys")
+@pytest.mark.filterwarnings("ignore:Transformer has no key-value cache")
 @pytest.mark.parametrize(
     ("training", "message"),
     [

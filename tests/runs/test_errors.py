@@ -90,7 +90,7 @@ CASES = {
     ),
     "too few problems": (GOOD + " --rollout.prompts-per-step 44", "a step takes 44 problems and there are 10; "),
     "prompts too long": (GOOD + " --rollout.max-prompt-tokens 5", "all 10 train problems are over the token limits"),
-    "devices that are not there": (GOOD + " --devices 64", "devices=64, but JAX sees"),
+    "devices that are not there": (GOOD + " --devices 64", "devices=64 exceeds the"),
     "layout": (
         GOOD + " --devices 1 --actor.layout.tensor 3",
         "actor: data=rest x fsdp=1 x stage=1 x tensor=3 does not fill",

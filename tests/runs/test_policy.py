@@ -330,8 +330,8 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
     for changes, message in (
         ({"seed": 1}, "the saved data position has seed=0 and this run has seed=1"),
         ({"resume": False}, "already holds a run, but resume=False"),
-        ({"model": replace(config.model, num_layers=3)}, "of num_layers=2, and the configuration has num_layers=3"),
-        ({"cold_start": None}, "with cold_start of steps=2, and the configuration has none"),
+        ({"model": replace(config.model, num_layers=3)}, "num_layers=2, but the configuration has num_layers=3"),
+        ({"cold_start": None}, "with cold_start: steps=2, but the configuration has none"),
     ):
         with pytest.raises(ValueError, match=message):
             run(replace(config, **changes))

@@ -342,6 +342,6 @@ def test_what_waits_without_a_field_that_there_is_now_is_refused(tmp_path):
     del sequences.__dict__["recorded"]  # as in a checkpoint of before
     item = QueueItem(lambda: [(sequences,)], taken.append)
     (tmp_path / "collected.pickle").write_bytes(pickle.dumps([(sequences,)]))
-    with pytest.raises(Refusal, match=r"saved by other code .*recorded"):
+    with pytest.raises(Refusal, match=r"saved by a different version of the code .*recorded"):
         item.restore(tmp_path)
     assert not taken

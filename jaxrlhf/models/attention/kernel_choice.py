@@ -250,7 +250,7 @@ def _objection(trial: _Trial, devices_here: bool) -> str | None:
     for name, got, true in zip(names, ours, exact, strict=False):
         off = float(np.abs(np.float32(got) - true).max() / np.abs(true).max())
         if not off <= tolerance:  # also true for NaN
-            return f"its {name} differs by {off:.1e} of the largest entry, more than the tolerance {tolerance:.1e}"
+            return f"its {name} is off by {off:.1e} of the largest entry, more than {tolerance:.1e}"
     return None
 
 
