@@ -37,12 +37,12 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         if not file.is_file():  # reading a pipe would wait for its writer
-            raise FileNotFoundError("there is no such file")
+            raise FileNotFoundError("no such file")
         fields = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise Refusal(f"{file} cannot be read as JSON ({reason_of(error)}); {remedy}") from error
     if not isinstance(fields, dict):
-        raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object; {remedy}")
+        raise Refusal(f"{file} has a {type(fields).__name__}, expected a JSON object; {remedy}")
     return fields
 
 
@@ -52,7 +52,7 @@ def reading(file: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise Refusal(f"{file} has other fields than were written ({error!r}); {remedy}") from error
+        raise Refusal(f"{file} has other fields than expected ({error!r}); {remedy}") from error
 
 
 @contextmanager

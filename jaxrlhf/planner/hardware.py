@@ -170,7 +170,7 @@ def load_hardware(path: str | Path) -> Hardware:
     file = Path(path).expanduser()
     if not file.is_file():
         raise Refusal(f"no hardware file {str(path)!r}; `python scripts/calibrate.py` writes one")
-    fields = read_object(file, "calibrate again")
+    fields = read_object(file, "run scripts/calibrate.py again")
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
         raise Refusal(f"{file} lacks {', '.join(missing)}; a hardware file needs every field")

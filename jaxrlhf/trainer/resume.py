@@ -12,7 +12,7 @@ from jaxrlhf.tracking.records import write_json
 Described = dict[str, Any]
 
 STARTED_FROM = "weights.json"
-PUT_BACK = "it says what the run's checkpoints are: put back what the run wrote"
+PUT_BACK = "the file describes the checkpoints of the run; restore the file that the run wrote"
 _FREE = ("name", "workdir", "resume", "trackers")
 """Settings that do not affect training."""
 

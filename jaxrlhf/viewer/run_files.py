@@ -81,7 +81,7 @@ class RunFiles:
         for place in (folder, folder.parent):
             file = (place / SETTINGS).resolve()
             if file.is_file() and file.is_relative_to(self.root):
-                return dict(_flat(read_object(file, "put it back")))
+                return dict(_flat(read_object(file, "restore the file")))
         return {}
 
     def timeline(self, run: str) -> list[dict[str, Any]]:

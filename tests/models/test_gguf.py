@@ -183,7 +183,7 @@ def test_a_file_cut_anywhere_is_refused_before_weights_are_read(tmp_path):
         cut.write_bytes(whole[:size])
         assert "is damaged or truncated" in refusal_of(cut) and "download it again" in refusal_of(cut)
     cut.write_bytes(b"")
-    assert "is no GGUF file" in refusal_of(cut)
+    assert "is not a GGUF file" in refusal_of(cut)
 
 
 def test_flipped_bits_of_a_header_end_in_a_refusal_or_a_model(tmp_path):

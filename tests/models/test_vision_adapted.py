@@ -122,7 +122,7 @@ def test_peft_loads_adapters_of_tower_and_decoder(loaded, kind, lora, tmp_path):
 
 
 def test_adapters_of_a_tower_without_one_or_without_its_rate_are_refused():
-    with pytest.raises(Refusal, match="text alone"):
+    with pytest.raises(Refusal, match="requires a model with a vision tower"):
         declare_adapters(DECODER, "lm", Lora(part="both"))
     with pytest.raises(Refusal, match="vision_learning_rate"):
         Training(lora=Lora(part="tower"))

@@ -152,7 +152,7 @@ def test_a_plan_serves_again_where_devices_and_roles_are_the_same(tmp_path, caps
 
     fewer = place(replace(config, devices=4), tmp_path, vocabulary=TOKENS)
     shown = capsys.readouterr().out
-    assert f"the plan {tmp_path}/plan.json is not reused: it is for 8 devices and there are 4\n" in shown
+    assert f"the plan {tmp_path}/plan.json is not reused: the plan is for 8 devices, but there are 4\n" in shown
     assert "the best plan, by call" in shown
     assert fewer.hardware.devices == 4
     place(replace(config, resume=False), tmp_path, vocabulary=TOKENS)

@@ -78,7 +78,7 @@ def test_dry_run_finds_what_a_checkpoint_lacks(tmp_path, role):
     file.write_bytes(content)
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | {"intermediate_size": fields["intermediate_size"] * 2}))
-    with CompileCounter() as again, pytest.raises(Refusal, match=r"has shape .*config\.json and the head"):
+    with CompileCounter() as again, pytest.raises(Refusal, match=r"has shape .*config\.json and the requested head"):
         run(config, dry_run=True)
     assert compiled.count == again.count == 0
 

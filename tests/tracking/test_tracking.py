@@ -110,7 +110,7 @@ for step in itertools.count(1):
 def test_a_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"step": 4}\n')
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2, .*skipped"):
+    with pytest.warns(UserWarning, match=r"(?s)metrics\.jsonl, line 2, .*skipping"):
         write_steps(path, [5], resumed_step=3)
     with pytest.warns(UserWarning, match=r"metrics\.jsonl, line 2"):
         assert steps_of(path) == [1, 3, 5]

@@ -124,7 +124,7 @@ def test_one_answer_is_greedy_and_else_as_the_settings_say(files, monkeypatch):
     ("sizes", "words"),
     [
         (EngineSizes(tensor=0), "--tensor 0"),
-        (EngineSizes(context_tokens=0), "context of 0"),
+        (EngineSizes(context_tokens=0), "--context 0"),
         (EngineSizes(response_tokens=0), "max_response_tokens=0"),
     ],
 )

@@ -135,13 +135,8 @@ def _same_quantities(one: Quantity, other: Quantity) -> bool:
     if one.unit and other.unit and units[0] != units[1]:
         return _same_size((one,), (other,)) is True
     if {*units} == {"degree", ""}:
-<<<<<<< HEAD
-        angle, bare = (one.expr, other.expr) if units[0] else (other.expr, one.expr)
-        return alike(angle, bare) or alike(operation("degree", angle), bare)
-=======
         angle, size = (one.expr, other.expr) if units[0] else (other.expr, one.expr)
         return alike(angle, size) or alike(operation("degree", angle), size)
->>>>>>> field
     if _is_letter(one.expr) and _is_letter(other.expr):
         return str(one.expr.args[0]).lower() == str(other.expr.args[0]).lower()
     return alike(one.expr, other.expr)

@@ -52,7 +52,7 @@ class TrackedRun:
 
     def _ids(self) -> dict[str, str]:
         file = self.directory / IDS
-        return read_object(file, "delete it, and trackers begin new runs") if file.exists() else {}
+        return read_object(file, "delete the file to start new runs of the trackers") if file.exists() else {}
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
