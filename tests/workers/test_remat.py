@@ -79,7 +79,7 @@ def test_on_cpu_and_where_the_memory_is_not_known_layers_are_computed_again() ->
     builder = built()
     assert builder.remat["actor"].on and "CPU" in builder.remat["actor"].why
     unknown = remat.choose_remat(on_accelerator(builder, None), "actor")
-    assert unknown.on and "not known" in unknown.why
+    assert unknown.on and "do not report their memory" in unknown.why
 
 
 def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_memory() -> None:
