@@ -131,7 +131,9 @@ class Tokenized:
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
             if self._tokenizer.chat_template is not None:
-                tools, text = self._tools(example) or (), self._control.unmarked(prompt)
+                # Of an environment's tools, `EpisodePrompts` checks that the template supports them.
+                tools = self._tools(example) or () if self._episodes is None else ()
+                text = self._control.unmarked(prompt)
                 self._shown_messages.check(_chat(example.prompt), tools, text, example.place)
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for_people = [*prompts]

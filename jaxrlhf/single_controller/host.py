@@ -14,6 +14,7 @@ import jax
 
 from jaxrlhf.batching.transfer_protocol import RankCoordinates, loaded
 from jaxrlhf.checkpoint import Item
+from jaxrlhf.engine import Engine
 from jaxrlhf.runtime.free_memory import return_after_compiling, return_free_memory
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
 from jaxrlhf.workers.build import Builder, Phase
@@ -82,7 +83,8 @@ class Host:
         """Return the programs that were lowered instead of run, for described devices; names are `role.program`."""
         found: dict[str, jax.stages.Lowered] = {}
         if self.builder.sampler is not None:
-            programs = getattr(self.builder.sampler.engine, "lowered", {})  # engines of other kinds lower no programs
+            engine = self.builder.sampler.engine
+            programs = engine.compiled.lowered if isinstance(engine, Engine) else {}
             found |= {f"generation.{name}": program for name, program in programs.items()}
         for role, worker in self.workers.items():
             found |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}

@@ -165,7 +165,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     engine.compile_ahead([20, *(len(request.prompt_tokens) for request in requests)])
     ahead = set(engine.compiled.programs)
     same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
-    engine.generate([Request(0, (1,) * 20)], Sampling(min_tokens=12), seed=0)  # as long as it gets
+    engine.generate([Request(slot, (slot,) * 20) for slot in range(4)], Sampling(min_tokens=12), seed=0)  # the longest
     assert set(engine.compiled.programs) == ahead
     assert len(engine.compiled) <= most_compilations(engine)
     assert engine.cache.sizes == (12, 24, 32)

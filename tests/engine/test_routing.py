@@ -69,7 +69,7 @@ def forward(params, rows, config=MODEL):
         rows.position_RW,
         rows.segment_RW,
         shared_prefix=rows.shared_prefix,
-        router=router_inputs(rows)._replace(replayed=rows.recorded["routing"]),
+        router=router_inputs(rows)._replace(replayed=rows.recorded.get("routing")),
     )
 
 

@@ -145,6 +145,7 @@ def test_each_device_has_its_part_and_one_gather_in_each_layer_joins_them():
     """A query has its weighted values, their sum of weights and the largest score from every other device."""
     engine, model = build("plain", context=4, tensor=2), KINDS["plain"]
     engine.cache.free()
+    engine.cache.keep(np.arange(4, dtype=np.int32)[None])
     engine.cache.grow(84)
     held = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(engine.cache.arrays)]
     assert held == [4 * (model.num_kv_heads // 2) * model.head_dim * 84 // 4] * 2 * model.num_layers

@@ -198,7 +198,7 @@ def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
     assert export_policy(tmp_path / "run", tmp_path / "judge") == 2
     with pytest.raises(ValueError, match="trained no policy"):
         evaluate_policy(config(DPO()), policy=str(tmp_path / "run"), samples=1, show=0)
-    with pytest.raises(ValueError, match="RewardModel trains none"):
+    with pytest.raises(ValueError, match="RewardModel trains no policy"):
         evaluate_policy(settings, policy=None, samples=1, show=0)
 
     mesh = factored_mesh(Layout(), jax.devices()[:1])

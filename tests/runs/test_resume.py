@@ -97,7 +97,7 @@ def test_killed_five_times(start, undisturbed, tmp_path):
     done = start(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tiny (cold start): resuming after step 2 of 2" in done.stdout
-    assert "tiny: step " in done.stdout
+    assert "tiny: resuming after step " in done.stdout
     assert "step 1/6" not in done.stdout
     assert_same_run(tmp_path, undisturbed)
 
