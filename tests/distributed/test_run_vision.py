@@ -57,7 +57,7 @@ def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeyp
     assert 0 < passing["get"] + passing["put"] < 2 * 8 * pixels / 4, "of two steps of eight pictures each"
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
     shows = Environment(
         factory="seeing_environments:ShowsHeavy", max_turns=2, turn_tokens=5, cut_turns="close", observation_tokens=48

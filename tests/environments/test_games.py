@@ -120,7 +120,7 @@ def test_tasks_of_reasoning_gym_are_scored_as_it_scores():
         assert episode.step(said("no idea")).reward == tasks.score_answer("no idea", task) < 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_a_task_of_reasoning_gym_is_learned(tmp_path):
     letters = Environment(factory=f"{SUPPORT / 'environment_tasks.py'}:letters", turn_tokens=1, cut_turns="close")

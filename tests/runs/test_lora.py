@@ -136,7 +136,7 @@ def test_a_run_is_evaluated_with_its_adapters(undisturbed, model):
     assert "eval/accuracy" in metrics
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_adapters_beside_quantised_weights_with_generation_on_a_pool_apart_and_exported(model, tmp_path):
     def config_of(name: str, **layout: int) -> Config:
         config = adapting(tmp_path / name, model, **layout)

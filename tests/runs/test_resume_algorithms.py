@@ -54,7 +54,7 @@ MOVES = {
 """Traces of a case in its numbers, so that a run which had lost it would have others."""
 
 
-SLOW = ("DAPO", "SafeRLHF")
+SLOW = ("DAPO",)
 CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.seeds) for name in MOVES]
 
 

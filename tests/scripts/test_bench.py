@@ -312,7 +312,7 @@ def test_responses_of_chat_workloads_cannot_end_early(chatting):
     assert chat.lowercase_share("", "ab 1", None, None) == 0.5 and chat.lowercase_share("", "", None, None) == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_chat_workloads_run_and_read_the_model_that_transformers_reads(chatting, tmp_path):
     scripts = Path(bench.__file__).parent
     flags = ["--models", str(tmp_path), "--model", str(chatting), "--prompts", "2", "--new-tokens", "175"]

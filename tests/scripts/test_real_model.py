@@ -74,7 +74,7 @@ def test_pairs_and_sums():
     assert [message["content"] for message in turns[1].messages] == ["21", "And what is 21+14?"]
 
 
-@pytest.mark.real
+@pytest.mark.seeds
 def test_logits_are_measured_in_a_process_of_its_own(smollm2, tmp_path):
     records = [{"question": f"Tom has {n} apples and eats one. " * 12, "answer": f"#### {n - 1}"} for n in range(2, 30)]
     for split in ("train", "test"):
