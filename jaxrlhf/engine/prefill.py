@@ -28,8 +28,11 @@ little of the last chunk is padding."""
 CHUNK_PARTS = (16, 4, 1)
 """Divisors of `CHUNK_TOKENS` that give smaller chunks for fewer tokens."""
 
-FEWER_ROWS = (8, 64)
+FEWER_ROWS = (2, 4, 8, 16, 32, 64, 128)
 """Divisors of the maximum rows of a prefill: a few prompts, such as one of a chat, have programs with fewer rows."""
+
+FEWER_ROWS_PAST = (8, 64)
+"""The same for prompts with cached prefixes, which have more programs by their chunks, and run few tokens."""
 
 PAST_PREFILLS = 4
 """Padded tokens of a prefill with cached prefixes, as a multiple of `PREFILL_TOKENS`: few of these tokens are run."""
@@ -140,7 +143,8 @@ class Prefill:
         first = min(tokens for tokens, _ in known)
         width = fit(longest, self.past_widths) if first else self.width(longest)
         count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
-        fewer = (self._whole_replicas(max(1, count // part)) for part in FEWER_ROWS)
+        divisors = FEWER_ROWS_PAST if first else FEWER_ROWS
+        fewer = (self._whole_replicas(max(1, count // divisor)) for divisor in divisors)
         count = min(rows for rows in (count, *fewer) if rows >= len(prompts))
         token_PS = np.zeros((count, width), np.int32)
         length_P = np.ones(count, np.int32)
