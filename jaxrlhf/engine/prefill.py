@@ -32,7 +32,7 @@ FEWER_ROWS = (2, 4, 8, 16, 32, 64, 128)
 """Divisors of the maximum rows of a prefill: a few prompts, such as one of a chat, have programs with fewer rows."""
 
 FEWER_ROWS_PAST = (8, 64)
-"""The same for prompts with cached prefixes, which have more programs by their chunks, and run few tokens."""
+"""Divisors for prompts with cached prefixes, which have more programs by their chunks, and run few tokens."""
 
 PAST_PREFILLS = 4
 """Padded tokens of a prefill with cached prefixes, as a multiple of `PREFILL_TOKENS`: few of these tokens are run."""
