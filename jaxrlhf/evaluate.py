@@ -81,10 +81,6 @@ def _tasks() -> None:
         raise Refusal(f"--include-path {flags.include_path} is not a folder; give a folder with YAML files")
     if flags.output_path is not None:
         check_file("--output-path", flags.output_path, ".json")
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise Refusal("--tasks requires the package lm_eval; pip install 'jaxrlhf[evaluate]'") from error
 
     from jaxrlhf.trainer.failures import one_message
     from jaxrlhf.trainer.served_policy.harness import evaluate_tasks

@@ -63,14 +63,15 @@ class SlotConstraints:
         bits_BU = self._all(len(slot_B))
         token_B, active_B = jax.device_get((slots.token_B, slots.active_B))
         for row, slot in enumerate(slot_B):
-            if (constraint := self._of_slot.get(slot)) is None:
-                continue
-            if active_B[row]:
+            constraint = self._of_slot.get(slot)
+            if constraint is not None and active_B[row]:
                 constraint.take(int(token_B[row]))
                 bits_BU[row] = constraint.allowed()
-            else:
-                del self._of_slot[slot]
-        return bits_BU if self._of_slot else None
+        return bits_BU
+
+    def end(self, slot: int) -> None:
+        """Forget the constraint of a response that ended."""
+        self._of_slot.pop(slot, None)
 
     def _all(self, rows: int) -> np.ndarray:
         return np.full((rows, self._words), 2**32 - 1, np.uint32)

@@ -313,13 +313,11 @@ class Engine:
 
     def _end(self, sequences: Sequence[SequenceState]) -> None:
         """Free the slots of sequences, and stop the slots that would sample further tokens."""
-        going = []
-        for sequence in sequences:
-            slot = self._scheduler.end(sequence)
+        slots = [self._scheduler.end(sequence) for sequence in sequences]
+        for slot, sequence in zip(slots, sequences, strict=True):
             self._contents.end(slot, sequence)
-            if self.book.taken_B[slot]:
-                going.append(slot)
-        if going:
+            self._constraints.end(slot)
+        if going := [slot for slot in slots if self.book.taken_B[slot]]:
             self._rearrange(self.book.all_but(going))
             self.book.stop(going)
 

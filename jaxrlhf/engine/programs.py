@@ -342,12 +342,12 @@ def decode(
 
     def step(carry):
         count, cache, slots, window = carry
-        before_B = slots.active_B
+        active_B = slots.active_B
         cache, slots, choice_BLk = _step(layers, params, cache, slots, bits_BU, shape=shape)
         choice_WBLk, kept_WBK = window.choice_WBLk, window.kept_WBK
         window = Window(
-            window.token_WB.at[count + 1].set(jnp.where(before_B, slots.token_B, NO_TOKEN)),
-            window.logp_WB.at[count + 1].set(jnp.where(before_B, slots.logp_B, 0.0)),
+            window.token_WB.at[count + 1].set(jnp.where(active_B, slots.token_B, NO_TOKEN)),
+            window.logp_WB.at[count + 1].set(jnp.where(active_B, slots.logp_B, 0.0)),
             slots.active_B,
             None if choice_WBLk is None else choice_WBLk.at[count].set(choice_BLk),
             None if kept_WBK is None else kept_WBK.at[count + 1].set(slots.kept_BK),

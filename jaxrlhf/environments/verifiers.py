@@ -18,7 +18,7 @@ class Verifiers:
     """Agent program in which a verifiers environment plays one of its tasks, with its own harness and runtime.
 
     Args:
-      environment: A `verifiers.v1.Env`, unchanged. The policy plays the one agent that has no `client` of its own.
+      environment: A `verifiers.v1.Env`, unchanged. The policy plays the one agent without a `client`.
       tasks: Number of tasks to take; None takes all tasks of a finite taskset.
 
     Raises:

@@ -74,9 +74,11 @@ def gsm8k(
     return float(given == expected)
 
 
-def arithmetic(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], **more: bool) -> float:
+def arithmetic(
+    prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, in_thinking: bool = False
+) -> float:
     """Return 1 if the number after the last `####` equals the reference answer, else 0."""
-    return gsm8k(prompt, response, answer, record, method="strict", **more)
+    return gsm8k(prompt, response, answer, record, method="strict", in_thinking=in_thinking)
 
 
 def _reference(answer: str | None) -> Decimal:

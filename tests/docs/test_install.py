@@ -1,4 +1,4 @@
-"""What the documentation tells to install: extras that pyproject.toml has, and a version that the changelog has."""
+"""Installation as documented: the extras are in pyproject.toml, and the changelog starts with the version."""
 
 import re
 import tomllib

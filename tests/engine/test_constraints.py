@@ -57,6 +57,20 @@ def test_a_constrained_response_obeys_beside_others(sampling, most_kept):
     assert again == alone, "no constraint outlives its response"
 
 
+def test_others_sample_whole_windows_again_once_a_constrained_response_has_ended(monkeypatch):
+    """Its row is left at once, as two rows are enough for the others."""
+    monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)
+    engine, ran = build(), []
+    run = engine.compiled.run
+    monkeypatch.setattr(
+        engine.compiled, "run", lambda sizes, *rest, **how: ran.append(sizes) or run(sizes, *rest, **how)
+    )
+    free = [Request(number, prompts()[number], max_tokens=16, stop_tokens=()) for number in range(2)]
+    engine.generate([*free, Request(2, prompts()[2], constraint=Alternating(most=2))], Sampling(), seed=SEED)
+    constrained = ["constrained" in sizes for sizes in ran if sizes[0] == "decode"]
+    assert constrained == sorted(constrained, reverse=True) and constrained[0] and not constrained[-1]
+
+
 def test_log_probabilities_are_those_of_the_policy():
     """A constraint narrows the choice as `top_p` does, and a trainer knows the temperature alone."""
     engine = build()

@@ -32,7 +32,7 @@ def _confining_machine():
 
 
 ELSEWHERE = ('sys.platform != "linux"', 'sys.platform == "linux"')
-"""What to put for what in the program that confines, so that it takes the machine for another."""
+"""Replacements in the text of `confined.py` that make the program see another machine."""
 
 
 def weakened(monkeypatch, tmp_path, old: str, new: str) -> None:

@@ -112,7 +112,7 @@ def test_killed_25_times_at_random(start, undisturbed, tmp_path):
         if done.returncode:
             assert done.returncode == KILLED, done.stderr
             kills += 1
-        else:  # begun anew, as a run that has ended has nothing to lose
+        else:  # started again from nothing: a run that has ended has nothing to lose
             assert_same_run(workdir, undisturbed)
             workdir = tmp_path / str(kills)
     assert start(workdir).returncode == 0

@@ -1,4 +1,4 @@
-"""Taskset of verifiers with two weighted rewards, and a harness of its own that asks in the process of the episode."""
+"""Taskset of verifiers with two weighted rewards, and a harness that runs in the process of the episode."""
 
 import httpx
 import verifiers.v1 as vf

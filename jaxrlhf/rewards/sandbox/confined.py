@@ -123,7 +123,7 @@ def _limit(job: dict) -> None:
         resource.RLIMIT_CORE: 0,
     }
     if sys.platform == "linux":
-        limits[resource.RLIMIT_SIGPENDING] = 64  # timers, of which a user's processes have a number together
+        limits[resource.RLIMIT_SIGPENDING] = 64  # a user has one budget of timers for all processes
     for limit, wanted in limits.items():
         hard = resource.getrlimit(limit)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
