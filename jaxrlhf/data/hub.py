@@ -1,6 +1,5 @@
 """Files of a split of a data set: named paths, a local directory, or the hub, downloaded as they are read."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.config.refusal import reason_of
+from jaxrlhf.config.refusal import read_object, reading, reason_of
 from jaxrlhf.config.sources import HubFiles, PairFields, RecordFiles
 from jaxrlhf.data.records import RECORDS, Row, read_rows
 
@@ -82,11 +81,14 @@ def record_files(name: str) -> list[Path]:
     A folder that `save_to_disk` of `datasets` wrote names its files in `state.json`.
 
     Raises:
-      Refusal: A pattern matches no file.
+      Refusal: A pattern matches no file, or `state.json` is damaged.
     """
     path = Path(name).expanduser()
     if (state := path / "state.json").is_file():
-        return [path / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+        remedy = "save the data set again"
+        fields = read_object(state, remedy)
+        with reading(state, remedy):
+            return [path / Path(file["filename"]).name for file in fields["_data_files"]]
     if path.exists() or not has_magic(str(path)):
         return [path]
     found = [Path(one) for one in sorted(glob(str(path), recursive=True)) if Path(one).is_file()]

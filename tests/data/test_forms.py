@@ -277,3 +277,10 @@ def test_folders_of_datasets_that_are_no_split_are_told_by_what_to_name(tmp_path
     with pytest.raises(Refusal, match=words) as refused:
         answers(data(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"_data_files": [1]}', '{"_data_files": 1}'])
+def test_a_damaged_list_of_a_saved_data_set_is_named(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(Refusal, match=r"state\.json .*save the data set again"):
+        record_files(str(tmp_path))

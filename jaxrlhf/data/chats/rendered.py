@@ -111,7 +111,7 @@ class RenderedChats:
             raise Refusal(
                 f"{place}: the chat template writes an answer in another place than where it opens the assistant's "
                 f"turn, and {begins}, so the answer would be learned there; give the answer with its thinking, "
-                "'...</think>...', or mend the template"
+                "'...</think>...', or change the template"
             )
         raise Refusal(
             f"{place}: the tokenizer's chat template leaves out {lost} of an answer; take that out of the record, or a "
@@ -246,7 +246,7 @@ _TOOLS = (None, [{"type": "function", "function": {"name": "f", "description": "
 
 
 def _lost(message: Mapping[str, Any], opened: str, said: str) -> str:
-    """Return in words what of a message is missing in its rendered text; empty if nothing is missing."""
+    """Return a description of the part of a message that its rendered text lacks; empty if the text is complete."""
     content, text = letters(_unopened(str(message["content"]), opened)), letters(said)
     before, found, after = text.rpartition(content) if content else ("", "", text)
     if content and not found:

@@ -31,7 +31,7 @@ class ShownMessages:
             if any(letters(part) not in shown for part in parts):
                 raise Refusal(
                     f"{place}: the tokenizer's chat template leaves out the message {message['content']!r:.40} of the "
-                    f"role {message['role']!r}; mend the template, or give the words in a message of another role"
+                    f"role {message['role']!r}; change the template, or give the words in a message of another role"
                 )
         if any(letters(str(tool.get("function", tool).get("name"))) not in shown for tool in tools):
             raise Refusal(
