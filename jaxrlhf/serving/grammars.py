@@ -1,12 +1,15 @@
 """Answers in JSON of a schema: llguidance says after every token which tokens may follow."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrlhf.serving.errors import invalid, unsupported
+
+logger = logging.getLogger(__name__)
 
 
 class JsonGrammars:
@@ -43,7 +46,10 @@ class JsonGrammars:
 
 
 class JsonConstraint:
-    """Constraint of a response to a grammar of llguidance; see `jaxrlhf.engine.constraints.TokenConstraint`."""
+    """Constraint of a response to a grammar of llguidance; see `jaxrlhf.engine.constraints.TokenConstraint`.
+
+    If llguidance gives up, such as on a schema that exceeds its limits, the response ends with a stop token.
+    """
 
     def __init__(self, matcher: Any, vocab: int, stop_tokens: Sequence[int]) -> None:
         self._matcher, self._words, self._stop_tokens = matcher, -(-vocab // 32), tuple(stop_tokens)
@@ -56,14 +62,13 @@ class JsonConstraint:
         if not self._matcher.is_stopped():
             fill_next_token_bitmask(self._matcher, bits_1U)
         bits_U = bits_1U[0].view(np.uint32)
+        ends = self._matcher.is_accepting() or self._matcher.is_error()
         for token in self._stop_tokens:
             bit = np.uint32(1 << token % 32)
-            bits_U[token // 32] = (
-                bits_U[token // 32] | bit if self._matcher.is_accepting() else bits_U[token // 32] & ~bit
-            )
+            bits_U[token // 32] = bits_U[token // 32] | bit if ends else bits_U[token // 32] & ~bit
         return bits_U
 
     def take(self, token: int) -> None:
         """Advance by a sampled token."""
         if token not in self._stop_tokens and not self._matcher.consume_token(token):
-            raise RuntimeError(f"token {token} was sampled against the grammar: {self._matcher.get_error()}")
+            logger.warning("a grammar ended its response early: %s", self._matcher.get_error()[:300])

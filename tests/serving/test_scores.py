@@ -193,3 +193,18 @@ def test_a_tokenizer_is_asked_over_http(model):
     }
     for wrong in ({}, {"tokens": "ab"}, {"tokens": [-1]}, {"tokens": [10**9]}, {"tokens": [True]}, []):
         assert api.request("POST", "/detokenize", wrong).status_code == 400
+
+
+def test_a_grammar_that_gives_up_ends_its_response_and_no_other(model):
+    """llguidance stays in its error, as after a schema that exceeds its limits."""
+    pytest.importorskip("llguidance", reason="grammars of JSON schemas need the package llguidance")
+    from jaxrlhf.serving.grammars import JsonGrammars
+
+    stop = model.tokenizer.eos_token_id
+    constraint = JsonGrammars(model.tokenizer).constraint(SCHEMA, [stop])
+    bits_U = constraint.allowed()
+    allowed = [token for token in range(32 * len(bits_U)) if bits_U[token // 32] >> (token % 32) & 1]
+    assert allowed and stop not in allowed
+    constraint.take(next(token for token in range(len(model.tokenizer)) if token not in {*allowed, stop}))
+    bits_U = constraint.allowed()
+    assert [token for token in range(32 * len(bits_U)) if bits_U[token // 32] >> (token % 32) & 1] == [stop]
