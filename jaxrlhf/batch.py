@@ -248,21 +248,21 @@ class Scores:
 class Experience:
     """Input of an update: one sum, `sum(weight * token_loss)`, with fixed weights.
 
-    Weights include masks, filters, importance weights and denominators counted over the whole update, so the trainer
-    never divides.
+    Weights include masks, filters, importance weights and denominators of the whole update: the trainer never divides.
 
     Attributes:
       sequences: Tokens; the mask marks trained tokens.
       weight_BT: float32 weight of each token's main loss, 0 where untrained.
-      fields: Further `[B, T]` float32 arrays that the loss reads by name (`advantage`, `old_logp`, `ref_logp`,
-        `kl_weight`, `entropy_weight`, `returns`, `old_value`).
+      fields: Further `[B, T]` arrays that the loss reads by name, such as `advantage`, `old_logp` and `returns`.
       prompts: Number of distinct prompts that rows are sized for; None counts the prompts of the sequences.
+      together: Number of consecutive sequences that one microbatch has to hold, 2 for preference pairs.
     """
 
     sequences: Sequences
     weight_BT: Array
     fields: dict[str, Array]
     prompts: int | None = struct.field(pytree_node=False, default=None)
+    together: int = struct.field(pytree_node=False, default=1)
 
 
 @dataclass(frozen=True, eq=False)

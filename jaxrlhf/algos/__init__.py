@@ -52,18 +52,17 @@ from jaxrlhf.algos.objectives import (
     policy_objective,
     value_objective,
 )
+from jaxrlhf.algos.pair_objective import AnswerSums, PairRewards, PairSettings, answer_sums, pair_objective
 from jaxrlhf.algos.preference import (
-    PairLoss,
     best_and_worst,
     bradley_terry,
     dpo,
     ipo,
     kto,
-    linear_objective,
+    nll_per_token,
     odds_ratio,
     pair_cost,
     simpo,
-    with_likelihood,
 )
 from jaxrlhf.algos.process_labels import solution_score
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards

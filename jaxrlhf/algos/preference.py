@@ -1,51 +1,24 @@
-"""Losses of preference pairs, with their derivatives with respect to the two answers' log-probabilities or scores.
-
-A trainer computes one sum of weighted tokens and never reduces over a sequence. With x_b the log-probability or score
-of sequence b, the gradient of L(x_1, x_2, ...) equals the gradient of
-
-    sum_b (dL / dx_b) * x_b
-
-with constant derivatives. The functions here compute the derivatives from the results of a forward pass, and the
-derivatives become token weights.
+"""Losses of preference pairs, one number per pair.
 
 `chosen_P` and `rejected_P` are scores of the two answers, or sums over their tokens: of log pi - log pi_ref in DPO, IPO
-and KTO, of log pi in SimPO, CPO and ORPO.
+and KTO, of log pi in SimPO, CPO and ORPO. `pair_objective` computes these sums in the trainer's programs.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from jaxrlhf.algos.masked import selected
-from jaxrlhf.algos.objectives import Fields, Mask, ObjectiveTerms, TokenOutput, TokenValues
 from jaxrlhf.batch import Array
-
-
-class PairLoss(NamedTuple):
-    """Loss of each pair, and its derivatives.
-
-    Attributes:
-      loss_P: Loss of a pair, to be averaged.
-      chosen_P: Derivative with respect to the chosen answer's log-probability or score.
-      rejected_P: Derivative with respect to the rejected answer's log-probability or score.
-    """
-
-    loss_P: Float[Array, "P"]
-    chosen_P: Float[Array, "P"]
-    rejected_P: Float[Array, "P"]
 
 
 def dpo(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float, label_smoothing: float = 0.0
-) -> PairLoss:
+) -> Float[Array, "P"]:
     """Compute the DPO loss (direct preference optimization).
 
         D = chosen - rejected
         L = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
-        dL/dD = beta (sigmoid(beta D) - (1 - e))
 
     Args:
       beta: Reward units per nat.
@@ -55,45 +28,37 @@ def dpo(
     preferences", eq. 3.
     """
     reward_P = beta * (chosen_P - rejected_P)
-    loss_P = -(1 - label_smoothing) * jax.nn.log_sigmoid(reward_P) - label_smoothing * jax.nn.log_sigmoid(-reward_P)
-    slope_P = beta * (jax.nn.sigmoid(reward_P) - (1 - label_smoothing))
-    return PairLoss(loss_P, slope_P, -slope_P)
+    return -(1 - label_smoothing) * jax.nn.log_sigmoid(reward_P) - label_smoothing * jax.nn.log_sigmoid(-reward_P)
 
 
-def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float) -> PairLoss:
+def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float) -> Float[Array, "P"]:
     """Compute the IPO loss (identity preference optimization), whose target difference is 1 / (2 beta).
 
         L = (chosen - rejected - 1 / (2 beta))^2
 
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """
-    excess_P = chosen_P - rejected_P - 1 / (2 * beta)
-    return PairLoss(jnp.square(excess_P), 2 * excess_P, -2 * excess_P)
+    return jnp.square(chosen_P - rejected_P - 1 / (2 * beta))
 
 
-def with_likelihood(
-    loss: PairLoss, chosen_logp_P: Float[Array, "P"], tokens_P: Num[Array, "P"], *, coefficient: float
-) -> PairLoss:
-    """Add the chosen answer's negative log-likelihood per token to a loss of pairs.
+def nll_per_token(chosen_logp_P: Float[Array, "P"], tokens_P: Num[Array, "P"]) -> Float[Array, "P"]:
+    """Compute the chosen answer's negative log-likelihood per token, which RPO, CPO and ORPO add; 0 without tokens.
 
-        L - coefficient * log pi(chosen) / tokens
-
-    An answer without tokens adds nothing.
+        L = -log pi(chosen) / tokens
 
     Source: Pang et al. 2024 (iterative RPO, arXiv:2404.19733), eq. 1.
     """
-    weight_P = coefficient / jnp.maximum(tokens_P, 1)
-    return PairLoss(loss.loss_P - weight_P * chosen_logp_P, loss.chosen_P - weight_P, loss.rejected_P)
+    return -chosen_logp_P / jnp.maximum(tokens_P, 1)
 
 
 def simpo(
     chosen_P: Float[Array, "P"],
     rejected_P: Float[Array, "P"],
-    tokens_PA: Int[Array, "P 2"],
+    tokens_PA: Num[Array, "P 2"],
     *,
     beta: float,
     margin: float,
-) -> PairLoss:
+) -> Float[Array, "P"]:
     """Compute the SimPO loss (simple preference optimization): rewards are mean log-probabilities, without a reference.
 
         L = -log sigmoid(beta (chosen / tokens_c - rejected / tokens_r) - margin)
@@ -104,13 +69,12 @@ def simpo(
     Source: Meng et al. 2024 (arXiv:2405.14734), eq. 6.
     """
     scale_PA = beta / jnp.maximum(jnp.asarray(tokens_PA), 1)
-    loss = bradley_terry(scale_PA[:, 0] * chosen_P, scale_PA[:, 1] * rejected_P, margin)
-    return PairLoss(loss.loss_P, scale_PA[:, 0] * loss.chosen_P, scale_PA[:, 1] * loss.rejected_P)
+    return bradley_terry(scale_PA[:, 0] * chosen_P, scale_PA[:, 1] * rejected_P, margin)
 
 
 def odds_ratio(
-    chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], tokens_PA: Int[Array, "P 2"], *, coefficient: float
-) -> PairLoss:
+    chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], tokens_PA: Num[Array, "P 2"], *, coefficient: float
+) -> Float[Array, "P"]:
     """Compute the odds-ratio loss of ORPO, from the odds of both answers by mean log-probabilities.
 
         L = -coefficient * log sigmoid(o_c - o_r),  o = m - log(1 - exp(m)),  m = log pi / tokens
@@ -118,25 +82,23 @@ def odds_ratio(
     Args:
       tokens_PA: Number of tokens of the chosen and of the rejected answer.
 
-    Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; ORPO's likelihood term is `with_likelihood`.
+    Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; ORPO's likelihood term is `nll_per_token`.
     """
     count_PA = jnp.maximum(jnp.asarray(tokens_PA), 1)
     # An answer with probability 1 has infinite odds.
     mean_PA = jnp.minimum(jnp.stack([chosen_P, rejected_P], axis=1) / count_PA, -1e-6)
     odds_PA = mean_PA - jnp.log(-jnp.expm1(mean_PA))
-    slope_PA = coefficient / -jnp.expm1(mean_PA) / count_PA
-    loss = bradley_terry(odds_PA[:, 0], odds_PA[:, 1])
-    return PairLoss(coefficient * loss.loss_P, slope_PA[:, 0] * loss.chosen_P, slope_PA[:, 1] * loss.rejected_P)
+    return coefficient * bradley_terry(odds_PA[:, 0], odds_PA[:, 1])
 
 
 def kto(
     chosen_P: Float[Array, "P"],
     rejected_P: Float[Array, "P"],
-    distance: Float[Array, ""] | float,
+    distance: Float[Array, "..."] | float,
     *,
     beta: float,
     weights: tuple[float, float],
-) -> PairLoss:
+) -> Float[Array, "P"]:
     """Compute the KTO loss (Kahneman-Tversky optimization): the value of each answer relative to a reference point.
 
         L = w_c (1 - sigmoid(beta (chosen - z))) / 2 + w_r (1 - sigmoid(beta (z - rejected))) / 2,  z = max(distance, 0)
@@ -144,31 +106,26 @@ def kto(
     The division by 2 makes the mean over pairs equal to the mean over answers.
 
     Args:
-      distance: Estimate of KL(pi || pi_ref) in nats, a constant for the gradient.
+      distance: Estimate of KL(pi || pi_ref) in nats, of all pairs or of each; a constant for the gradient.
       weights: Weight of a good answer and of a bad answer.
 
     Source: Ethayarajh et al. 2024 (arXiv:2402.01306), eq. 8.
     """
     zero = jnp.maximum(distance, 0)
     good_P, bad_P = jax.nn.sigmoid(beta * (chosen_P - zero)), jax.nn.sigmoid(beta * (zero - rejected_P))
-    w_c, w_r = weights[0] / 2, weights[1] / 2
-    loss_P = w_c * (1 - good_P) + w_r * (1 - bad_P)
-    return PairLoss(loss_P, -w_c * beta * good_P * (1 - good_P), w_r * beta * bad_P * (1 - bad_P))
+    return weights[0] / 2 * (1 - good_P) + weights[1] / 2 * (1 - bad_P)
 
 
 def bradley_terry(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], margin_P: Float[Array, "P"] | float = 0.0
-) -> PairLoss:
+) -> Float[Array, "P"]:
     """Compute the Bradley-Terry loss: -log of the probability that the chosen answer is preferred, given both scores.
 
         L = -log sigmoid(chosen - rejected - margin)
-        dL/dchosen = sigmoid(chosen - rejected - margin) - 1
 
     Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023 (arXiv:2307.09288), eq. 2.
     """
-    ahead_P = chosen_P - rejected_P - margin_P
-    slope_P = jax.nn.sigmoid(ahead_P) - 1
-    return PairLoss(-jax.nn.log_sigmoid(ahead_P), slope_P, -slope_P)
+    return -jax.nn.log_sigmoid(chosen_P - rejected_P - margin_P)
 
 
 def pair_cost(
@@ -176,7 +133,7 @@ def pair_cost(
     rejected_P: Float[Array, "P"],
     chosen_safe_P: Bool[Array, "P"],
     rejected_safe_P: Bool[Array, "P"],
-) -> PairLoss:
+) -> Float[Array, "P"]:
     """Compute the cost model's loss: the rejected, more harmful answer costs more; a harmless answer costs below 0.
 
         L = -log sigmoid(rejected - chosen) - log sigmoid(s_c chosen) - log sigmoid(s_r rejected)
@@ -185,14 +142,9 @@ def pair_cost(
 
     Source: Dai et al. 2023 (Safe RLHF, arXiv:2310.12773), section 3.2, the cost model's loss.
     """
-    ranked = bradley_terry(rejected_P, chosen_P)
     sign_c_P, sign_r_P = (jnp.where(safe_P, -1.0, 1.0) for safe_P in (chosen_safe_P, rejected_safe_P))
     signs_P = -jax.nn.log_sigmoid(sign_c_P * chosen_P) - jax.nn.log_sigmoid(sign_r_P * rejected_P)
-    return PairLoss(
-        ranked.loss_P + signs_P,
-        ranked.rejected_P + sign_c_P * (jax.nn.sigmoid(sign_c_P * chosen_P) - 1),
-        ranked.chosen_P + sign_r_P * (jax.nn.sigmoid(sign_r_P * rejected_P) - 1),
-    )
+    return bradley_terry(rejected_P, chosen_P) + signs_P
 
 
 def best_and_worst(
@@ -229,14 +181,3 @@ def best_and_worst(
         advantage_B[best] = size * slope_CR.mean(axis=1) / len(best)
         advantage_B[worst] = -size * slope_CR.mean(axis=0) / len(worst)
     return advantage_B
-
-
-def linear_objective(
-    output: TokenOutput | TokenValues, mask: Mask, weight: TokenValues, fields: Fields, settings: object
-) -> ObjectiveTerms:
-    """Multiply the log-probability or value of each token by its weight, the derivative of a loss of whole sequences.
-
-    Fields and settings are not read.
-    """
-    values = output.logp if isinstance(output, TokenOutput) else output
-    return ObjectiveTerms(selected(weight, mask) * selected(values, mask), {})

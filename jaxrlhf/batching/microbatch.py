@@ -59,6 +59,7 @@ def microbatch_shape_of(
     prompts: int = 0,
     longest_response: int | None = None,
     token_shards: int = 1,
+    together: int = 1,
 ) -> MicrobatchShape:
     """Return the shape of the microbatches of a batch.
 
@@ -75,10 +76,11 @@ def microbatch_shape_of(
       prompts: Maximum number of distinct prompts of the sequences; only read if prompts are shared.
       longest_response: Maximum length of a response in tokens; None is unknown.
       token_shards: Number of devices that split a row's tokens evenly.
+      together: Number of sequences that one row has to hold; it has space for so many of the longest.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = _row_counts(rows, stages)
-    needed = -(-sequences // (row_tokens // longest))
+    needed = -(-sequences // (row_tokens // (together * longest) * together))
     if not shares:
         microbatches = -(-needed // rows)
         return MicrobatchShape(min(size for size in sizes if size * microbatches >= needed), row_tokens)
@@ -122,7 +124,14 @@ def _row_counts(rows: int, stages: int) -> set[int]:
 
 
 def sizes_of(
-    largest: MicrobatchShape, rows: int, *, longest: int, stages: int, shares: bool, token_shards: int = 1
+    largest: MicrobatchShape,
+    rows: int,
+    *,
+    longest: int,
+    stages: int,
+    shares: bool,
+    token_shards: int = 1,
+    together: int = 1,
 ) -> list[MicrobatchShape]:
     """Return the shapes that the microbatches of a batch may have, ascending; the last is `largest`.
 
@@ -132,6 +141,7 @@ def sizes_of(
     Args:
       rows: Maximum number of rows on one data-parallel device.
       longest: Maximum length of a sequence in tokens.
+      together: Number of sequences that one row has to hold.
     """
     if not shares:
         rows = rows // stages * stages if rows > stages else rows
@@ -141,7 +151,7 @@ def sizes_of(
         return [largest]
     whole = math.lcm(_ROUND_TOKENS, token_shards)
     step = max(_STEP_TOKENS, -(-largest.row_tokens // _SIZES))
-    widths = {-(-max(width, longest) // whole) * whole for width in range(step, largest.row_tokens, step)}
+    widths = {-(-max(width, together * longest) // whole) * whole for width in range(step, largest.row_tokens, step)}
     smaller = sorted(width for width in widths if width < largest.row_tokens)
     return [*(replace(largest, row_tokens=width) for width in smaller), largest]
 

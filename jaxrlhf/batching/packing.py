@@ -91,6 +91,7 @@ class Packing:
         token_shards: int = 1,
         longest_response: int | None = None,
         prompts: int | None = None,
+        together: int = 1,
         shares: bool = True,
         in_rows: bool = False,
         attention_rows: dict[int, int] | None = None,
@@ -104,14 +105,16 @@ class Packing:
         counts = len(length_B), min(len(length_B), prompts or len(np.unique(sequences.prompt_id_B)))
         worth = shares and _worth_sharing(sequences, shared_B)
         each, prompts, shares = agree(np.array([*(-(-count // devices) for count in counts), worth])).tolist()
-        split: dict[str, Any] = {"longest": sequences.token_BT.shape[1], "stages": stages, "token_shards": token_shards}
+        longest = sequences.token_BT.shape[1]
+        split: dict[str, Any] = {"together": together, "stages": stages, "token_shards": token_shards}
         shares = bool(shares)
         counted: dict[str, Any] = {"sequences": each, "prompts": prompts, "longest_response": longest_response}
-        largest = microbatch_shape_of(rows, row_tokens, shares=shares, **counted, **split)
+        largest = microbatch_shape_of(rows, row_tokens, longest=longest, shares=shares, **counted, **split)
         self._shared_B = shared_B = shared_B * shares
         own_tokens_B, prompt_id_B = length_B - shared_B, np.asarray(sequences.prompt_id_B)
-        sizes = sizes_of(largest, rows, shares=shares, **split)
-        placed = place_units(length_B, shared_B, prompt_id_B, sizes, devices=devices, agree=agree)
+        sizes = sizes_of(largest, rows, longest=longest, shares=shares, **split)
+        how: dict[str, Any] = {"devices": devices, "together": together, "agree": agree}
+        placed = place_units(length_B, shared_B, prompt_id_B, sizes, **how)
         shape, self.microbatches, self._units, row_U, offset_U = placed
         rows, width = shape.rows * devices, shape.row_tokens
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)

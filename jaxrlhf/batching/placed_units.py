@@ -35,6 +35,7 @@ def place_units(
     sizes: Sequence[MicrobatchShape],
     *,
     devices: int,
+    together: int,
     agree: Callable[[np.ndarray], np.ndarray],
 ) -> PlacedUnits:
     """Place sequences in as few microbatches of the largest size as they need, then in the smallest size that does.
@@ -43,11 +44,12 @@ def place_units(
       shared_B: Number of tokens that a sequence shares with the other responses to its prompt.
       sizes: Shapes that a microbatch may have, ascending.
       devices: Number of data-parallel devices of this process.
+      together: Number of consecutive sequences that go into one row.
       agree: Elementwise maximum over processes; every process calls it equally often.
     """
 
     def placed(shape: MicrobatchShape) -> PlacedUnits:
-        units = units_of(length_B, shared_B, prompt_id_B, row_tokens=shape.row_tokens)
+        units = units_of(length_B, shared_B, prompt_id_B, row_tokens=shape.row_tokens, together=together)
         total_U = np.array([shared_B[unit[0]] + (length_B - shared_B)[unit].sum() for unit in units], np.int64)
         _, row_U, offset_U = place(total_U, [shape.row_tokens])
         needed = -(-(int(row_U.max(initial=-1)) + 1) // (shape.rows * devices))

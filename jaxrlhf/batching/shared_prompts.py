@@ -48,13 +48,16 @@ def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
 
 
 def units_of(
-    length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, *, row_tokens: int
+    length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, *, row_tokens: int, together: int = 1
 ) -> list[np.ndarray]:
     """Return the indices of sequences that go into one row together: all of a prompt, or as many as fit, longest first.
 
     Args:
       shared_B: Number of tokens that a sequence shares; a sequence with 0 is a separate unit.
+      together: Number of consecutive sequences of a unit; 1 makes units by prompt.
     """
+    if together > 1:
+        return list(np.arange(len(length_B)).reshape(-1, together))
     units = []
     for group in groups_of(prompt_id_B):
         shared = int(shared_B[group[0]])

@@ -151,9 +151,10 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
             _check_units(min(map(len, leaf.rows)), parts)
             return leaf if parts == 1 else leaf.part(part, parts)
         if isinstance(leaf, Experience):
-            return jax.tree.unflatten(
-                jax.tree.structure(leaf), rows(tuple(jax.tree.leaves(leaf)), part=part, parts=parts)
-            )
+            units = len(leaf.weight_BT) // leaf.together
+            _check_units(units, parts)
+            own = slice(*(end * units // parts * leaf.together for end in (part, part + 1)))
+            return jax.tree.map(lambda array: array[own], leaf)
         if (count := _rows(leaf)) is None:
             return leaf
         first, last = (unit * count // units for unit in (start, stop))

@@ -3,97 +3,120 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.algos import PairLoss
+from jaxrlhf.algos import AnswerSums, PairRewards, PairSettings, answer_sums
 from jaxrlhf.batch import Array, Problem, Sequences
 from jaxrlhf.config import CPO, DPO, IPO, KTO, ORPO, RPO, Config, Preference, ReferenceFree, SimPO
 from jaxrlhf.dataflows.batches.preference_pairs import (
-    PairRewards,
+    answer_numbers,
     held_out_metrics,
     mismatched,
     pair_experience,
-    pair_metrics,
     pair_sequences,
-    pair_sums,
 )
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, merged
 
 
 def learn(roles: Roles, work: StepInput[Preference], pairs: Sequence[Problem]) -> StepResult:
     """Make one update of DPO, IPO, RPO, KTO, SimPO, CPO or ORPO."""
-    settings, sequences = work.settings, pair_sequences(pairs, work.config)
-    distance, measured = 0.0, Metrics()
+    settings, sequences, measured = work.settings, pair_sequences(pairs, work.config), Metrics()
+    ref_logp = _ref_log_prob(roles, settings, sequences)
+    distance = 0.0
     if isinstance(settings, KTO):
-        distance = _distance(roles, settings, mismatched(pairs, work.config))
+        distance = _distance(roles, mismatched(pairs, work.config))
         measured = {"preference/distance": distance}
-    rewards = _implicit_rewards(roles, settings, sequences, distance)
-    batch = pair_experience(sequences, rewards.loss)
-    actor = roles.actor.update_actor([batch], objective=algos.linear_objective, settings=None, temperature=1.0)
-    return StepResult(merged(pair_metrics(rewards), measured, actor))
+    batch = pair_experience(sequences, call(loss_fields, settings, sequences, ref_logp, distance))
+    how = PairSettings(implicit_rewards, settings, len(pairs))
+    actor = roles.actor.update_actor([batch], objective=algos.pair_objective, settings=how, temperature=1.0)
+    return StepResult(merged(measured, actor))
 
 
 def evaluate(roles: Roles, config: Config, problems: Sequence[Problem]) -> Metrics:
     """Rank held-out pairs by the policy's implicit rewards; KTO's loss is measured with a reference point of 0."""
-    settings = config.algorithm
+    settings, sequences = config.algorithm, pair_sequences(problems, config)
     assert isinstance(settings, Preference)
-    return held_out_metrics(_implicit_rewards(roles, settings, pair_sequences(problems, config), 0.0))
-
-
-def _distance(roles: Roles, settings: Preference, elsewhere: Sequences) -> float:
-    """Return KTO's reference point: the mean log-ratio of answers paired with other prompts, at least 0."""
-    logp, ref_logp = _log_probs(roles, settings, elsewhere)
-    ratio_PA = call(lambda ours, theirs: pair_sums(np.subtract(ours, theirs), elsewhere), logp, ref_logp)
-    return max(float(np.mean(ratio_PA)), 0.0)
-
-
-def _implicit_rewards(roles: Roles, settings: Preference, sequences: Sequences, distance: float) -> PairRewards:
-    logp, ref_logp = _log_probs(roles, settings, sequences)
-    return call(implicit_rewards, settings, sequences, logp, ref_logp, distance)
-
-
-def _log_probs(roles: Roles, settings: Preference, sequences: Sequences) -> tuple[Any, Any]:
-    """Return the log-probabilities under the policy and under the reference; None for the latter if there is none."""
     logp = roles.actor.compute_log_prob(sequences, temperature=1.0)
-    if isinstance(settings, ReferenceFree):
-        return logp, None
-    return logp, roles.reference.compute_ref_log_prob(sequences, temperature=1.0)
+    return held_out_metrics(call(judged, settings, sequences, logp, _ref_log_prob(roles, settings, sequences)))
 
 
-def implicit_rewards(
+def judged(
     settings: Preference, sequences: Sequences, logp_BT: Array, ref_logp_BT: Array | None, distance: float = 0.0
 ) -> PairRewards:
-    """Compute the loss and the implicit rewards of pairs from log-probabilities, relative to the reference if any.
+    """Compute losses and implicit rewards of pairs from log-probabilities; see `loss_fields`."""
+    fields = loss_fields(settings, sequences, ref_logp_BT, distance) | {"answer": answer_numbers(sequences)}
+    sums = answer_sums(np.asarray(logp_BT), np.asarray(sequences.mask_BT), fields, pairs=len(logp_BT) // 2)
+    return implicit_rewards(settings, sums)
+
+
+def _distance(roles: Roles, elsewhere: Sequences) -> float:
+    """Return KTO's reference point: the mean log-ratio of answers paired with other prompts, at least 0."""
+    logp = roles.actor.compute_log_prob(elsewhere, temperature=1.0)
+    ref_logp = roles.reference.compute_ref_log_prob(elsewhere, temperature=1.0)
+
+    def mean_ratio(ours_BT: Array, theirs_BT: Array) -> float:
+        ratio_BT = np.where(elsewhere.mask_BT, np.subtract(ours_BT, theirs_BT), 0)
+        return float(ratio_BT.sum(axis=1).mean())
+
+    return max(call(mean_ratio, logp, ref_logp), 0.0)
+
+
+def _ref_log_prob(roles: Roles, settings: Preference, sequences: Sequences) -> Any:
+    """Compute the reference's log-probabilities; None if the algorithm has no reference."""
+    if isinstance(settings, ReferenceFree):
+        return None
+    return roles.reference.compute_ref_log_prob(sequences, temperature=1.0)
+
+
+def loss_fields(
+    settings: Preference, sequences: Sequences, ref_logp_BT: Array | None, distance: float
+) -> dict[str, np.ndarray]:
+    """Return the fields that `implicit_rewards` reads.
 
     Args:
+      ref_logp_BT: Log-probabilities under the reference; None without a reference.
       distance: KTO's reference point, in nats.
     """
-    assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "only pairwise algorithms have a loss of pairs"
     assert (ref_logp_BT is None) == isinstance(settings, ReferenceFree)
-    logp_PA, tokens_PA = pair_sums(logp_BT, sequences), np.asarray(sequences.mask_BT).sum(axis=1).reshape(-1, 2)
-    ratio_PA = logp_PA if ref_logp_BT is None else logp_PA - pair_sums(ref_logp_BT, sequences)
-    chosen_P, rejected_P = ratio_PA.T
+    mask_BT = np.asarray(sequences.mask_BT)
+    fields = {} if ref_logp_BT is None else {"ref_logp": np.asarray(ref_logp_BT)}
+    if isinstance(settings, KTO):
+        fields["distance"] = np.full(mask_BT.shape, distance, np.float32)
+    if isinstance(settings, CPO | ORPO):
+        fields["mean_tokens"] = np.full(mask_BT.shape, mask_BT[::2].sum(axis=1).mean(), np.float32)
+    return fields
+
+
+def implicit_rewards(settings: Preference, sums: AnswerSums) -> PairRewards:
+    """Compute losses and implicit rewards of pairs from sums over answers, relative to the reference if any.
+
+    Args:
+      sums: Of log-probabilities, and of `loss_fields`.
+    """
+    assert isinstance(settings, DPO | IPO | KTO | SimPO | CPO | ORPO), "only pairwise algorithms have a loss of pairs"
+    logp_PA, tokens_PA = sums["value"], sums["tokens"]
+    ratio_PA = logp_PA - sums["ref_logp"] if "ref_logp" in sums else logp_PA
+    each_PA = 1 / jnp.maximum(tokens_PA, 1)
+    chosen_P, rejected_P = ratio_PA[:, 0], ratio_PA[:, 1]
     # CPO and ORPO average the likelihood over all tokens of the update, as supervised training does; RPO per answer.
-    mean_tokens_P = np.full(len(logp_PA), tokens_PA[:, 0].mean())
-    loss: PairLoss
+    averaged_P = (sums["mean_tokens"] * each_PA if "mean_tokens" in sums else tokens_PA)[:, 0]
+    nll_P = algos.nll_per_token(logp_PA[:, 0], averaged_P)
     match settings:
         case IPO():
-            loss = algos.ipo(chosen_P, rejected_P, beta=settings.beta)
+            loss_P = algos.ipo(chosen_P, rejected_P, beta=settings.beta)
         case KTO():
-            weights = settings.desirable_weight, settings.undesirable_weight
-            loss = algos.kto(chosen_P, rejected_P, distance, beta=settings.beta, weights=weights)
+            weights, distance_P = (settings.desirable_weight, settings.undesirable_weight), sums["distance"] * each_PA
+            loss_P = algos.kto(chosen_P, rejected_P, distance_P.max(axis=1), beta=settings.beta, weights=weights)
         case DPO() | CPO():
-            loss = algos.dpo(chosen_P, rejected_P, beta=settings.beta, label_smoothing=settings.label_smoothing)
+            loss_P = algos.dpo(chosen_P, rejected_P, beta=settings.beta, label_smoothing=settings.label_smoothing)
             if isinstance(settings, RPO | CPO):
-                tokens_P = mean_tokens_P if isinstance(settings, CPO) else tokens_PA[:, 0]
-                loss = algos.with_likelihood(loss, logp_PA[:, 0], tokens_P, coefficient=settings.nll_coefficient)
+                loss_P += settings.nll_coefficient * nll_P
         case SimPO():
-            loss = algos.simpo(chosen_P, rejected_P, tokens_PA, beta=settings.beta, margin=settings.margin)
+            loss_P = algos.simpo(chosen_P, rejected_P, tokens_PA, beta=settings.beta, margin=settings.margin)
         case ORPO():
-            loss = algos.odds_ratio(chosen_P, rejected_P, tokens_PA, coefficient=settings.odds_coefficient)
-            loss = algos.with_likelihood(loss, chosen_P, mean_tokens_P, coefficient=1.0)
-    by_token = isinstance(settings, SimPO | ORPO)
-    said_PA = logp_PA / np.maximum(tokens_PA, 1) if by_token else ratio_PA
+            loss_P = nll_P + algos.odds_ratio(chosen_P, rejected_P, tokens_PA, coefficient=settings.odds_coefficient)
+    reward_PA = logp_PA * each_PA if isinstance(settings, SimPO | ORPO) else ratio_PA
     beta = 1.0 if isinstance(settings, ORPO) else settings.beta
-    return PairRewards(loss, *(beta * said_PA).T)
+    return PairRewards(loss_P, beta * reward_PA[:, 0], beta * reward_PA[:, 1])

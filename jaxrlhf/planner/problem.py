@@ -98,9 +98,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     """Return the roles of the dataflow: every model, and its work in a step.
 
     In a step with rewards the actor generates, and every role makes one forward pass over the responses; the actor
-    skips its pass if the sampler's log-probabilities are used instead. In a step on preference pairs every role reads
-    both answers. `Algorithm.further_passes` are added. Any other step is an update, and only frozen roles make a pass
-    before the update. A reference that is the actor without its adapters is no role: the actor makes its passes.
+    skips its pass if the sampler's log-probabilities are used instead. `Algorithm.further_passes` are added. Any other
+    step is an update, and only frozen roles make a pass before the update. A reference that is the actor without its adapters is no role: the actor makes its passes.
 
     Args:
       shapes: Function that returns the shape of a model.
@@ -160,8 +159,7 @@ def _passes(config: Config, role: str) -> int:
     others += role in algorithm.further_passes
     if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
         return others
-    reads = generates(config) or isinstance(algorithm, Preference)
-    return others + (reads or role not in config.trained)
+    return others + (generates(config) or role not in config.trained)
 
 
 def _unplaced(config: Config) -> tuple[str, ...]:

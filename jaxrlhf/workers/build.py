@@ -338,6 +338,7 @@ class Builder(PoolRoles):
             temperature=self.config.rollout.sampling.temperature,
             pixels=self.pixels,
             staleness=self.config.rollout.staleness,
+            together=self.config.algorithm.together,
             tokenizers=self.tokenizers(role) if self.has_devices else None,
         )
 

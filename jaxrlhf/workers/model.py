@@ -48,6 +48,7 @@ class ModelSetup:
     Attributes:
       width: T, number of columns of the model's `[B, T]` inputs.
       longest_response: Number of tokens of the longest response; the rest of the width is for the longest prompt.
+      together: Number of the longest sequences that a packed row has space for, `Algorithm.together`.
       progress: Callback for the number of started microbatches and minibatches.
       offload: Parts kept in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: Rollout temperature, the default for log-probabilities.
@@ -68,6 +69,7 @@ class ModelSetup:
     temperature: float
     pixels: Pixels = no_pixels
     staleness: int = 0
+    together: int = 1
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None
 
 
@@ -100,7 +102,8 @@ class ModelWorker:
         self.row_shards, self.token_shards = (
             math.prod(self.mesh.shape[axis] for axis in axes) for axes in (BATCH_AXES, TOKEN_AXES)
         )
-        self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
+        widest = setup.together * setup.width
+        self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=widest, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
         self._patch_room: list[StripShape] = []
@@ -159,11 +162,12 @@ class ModelWorker:
         output: TokenOutput = self.forward(sequences_of(sampled), temperature=scale, adapters=adapters)
         return output.logp
 
-    def pack(self, sequences: Sequences, *, prompts: int | None = None) -> Packing:
+    def pack(self, sequences: Sequences, *, prompts: int | None = None, together: int = 1) -> Packing:
         """Pack this process's sequences into microbatches; every process makes the same number of microbatches.
 
         Args:
           prompts: Maximum number of distinct prompts of the sequences; None counts the prompts they have.
+          together: Number of consecutive sequences that go into one row, at most `ModelSetup.together`.
         """
         _, parts = self.place.part(BATCH_AXES)
         read = {ROUTING: self.replays_routing, KEPT: self.keeps_sampled}
@@ -179,6 +183,7 @@ class ModelWorker:
             token_shards=self.token_shards,
             longest_response=self.setup.longest_response,
             prompts=prompts,
+            together=together,
             shares=not isinstance(self.config, CausalLM) and not (vision is not None and vision.both_ways),
             in_rows=self._execution.rows_kernel == "xla" and not linear,
             attention_rows=self._attention_rows,

@@ -102,6 +102,10 @@ class PoolRoles:
         own = self.tokenizer_of(role)
         return None if own is self.tokenizer else (self.tokenizer, own)
 
+    def widest_row(self, role: str) -> int:
+        """Return the number of tokens that a packed row of a role has space for."""
+        return self.config.algorithm.together * self.in_room(self.width, role)
+
     def in_room(self, tokens: int, role: str) -> int:
         """Return the number of tokens of a role's own tokenizer to reserve for `tokens` tokens of the policy."""
         return math.ceil(tokens * (self.spec(role).room or 1.0))
@@ -117,7 +121,7 @@ class PoolRoles:
         actor = self.config.actor
         layout = (self.config.reference_layout if role == "reference" else None) or actor.layout
         shards = len(self.pool.devices) // (layout.stage * layout.tensor * layout.context)
-        least = shards * packed_row_tokens(self.in_room(self.width, role), budget=0, token_shards=layout.context)
+        least = shards * packed_row_tokens(self.widest_row(role), budget=0, token_shards=layout.context)
         return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, least))
 
     def weights(self, role: str) -> RoleWeights:

@@ -94,7 +94,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool, offloads: bool = 
     """
     training, mesh, model = on.training(role), on.mesh(role), on.model_of(role)
     assert isinstance(model, ModelConfig), "the activations of a user-defined model are unknown"
-    row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
+    row_tokens, rows = microbatch_shape(training, mesh, width=on.widest_row(role), role=role)
     return training_activation_bytes(
         model,
         on.weights(role).head,

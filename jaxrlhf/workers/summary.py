@@ -84,7 +84,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     remat = builder.remat[role]
     router_coefficient(model, training.router_loss, role=role)  # raises Refusal early
     weights, state = _train_state(builder, role)
-    row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
+    row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.widest_row(role), role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards // training.layout.context
     rows: list[SummaryRow] = [

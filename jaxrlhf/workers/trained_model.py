@@ -180,7 +180,7 @@ class TrainedWorker(ModelWorker):
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Return the gradient of `sum(weight * token_loss)` over all microbatches, and the metric sums of each."""
         gradient = self._zeros(self.trained.tree)
-        packing = self.pack(experience.sequences, prompts=experience.prompts)
+        packing = self.pack(experience.sequences, prompts=experience.prompts, together=experience.together)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self.gradient_program(objective, settings)
         trained, sums = self.trained.tree, []
@@ -196,7 +196,7 @@ class TrainedWorker(ModelWorker):
         self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
     ) -> Updated:
         """Lower the programs of an update, and return metrics of 0."""
-        packing = self.pack(experience.sequences, prompts=experience.prompts)
+        packing = self.pack(experience.sequences, prompts=experience.prompts, together=experience.together)
         packed = jax.tree.map(lambda array: packing.pack(array)[0], (experience.weight_BT, experience.fields))
         rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
         trained, lowered = self.trained.tree, self.lowered

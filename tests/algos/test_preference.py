@@ -1,4 +1,4 @@
-"""Losses of pairs against recorded values, and their derivatives against jax.grad of the loss as it is written."""
+"""Losses of pairs against recorded values and the loss as it is written, and the objective that sums over answers."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf import algos
+from jaxrlhf.algos import PairRewards, PairSettings
 from jaxrlhf.algos.objectives import TokenOutput
 
 _INPUTS = json.loads((Path(__file__).parents[1] / "golden" / "vectors.json").read_text())["inputs"]
@@ -73,7 +74,7 @@ PAIRS = {
         lambda c, r: -0.7 * jnp.log(sigmoid(log_odds((c - 9) / TOKENS[:, 0]) - log_odds((r - 9) / TOKENS[:, 1]))),
     ),
     "likelihood": (
-        lambda c, r: algos.with_likelihood(algos.dpo(c, r, beta=0.3), c - 7, np.int32([2, 3, 4, 5]), coefficient=0.5),
+        lambda c, r: algos.dpo(c, r, beta=0.3) + 0.5 * algos.nll_per_token(c - 7, np.int32([2, 3, 4, 5])),
         lambda c, r: -jnp.log(sigmoid(0.3 * (c - r))) - 0.5 * (c - 7) / jnp.array([2, 3, 4, 5]),
     ),
 }
@@ -85,14 +86,17 @@ def float64():
         yield
 
 
+def slopes(loss):
+    """Derivatives with respect to both answers."""
+    return jax.grad(lambda c, r: loss(c, r).sum(), argnums=(0, 1))
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_derivatives_are_those_of_the_loss_as_written(name):
     ours, written = PAIRS[name]
-    got = ours(CHOSEN, REJECTED)
-    np.testing.assert_allclose(got.loss_P, written(CHOSEN, REJECTED), rtol=1e-12)
-    slopes = jax.grad(lambda c, r: written(c, r).sum(), argnums=(0, 1))(CHOSEN, REJECTED)
-    np.testing.assert_allclose(got.chosen_P, slopes[0], rtol=1e-10)
-    np.testing.assert_allclose(got.rejected_P, slopes[1], rtol=1e-10)
+    np.testing.assert_allclose(ours(CHOSEN, REJECTED), written(CHOSEN, REJECTED), rtol=1e-12)
+    found, expected = (slopes(loss)(CHOSEN, REJECTED) for loss in (ours, written))
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", _RECORDED)
@@ -104,33 +108,51 @@ def test_recorded_losses(name):
         "smoothed": lambda c, r: algos.dpo(c, r, beta=0.1, label_smoothing=0.1),
         "ipo": lambda c, r: algos.ipo(c, r, beta=0.1),
     }[name](ratio[:3], ratio[3:])
-    assert float(loss.loss_P.mean()) == pytest.approx(_RECORDED[name], rel=1e-12)
+    assert float(loss.mean()) == pytest.approx(_RECORDED[name], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_far_apart_answers_have_finite_losses_and_slopes(name):
     far = np.float64([1e4, -1e4, 1e4, -1e4])
-    for values in PAIRS[name][0](far, -far):
+    for values in (PAIRS[name][0](far, -far), *slopes(PAIRS[name][0])(far, -far)):
         assert np.isfinite(values).all()
 
 
-def test_the_linear_objective_has_the_weights_as_its_gradient_and_nothing_outside_the_mask():
-    mask, weight = np.array([[False, True, True]]), np.array([[7.0, 2.0, -3.0]])
-    said = np.array([[-np.inf, 5.0, 11.0]])
-    for wrap in (TokenOutput, lambda x: x):
+def judge(margin, sums):
+    """A loss of both answers' sums, of their numbers of tokens and of a further field."""
+    (chosen, rejected), tokens = sums["value"].T, sums["tokens"]
+    return PairRewards(sums["offset"][:, 0] + chosen * rejected**2 / tokens[:, 1] - margin, chosen, rejected)
 
-        def loss(x, wrap=wrap):
-            return algos.linear_objective(wrap(x), mask, weight, {}, None).loss.sum()
 
-        assert loss(said) == 2 * 5 - 3 * 11
-        np.testing.assert_array_equal(jax.grad(loss)(said), [[0.0, 2.0, -3.0]])
+@pytest.mark.parametrize("wrap", [TokenOutput, lambda x: x], ids=["log-probabilities", "scores"])
+def test_the_objective_of_pairs_is_the_loss_of_sums_wherever_the_answers_are(wrap):
+    # Two of three pairs are in this microbatch: pair 1 in one row, pair 0 in two.
+    answer = np.array([[3, 3, 4, 0, 4], [0, 1, 2, 2, 0]])
+    mask = answer > 0
+    value = np.array([[0.5, -1.0, 2.0, np.nan, 1.0], [np.inf, 3.0, -0.5, -1.5, np.nan]])
+    fields = {
+        "answer": np.where(mask, answer, 7),
+        "offset": np.where(answer == 3, 0.25, np.where(mask, 4.0, np.nan)),
+        "metric_weight": np.where(mask, 2.0, np.nan),
+    }
+    weight = np.where(mask, np.array([[1 / 4], [1 / 3]]), np.nan)  # one over the pair's tokens
+
+    def total(value):
+        return algos.pair_objective(wrap(value), mask, weight, fields, PairSettings(judge, 0.125, 3)).loss.sum()
+
+    losses = [4.0 + 3.0 * 4.0 / 2 - 0.125, 0.5 - 0.5 * 9.0 / 2 - 0.125]
+    np.testing.assert_allclose(total(value), sum(losses), rtol=1e-12)
+    # d/dc = r^2 / tokens, d/dr = 2 c r / tokens
+    expected = [[4.5, 4.5, -1.5, 0.0, -1.5], [0.0, 2.0, -6.0, -6.0, 0.0]]
+    np.testing.assert_allclose(jax.grad(total)(value), expected, rtol=1e-12)
+    metrics = algos.pair_objective(wrap(value), mask, weight, fields, PairSettings(judge, 0.125, 3)).metrics
+    np.testing.assert_allclose(metrics["preference/loss"][mask], 2 * np.array([losses[1]] * 4 + [losses[0]] * 3))
+    assert (metrics["preference/accuracy"][mask] == 2 * np.array([0.0] * 4 + [1.0] * 3)).all()
+    assert not any(value[~mask].any() for value in metrics.values())
 
 
 def test_the_likelihood_of_an_answer_without_tokens_is_nothing():
-    loss = algos.dpo(CHOSEN[:2], REJECTED[:2], beta=0.3)
-    more = algos.with_likelihood(loss, np.float64([0.0, -4.0]), np.int32([0, 2]), coefficient=0.5)
-    np.testing.assert_allclose(more.loss_P - loss.loss_P, [0.0, 1.0])
-    assert np.isfinite(more.chosen_P).all()
+    np.testing.assert_allclose(algos.nll_per_token(np.float64([0.0, -4.0]), np.int32([0, 2])), [0.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["cpo", "simpo", "orpo"])
@@ -143,7 +165,7 @@ def test_losses_without_a_reference_are_those_of_trl(name):
         "simpo": lambda: algos.simpo(chosen, rejected, tokens, beta=2.0, margin=0.5),
         "orpo": lambda: algos.odds_ratio(chosen, rejected, tokens, coefficient=0.7),
     }[name]()
-    np.testing.assert_allclose(loss.loss_P, TRL[f"preference/{name}"], rtol=1e-6)
+    np.testing.assert_allclose(loss, TRL[f"preference/{name}"], rtol=1e-6)
 
 
 def test_the_slope_of_dpo_is_the_advantage_of_the_best_and_the_worst():

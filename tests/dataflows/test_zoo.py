@@ -3,10 +3,14 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_steps import done
 
+from jaxrlhf.algos import pair_objective
+from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Pair
 from jaxrlhf.config import (
     CPO,
@@ -33,7 +37,7 @@ PAIRS = [Pair(n, "", (1, 2), solution_tokens=(3,) * (n + 1), rejected_tokens=(4,
 
 
 class Policies:
-    """Log-probabilities that are known of every token, and what an update was made of."""
+    """Log-probabilities that are known of every token, and the loss of an update by log-probabilities."""
 
     def __init__(self):
         self.seen = []
@@ -47,7 +51,17 @@ class Policies:
 
     def update_actor(self, minibatches, *, objective, settings, temperature):
         [self.batch] = minibatches
-        return done({})
+
+        def terms(logp_BT):
+            logp_BT = jnp.where(self.batch.sequences.mask_BT, logp_BT, jnp.nan)
+            experience = self.batch.weight_BT, self.batch.fields
+            return objective(TokenOutput(logp_BT), self.batch.sequences.mask_BT, *experience, settings)
+
+        assert objective is pair_objective
+        self.loss = lambda logp_BT: terms(logp_BT).loss.sum()
+        mask_BT = self.batch.sequences.mask_BT
+        metrics = terms(-0.1 * self.batch.sequences.token_BT).metrics
+        return done({name: float(value_BT.sum() / mask_BT.sum()) for name, value_BT in metrics.items()})
 
 
 def sigmoid(x):
@@ -89,9 +103,8 @@ def test_a_step_on_pairs_has_the_loss_as_written(algorithm):
         slopes[place] = (loss(logp + moved) - loss(logp - moved)) / 2e-5
     mask = roles.actor.batch.sequences.mask_BT
     np.testing.assert_array_equal(mask.sum(axis=1), counts.ravel())
-    np.testing.assert_allclose(
-        roles.actor.batch.weight_BT, np.where(mask, slopes.reshape(-1, 1), 0), rtol=1e-4, atol=1e-6
-    )
+    gradient_BT = jax.grad(roles.actor.loss)(jnp.asarray(-0.1 * roles.actor.batch.sequences.token_BT))
+    np.testing.assert_allclose(gradient_BT, np.where(mask, slopes.reshape(-1, 1), 0), rtol=1e-3, atol=1e-6)
     if isinstance(algorithm, KTO):  # all answers are less likely than by the reference
         assert result.metrics["preference/distance"] == 0
         assert roles.actor.seen[0].token_BT[0].tolist()[:5] == [1, 2, 3, 3, 3], "the answer of another pair"

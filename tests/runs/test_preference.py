@@ -11,7 +11,7 @@ import tiny_runs
 from tiny_runs import training
 
 from jaxrlhf import models
-from jaxrlhf.algos import linear_objective
+from jaxrlhf.algos import PairSettings, pair_objective
 from jaxrlhf.config import (
     DPO,
     IPO,
@@ -101,6 +101,7 @@ def log_sigmoid(x):
     return -jnp.log1p(jnp.exp(-x))
 
 
+PAIR_LOSS = "preference/loss"
 POLICY = {
     DPO(beta=0.3, label_smoothing=0.1): lambda c, r, logp, n: (
         -0.9 * log_sigmoid(0.3 * (c - r)) - 0.1 * log_sigmoid(0.3 * (r - c))
@@ -126,8 +127,11 @@ def value_and_gradients(losses, params):
     return values, lambda index: program(params, index)[1]
 
 
-def assert_same(worker, batch, written) -> None:
-    ours, _ = worker.gradient(batch, linear_objective, None)
+def assert_same(worker, batch, settings, loss, written) -> None:
+    """The update's gradient and the losses that it reports are those of the loss as written."""
+    ours, sums = worker.gradient(batch, pair_objective, settings)
+    tokens, total, reported = (sum(float(part[name]) for part in sums) for name in ("tokens", "loss", PAIR_LOSS))
+    np.testing.assert_allclose([total, reported / tokens], loss, rtol=1e-4)
     assert any(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(written))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), ours, written)
 
@@ -152,9 +156,11 @@ def test_updates_of_the_policy_follow_the_gradients_of_the_losses_as_written():
     logp_BT = actor.compute_log_prob(sequences, temperature=1.0)
     ref_logp_BT = reference.compute_ref_log_prob(sequences, temperature=1.0)
     for index, algorithm in enumerate(POLICY):
-        judged = dpo.implicit_rewards(algorithm, sequences, logp_BT, ref_logp_BT)
-        assert preference_pairs.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
-        assert_same(actor, preference_pairs.pair_experience(sequences, judged.loss), gradient(index))
+        judged = dpo.judged(algorithm, sequences, logp_BT, ref_logp_BT)
+        assert judged.metrics[PAIR_LOSS].mean() == pytest.approx(float(losses[index]), rel=1e-4)
+        batch = preference_pairs.pair_experience(sequences, dpo.loss_fields(algorithm, sequences, ref_logp_BT, 0.0))
+        settings = PairSettings(dpo.implicit_rewards, algorithm, len(pairs))
+        assert_same(actor, batch, settings, losses[index], gradient(index))
 
 
 @pytest.mark.slow
@@ -172,9 +178,13 @@ def test_updates_of_score_models_follow_the_gradients_of_the_losses_as_written()
     losses, gradient = value_and_gradients(written, critic.params)
     value_BT = critic.compute_values(sequences)
     for index, kind in enumerate(SCORES):
-        judged = reward_model_dataflow.pair_rewards(reward_model(kind), pairs, sequences, value_BT)
-        assert preference_pairs.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
-        assert_same(critic, preference_pairs.pair_experience(sequences, judged.loss), gradient(index))
+        algorithm = reward_model(kind)
+        judged = reward_model_dataflow.judged(algorithm, pairs, sequences, value_BT)
+        assert judged.metrics[PAIR_LOSS].mean() == pytest.approx(float(losses[index]), rel=1e-4)
+        fields = reward_model_dataflow.loss_fields(algorithm, pairs, sequences)
+        how = PairSettings(reward_model_dataflow.pair_rewards, algorithm, len(pairs))
+        batch = preference_pairs.pair_experience(sequences, fields)
+        assert_same(critic, batch, how, losses[index], gradient(index))
 
 
 def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
@@ -185,9 +195,9 @@ def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
     pairs = pairs_of(settings)
     sequences = preference_pairs.pair_sequences(pairs, settings)
     values = np.zeros(sequences.token_BT.shape, np.float32)
-    judged = reward_model_dataflow.pair_rewards(settings.algorithm, pairs, sequences, values)
-    np.testing.assert_allclose(judged.loss.loss_P, np.log1p(np.exp([0.0, 4.0])), rtol=1e-6)
-    assert preference_pairs.pair_metrics(judged)["preference/accuracy"] == 0.5  # all scores are equal
+    judged = reward_model_dataflow.judged(settings.algorithm, pairs, sequences, values)
+    np.testing.assert_allclose(judged.loss_P, np.log1p(np.exp([0.0, 4.0])), rtol=1e-6)
+    assert judged.metrics["preference/accuracy"].tolist() == [0.5, 0.5]  # all scores are equal
 
 
 @pytest.mark.slow
@@ -218,6 +228,13 @@ def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
     assert np.abs(value_BT[sequences.mask_BT]).max() > 1e-4
 
 
+def test_a_microbatch_that_does_not_hold_a_pair_is_refused_before_anything_is_compiled():
+    tokens = 2 * tiny_runs.get_config().rollout.max_prompt_tokens + 2 * 24 - 1
+    settings = config(DPO(pairs_per_update=8), actor=replace(tiny_runs.training(), tokens_per_microbatch=tokens))
+    with pytest.raises(ValueError, match=f"actor.tokens_per_microbatch={tokens} does not hold a row of {tokens + 1} "):
+        workers_of(settings)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -239,8 +256,8 @@ def test_what_does_not_fit_pairs_is_refused(change, told):
         change(config(reward_model()))
 
 
-def test_a_plan_counts_both_answers_and_one_pass_of_each_role():
-    for algorithm, roles in ((DPO(pairs_per_update=8), ["actor", "reference"]), (reward_model(), ["critic"])):
+def test_a_plan_counts_both_answers_and_the_passes_before_an_update():
+    for algorithm, passes in ((DPO(pairs_per_update=8), {"actor": 0, "reference": 1}), (reward_model(), {"critic": 0})):
         problem = question_of(config(algorithm), hardware_of(config(algorithm), "a100x1x8"), vocabulary=500).problem
-        assert [(role.name, role.passes) for role in problem.roles] == [(name, 1) for name in roles]
+        assert {role.name: role.passes for role in problem.roles} == passes
         assert problem.workload.responses == 16

@@ -270,6 +270,27 @@ def test_a_row_of_shared_prompts_is_the_least_size_that_needs_no_further_microba
     assert all(microbatches(each) > packing.microbatches for each in widths if each < width)
 
 
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sequences_that_a_loss_compares_are_in_one_row(stages: int, shares: bool) -> None:
+    rng, pairs, width = np.random.default_rng(3), 40, 32
+    token_BT = rng.integers(1, 1000, (2 * pairs, width), dtype=np.int32)
+    token_BT[1::2, :12] = token_BT[::2, :12]  # the prompt
+    length_B = rng.integers(14, width + 1, 2 * pairs).astype(np.int32)
+    mask_BT = (np.arange(width) >= 12) & (np.arange(width) < length_B[:, None])
+    # A pair may be in a batch twice.
+    prompt_id_B = np.repeat(np.arange(pairs) // 2 * 2, 2)
+    sequences = Sequences(token_BT, length_B, mask_BT, prompt_id_B)
+    how = {"rows": 6, "row_tokens": 2 * width, "longest_response": width - 12, "stages": stages, "shares": shares}
+    for together, apart_pairs in ((2, 0), (1, None)):
+        packing = Packing(sequences, together=together, **how)
+        pair_MRW = packing.pack(np.where(mask_BT, 1 + np.arange(2 * pairs)[:, None] // 2, 0))
+        rows_of = [np.flatnonzero((pair_MRW == pair).any(axis=2).ravel()) for pair in range(1, pairs + 1)]
+        split = sum(len(rows) > 1 for rows in rows_of)
+        assert split == 0 if apart_pairs == 0 else split > 0
+        np.testing.assert_array_equal(packing.unpack(packing.pack(mask_BT)), mask_BT)
+
+
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens does not fit a row of 8"):
         place(np.array([9]), [4, 8])

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.algos import PairLoss, linear_objective, nll_objective, token_weights
+from jaxrlhf.algos import PairRewards, PairSettings, nll_objective, pair_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -60,9 +60,9 @@ def indifferent():
     return actor(router_loss=0.0)
 
 
-def gradient(worker, batch=None, objective=nll_objective):
+def gradient(worker, batch=None, objective=nll_objective, settings=SFT(examples_per_update=16)):
     """As arrays by path, and the sums of all microbatches."""
-    found, sums = worker.gradient(batch or experience(), objective, SFT(examples_per_update=16))
+    found, sums = worker.gradient(batch or experience(), objective, settings)
     totals = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
     leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
     return leaves, totals
@@ -80,13 +80,18 @@ def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, in
     np.testing.assert_array_equal(with_loss["['final_norm']"], without["['final_norm']"])  # nothing flows back to it
 
 
+def apart(_, sums) -> PairRewards:
+    """A loss whose slopes are opposite for the two answers of a pair, and others for each pair."""
+    chosen_P, rejected_P = sums["value"].T
+    return PairRewards(np.linspace(0.1, 0.7, 4) * (rejected_P - chosen_P), chosen_P, rejected_P)
+
+
 @pytest.mark.slow
 def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balanced, indifferent):
     # A slope is below 0 for one answer of a pair and above for the other, so by those experts would be unbalanced.
-    slope_P = np.linspace(0.1, 0.7, 4)
-    pairs = pair_experience(experience().sequences, PairLoss(np.zeros(4), -slope_P, slope_P))
+    pairs, settings = pair_experience(experience().sequences, {}), PairSettings(apart, None, 4)
     router, moved = "['layers']['mlp']['router']", []
-    for how in ((), (pairs, linear_objective)):
+    for how in ((), (pairs, pair_objective, settings)):
         (with_loss, _), (without, _) = gradient(balanced, *how), gradient(indifferent, *how)
         moved.append(with_loss[router] - without[router])
     assert np.abs(moved[0]).max() > 1e-4

@@ -37,6 +37,7 @@ class Algorithm(Settings, ABC):
         together.
       places_after: Number of positions after an answer's last token that the loss reads, for algorithms that learn from
         labeled answers (pairs, steps); None for other algorithms.
+      together: Number of consecutive sequences that a loss compares, which are packed into one row: 2 for pairs.
       reads_solutions: True if training records need worked solutions, limited to `max_response_tokens`.
       further_passes: Names of roles that make an additional pass over a step's sequences before the update.
       draws_beside: Words for what a step generates in addition to the groups, and plans do not count; None is nothing.
@@ -47,6 +48,7 @@ class Algorithm(Settings, ABC):
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
     takes_several_sequences: ClassVar[bool] = True
     places_after: ClassVar[int | None] = None
+    together: ClassVar[int] = 1
     reads_solutions: ClassVar[bool] = False
     further_passes: ClassVar[tuple[str, ...]] = ()
     draws_beside: ClassVar[str | None] = None

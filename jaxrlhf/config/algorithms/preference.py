@@ -32,6 +32,7 @@ class Preference(Algorithm):
     learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
     places_after: ClassVar[int | None] = 0
+    together: ClassVar[int] = 2
     reads: ClassVar[str | None] = None
 
     pairs_per_update: Positive[int] = 32

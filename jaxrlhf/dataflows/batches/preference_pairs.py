@@ -1,33 +1,14 @@
-"""Sequences, updates and metrics of preference pairs.
+"""Sequences, updates and metrics of preference pairs."""
 
-A step computes the log-probabilities or the scores of its pairs and the derivative of the loss by each of these
-numbers. One update then uses the derivatives as token weights; see `jaxrlhf.algos.preference`.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
-from jaxrlhf.algos import PairLoss, masked_sum, token_weights
+from jaxrlhf.algos import PairRewards, token_weights
 from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences, images_of_problems
-from jaxrlhf.config import Config
+from jaxrlhf.config import Config, Preference
 from jaxrlhf.dataflows.step import Metrics
-
-
-class PairRewards(NamedTuple):
-    """Loss and rewards of preference pairs.
-
-    Attributes:
-      loss: Loss of each pair and its derivatives.
-      chosen_P: Reward of the chosen answer: the policy's implicit reward, a score, or minus a cost.
-      rejected_P: Reward of the rejected answer.
-    """
-
-    loss: PairLoss
-    chosen_P: Array
-    rejected_P: Array
 
 
 def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
@@ -65,34 +46,32 @@ def mismatched(problems: Sequence[Problem], config: Config) -> Sequences:
     return pair_sequences(moved, config)
 
 
-def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:
-    """Return `[P, 2]` sums over the masked tokens of the chosen and of the rejected answer."""
-    return np.asarray(masked_sum(value_BT, sequences.mask_BT, axis=1)).reshape(-1, 2)
+def answer_numbers(sequences: Sequences) -> np.ndarray:
+    """Return `answer_BT`, the numbers of the answers that `answer_sums` reads: row b has answer b + 1."""
+    mask_BT = np.asarray(sequences.mask_BT)
+    return np.where(mask_BT, np.arange(1, len(mask_BT) + 1, dtype=np.int32)[:, None], np.int32(0))
 
 
-def pair_experience(sequences: Sequences, loss: PairLoss) -> Experience:
-    """Build the update on the mean loss over pairs; `router_weight` averages the router's balance loss over tokens."""
-    slope_PA = np.stack([np.asarray(loss.chosen_P), np.asarray(loss.rejected_P)], axis=1)
-    weight_B = (slope_PA / len(slope_PA)).reshape(-1).astype(np.float32)
-    weight_BT = np.where(sequences.mask_BT, weight_B[:, None], np.float32(0))
-    each_BT = np.asarray(token_weights(sequences.mask_BT, sequences.prompt_id_B, aggregation="token-mean"))
-    return Experience(sequences, weight_BT, {"router_weight": each_BT})
+def pair_experience(sequences: Sequences, fields: Mapping[str, Array]) -> Experience:
+    """Build the update on the mean loss over pairs; `router_weight` averages the router's balance loss over tokens.
 
-
-def pair_metrics(rewards: PairRewards) -> Metrics:
-    """Return loss, accuracy, margin and rewards of pairs; a pair of equal rewards counts as half right."""
-    margin_P = np.asarray(rewards.chosen_P - rewards.rejected_P)
-    return {
-        "preference/loss": float(np.mean(rewards.loss.loss_P)),
-        "preference/accuracy": float(np.mean((margin_P > 0) + 0.5 * (margin_P == 0))),
-        "preference/margin": float(margin_P.mean()),
-        "preference/chosen_reward": float(np.mean(rewards.chosen_P)),
-        "preference/rejected_reward": float(np.mean(rewards.rejected_P)),
+    Args:
+      fields: `[B, T]` arrays that the loss reads, by name.
+    """
+    mask_BT = np.asarray(sequences.mask_BT)
+    tokens_P = mask_BT.sum(axis=1).reshape(-1, 2).sum(axis=1)
+    weight_P = 1 / (len(tokens_P) * np.maximum(tokens_P, 1))
+    weight_BT = np.where(mask_BT, np.repeat(weight_P, 2)[:, None], 0).astype(np.float32)
+    of_tokens = {
+        "answer": answer_numbers(sequences),
+        "metric_weight": weight_BT * np.float32(tokens_P.sum()),
+        "router_weight": np.asarray(token_weights(mask_BT, sequences.prompt_id_B, aggregation="token-mean")),
     }
+    return Experience(sequences, weight_BT, {**of_tokens, **fields}, together=Preference.together)
 
 
 def held_out_metrics(rewards: PairRewards) -> Metrics:
     """Return metrics of held-out pairs; `eval/accuracy` is the share of pairs ranked as labeled."""
-    metrics = pair_metrics(rewards)
+    metrics = {name: float(np.mean(value_P)) for name, value_P in rewards.metrics.items()}
     ranked = {f"eval/{name}": metrics[f"preference/{name}"] for name in ("accuracy", "loss", "margin")}
-    return {**ranked, "eval/problems": float(len(np.asarray(rewards.chosen_P)))}
+    return {**ranked, "eval/problems": float(len(rewards.loss_P))}
