@@ -151,16 +151,21 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
             _check_units(min(map(len, leaf.rows)), parts)
             return leaf if parts == 1 else leaf.part(part, parts)
         if isinstance(leaf, Experience):
-            units = len(leaf.weight_BT) // leaf.together
-            _check_units(units, parts)
-            own = slice(*(end * units // parts * leaf.together for end in (part, part + 1)))
-            return jax.tree.map(lambda array: array[own], leaf)
+            return _rows_of_experience(leaf, part=part, parts=parts)
         if (count := _rows(leaf)) is None:
             return leaf
         first, last = (unit * count // units for unit in (start, stop))
         return leaf.load_rows(first, last) if isinstance(leaf, RemoteValue) else leaf[first:last]
 
     return jax.tree.map(cut, arguments, is_leaf=_is_batch)
+
+
+def _rows_of_experience(experience: Experience, *, part: int, parts: int) -> Experience:
+    """Return the rows of one part; sequences that a loss compares stay together."""
+    units = len(experience.weight_BT) // experience.together
+    _check_units(units, parts)
+    own = slice(*(end * units // parts * experience.together for end in (part, part + 1)))
+    return jax.tree.map(lambda array: array[own], experience)
 
 
 def _check_units(units: int, parts: int) -> None:

@@ -1,12 +1,15 @@
 """Weights of an engine: layers stacked as in training, and unstacked as decoding reads them."""
 
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrlhf import models
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
+from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.models import AnyModel
 from jaxrlhf.models.config import STACKS, ModelConfig
@@ -62,4 +65,20 @@ class Weights:
         return models.joined_parts(made)
 
     def _unstacked(self, params: Params, part: int | str) -> list[Params]:
-        return self._compiled.run(("unstack", part), programs.unstack, params, out=None)
+        """Unstack the layers of a part, by one program for each stack."""
+        compiled, shape = self._compiled, self._compiled.shape
+        if not isinstance(shape.config, ModelConfig):
+            return compiled.run(("unstack", part), programs.unstack, params, out=None)
+        layers, of_stack = [], dict[str, Params]()
+        for name, place in models.layer_places(shape.config, shape.execution.stages):
+            if compiled.has_devices or name not in of_stack:
+                program = partial(_unstack_layer, name=name)
+                of_stack[name] = compiled.run(("unstack", part, name), program, params, np.int32(place), out=None)
+            layers.append(of_stack[name])
+        return layers
+
+
+def _unstack_layer(params: Params, place: jax.Array, *, name: str, shape: Shape) -> Params:
+    """Unstack one layer of a stack: the program of all layers of a stack compiles as fast as that of one layer."""
+    assert isinstance(shape.config, ModelConfig), "a user-defined model unstacks all of its layers"
+    return models.unstack_layer(params, shape.config, name, place, execution=shape.execution)

@@ -21,5 +21,5 @@ from jaxrlhf.models.huggingface.load import label_bias, load_params
 from jaxrlhf.models.huggingface.save import save_params
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
-from jaxrlhf.models.stack import joined_parts, layer_parts, unstack_layers
+from jaxrlhf.models.stack import joined_parts, layer_parts, layer_places, unstack_layer, unstack_layers
 from jaxrlhf.models.vision.rows import ImageRows, Pixels

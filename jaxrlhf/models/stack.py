@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -251,16 +252,35 @@ def unstack_layers(params: Params, config: ModelConfig, *, execution: Execution 
     Args:
       params: Parameters, or one of their `layer_parts`; `joined_parts` joins the results of all parts.
     """
-    pipeline = execution.pipeline
-    places = _places(config.pattern.stack_of()[: config.num_layers // execution.stages])
+    places = layer_places(config, execution.stages)
+    return [unstack_layer(params, config, name, place, execution=execution) for name, place in places]
 
-    def unstack(layers: Stacks) -> list[Params]:
-        return [decode_layout(_entry(layers[name], place), execution) for name, place in places]
+
+def unstack_layer(
+    params: Params, config: ModelConfig, name: str, place: Array | int, *, execution: Execution = ONE_DEVICE
+) -> Params:
+    """Return one of the layers that `unstack_layers` returns.
+
+    Args:
+      name: Stack of the layer.
+      place: Index of the layer in the stack (with pipeline stages: in a stage's part of the stack).
+    """
+    pipeline = execution.pipeline
+    layers = stacks(params, config, pipeline)[name]
+
+    def unstack(layers: Params, place: Array) -> Params:
+        layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
+        return decode_layout(layer, execution)
 
     if pipeline is not None:
         stage = PartitionSpec(pipeline.axes)
-        unstack = pipeline.on_stages(unstack, stage, stage)
-    return unstack(stacks(params, config, pipeline))
+        unstack = pipeline.on_stages(unstack, (stage, PartitionSpec()), stage)
+    return unstack(layers, jnp.asarray(place))
+
+
+def layer_places(config: ModelConfig, stages: int) -> list[tuple[str, int]]:
+    """Return the stack of each layer (of each layer of a stage), and the layer's index in the stack."""
+    return _places(config.pattern.stack_of()[: config.num_layers // stages])
 
 
 def _places(names: Sequence[str]) -> list[tuple[str, int]]:

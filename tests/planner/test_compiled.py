@@ -159,7 +159,7 @@ def test_weights_on_their_way_into_generation_are_counted_once(apart):
     problem = question_of(config, replace(hardware("h100"), devices_per_machine=4)).problem
     expected = ExpectedPrograms(problem, search(problem).plans[0])
     leaf, decode = 2**20, expected.of("generation.decode")
-    names = ("generation.unstack[0]", "actor.to_generation[0]")
+    names = ("generation.unstack[0, layers]", "actor.to_generation[0]")
     options = {name: Compiled(leaf) for name in names}
     apart_leaf, gathered = compile_programs(options, expected, options=None)
     weights = expected.of("generation.insert").beside - decode.beside

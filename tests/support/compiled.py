@@ -179,7 +179,9 @@ def most_compilations(engine: Engine) -> int:
     """Bound on the programs that an engine compiles, whatever it generates from whole prompts."""
     config, cache = engine._shape.config, engine.cache
     rows, prompts = len(engine._slot_counts), len(engine.prefill.buckets) * (1 + len(FEWER_ROWS))
-    unstacked = len([*models.layer_parts(models.param_dims(config, "lm"))]) if isinstance(config, ModelConfig) else 1
+    unstacked = 1
+    if isinstance(config, ModelConfig):  # a program for each part of each stack
+        unstacked = len([*models.layer_parts(models.param_dims(config, "lm"))]) * len(config.kinds)
     states = unstacked + prompts + rows * (1 + len(FEWER_ROWS)) + rows + rows**2  # of slots: insert, empty, keep
     sizes, resized = len(cache.sizes), rows * (rows - 1)
     if isinstance(cache, PageCache):

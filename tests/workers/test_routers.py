@@ -1,6 +1,8 @@
 """Routers of a trained policy: their loss is part of the one sum, and what they do is reported."""
 
 import jax
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,7 +93,7 @@ def test_the_balance_of_pairs_is_over_their_tokens_whatever_their_slopes(balance
     # A slope is below 0 for one answer of a pair and above for the other, so by those experts would be unbalanced.
     pairs, settings = pair_experience(experience().sequences, {}), PairSettings(apart, None, 4)
     router, moved = "['layers']['mlp']['router']", []
-    for how in ((), (pairs, pair_objective, settings)):
+    for how in ((replace(experience(), together=2),), (pairs, pair_objective, settings)):
         (with_loss, _), (without, _) = gradient(balanced, *how), gradient(indifferent, *how)
         moved.append(with_loss[router] - without[router])
     assert np.abs(moved[0]).max() > 1e-4
