@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast, get_args, get_origin
 
+from jaxrlhf.config.checks.contradictions import checked
 from jaxrlhf.config.cli.annotations import check_type, field_types, variants
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.run import Config
 
 Classes = Mapping[str, type]
 """Classes that a change gives for settings, by dotted name."""
-
-_NO_CLASSES: Classes = MappingProxyType({})
 
 PEERS = {
     "num_generations": "rollout.responses_per_prompt",
@@ -58,7 +57,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     classes = {name: value for name, value in changes.items() if isinstance(value, type)}
     for name in changes:
         find(config, name, classes)
-    return cast(Config, _rebuilt(config, type(config), changes, ""))
+    return checked(cast(Config, _rebuilt(config, type(config), changes, "")))
 
 
 def setting_names(settings: Any, prefix: str = "") -> list[str]:
@@ -72,7 +71,7 @@ def setting_names(settings: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any, Any]:
+def find(config: Config, name: str, classes: Classes = MappingProxyType({})) -> tuple[Any, Any]:
     """Return the value and the annotation of a setting; the value is a class if its settings are not built yet.
 
     Args:
