@@ -26,11 +26,11 @@ class Algorithm(Settings, ABC):
         no evaluation of its own.
       takes_several_sequences: True if an episode may consist of several sequences, whose advantages are computed
         together.
-      positions_after: Number of positions after an answer's last token that the loss reads, for algorithms that learn from
-        labeled answers (pairs, steps); None for other algorithms.
+      positions_after: Number of positions after an answer's last token that the loss reads, for algorithms that learn
+        from labeled answers (pairs, steps); None for other algorithms.
       reads_solutions: True if training records need worked solutions, limited to `max_response_tokens`.
       further_passes: Names of roles that make an additional pass over a step's sequences before the update.
-      also_generates: Name of what a step generates in addition to its groups, which plans do not count; None is nothing.
+      also_generates: Name of what a step generates beside its groups, which plans do not count; None is nothing.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"

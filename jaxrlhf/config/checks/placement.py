@@ -88,7 +88,7 @@ def _layouts(config: Config) -> dict[str, Layout]:
 
 
 def check_layouts(config: Config) -> None:
-    """Raise `Refusal` for the layout of a missing reference, and for generation layouts of roles other than the actor."""
+    """Raise `Refusal` for the layout of a missing reference, and for a role other than the actor that generates."""
     name = type(config.algorithm).__name__ + " with kl=None" * hasattr(config.algorithm, "kl")
     require(
         config.reference_layout is None or "reference" in config.roles,

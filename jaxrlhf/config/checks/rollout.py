@@ -11,7 +11,7 @@ _NARROWING = ("top_p", "top_k", "min_p", "min_tokens")
 
 
 def check_sampler(config: Config) -> None:
-    """Raise `Refusal` for a sampler that differs from the trained policy without correction, or does not fit the run."""
+    """Raise `Refusal` for a sampler that the run does not support, or that differs from the policy uncorrected."""
     kind, server, algorithm = config.rollout.quantize, config.rollout.server, config.algorithm
     if server is not None:
         require(

@@ -15,6 +15,8 @@ from jaxrlhf.config.run import Config
 Classes = Mapping[str, type]
 """Classes that a change gives for settings, by dotted name."""
 
+_NO_CLASSES: Classes = MappingProxyType({})
+
 PEERS = {
     "num_generations": "rollout.responses_per_prompt",
     "max_prompt_length": "rollout.max_prompt_tokens",
@@ -71,7 +73,7 @@ def setting_names(settings: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def find(config: Config, name: str, classes: Classes = MappingProxyType({})) -> tuple[Any, Any]:
+def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any, Any]:
     """Return the value and the annotation of a setting; the value is a class if its settings are not built yet.
 
     Args:

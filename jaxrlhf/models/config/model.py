@@ -386,7 +386,8 @@ class ModelConfig:
     def num_parameters(self, head: Head = "lm") -> int:
         """Return the number of weights, including the embedding and the given head."""
         layers, width, mlp = self.num_layers, self.hidden_size, self.mlp_parameters()
-        count = self._all_attention_parameters + round(layers * mlp) + layers * (self.norm_parameters + self.layer_scale)
+        count = self._all_attention_parameters + round(layers * mlp)
+        count += layers * (self.norm_parameters + self.layer_scale)
         count += self.dense_layers * (3 * width * self.intermediate_size - int(mlp))
         count += 0 if self.layer_inputs is None else self.layer_inputs.parameters(layers, width)
         count += 0 if self.laurel_rank is None else layers * width * (2 * self.laurel_rank + 1)
