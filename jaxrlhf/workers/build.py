@@ -161,7 +161,7 @@ class Builder:
 
     def _engine(self, model: AnyModel, slots: int, *, submesh: Mesh, share: float) -> Engine:
         """Build an engine for the policy, or for another model that is sharded and sampled from in the same way."""
-        config, rollout = self.config, self.config.rollout
+        config, rollout, on = self.config, self.config.rollout, self.on
         return Engine(
             model,
             submesh,
@@ -169,23 +169,23 @@ class Builder:
             prompts=math.ceil(rollout.prompts_per_step * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
-            stop_tokens=stop_tokens(config, self.on.tokenizer),
-            stop_texts=stop_texts(config, self.on.tokenizer),
-            decode=TokenBytes(self.on.tokenizer).text,
+            stop_tokens=stop_tokens(config, on.tokenizer),
+            stop_texts=stop_texts(config, on.tokenizer),
+            decode=TokenBytes(on.tokenizer).text,
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
-            most_kept=rollout.sampling.most_kept if model is self.on.model else 0,
-            pixels=self.on.pixels,
+            most_kept=rollout.sampling.most_kept if model is on.model else 0,
+            pixels=on.pixels,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=choose_execution(
-                self.on.model,
-                self.on.dtype,
+                on.model,
+                on.dtype,
                 submesh,
                 **GENERATION_AXES,
                 decodes=True,
                 wanted=config.attention,
-                cache=rollout.cache if model is self.on.model else "slots",
+                cache=rollout.cache if model is on.model else "slots",
             ),
         )
 
@@ -322,23 +322,24 @@ class Builder:
         return initial_adapters(weights, mesh, seed=self.config.seed)
 
     def _setup(self, role: str) -> ModelSetup:
+        on, rollout = self.on, self.config.rollout
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
         parts = parts if self.has_devices else []  # described parameters cannot be offloaded
         return ModelSetup(
             role,
-            self.on.model_of(role),
-            self.on.weights(role).head,
-            self.on.mesh(role),
-            self.on.training(role),
-            width=self.on.in_room(self.on.width, role),
-            longest_response=self.on.in_room(self.config.rollout.max_response_tokens, role),
-            execution=self.on.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
+            on.model_of(role),
+            on.weights(role).head,
+            on.mesh(role),
+            on.training(role),
+            width=on.in_room(on.width, role),
+            longest_response=on.in_room(rollout.max_response_tokens, role),
+            execution=on.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
             progress=self.progress,
             offload=parts,
-            temperature=self.config.rollout.sampling.temperature,
-            pixels=self.on.pixels,
-            staleness=self.config.rollout.staleness,
-            tokenizers=self.on.tokenizers(role) if self.has_devices else None,
+            temperature=rollout.sampling.temperature,
+            pixels=on.pixels,
+            staleness=rollout.staleness,
+            tokenizers=on.tokenizers(role) if self.has_devices else None,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
