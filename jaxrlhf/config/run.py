@@ -146,7 +146,7 @@ class Config(Settings):
         cold, selection = self.cold_start, self.selection
         if cold is None:
             return (self,)
-        band = Selection.band if selection.samples is None else selection.band  # no scores of this phase exist
+        band = Selection.band if selection.samples is None else selection.band  # this phase scores no responses
         first = replace(
             self,
             name=f"{self.name} (cold start)",
