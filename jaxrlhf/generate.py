@@ -20,6 +20,7 @@ from jaxrlhf.config import (
     Rewards,
     RoleSpec,
     Rollout,
+    Training,
     run_command,
 )
 from jaxrlhf.config.cli.outputs import check_file
@@ -40,10 +41,10 @@ _AT_ONCE: dict[str, Any] = {
 class Answering(Algorithm):
     """Algorithm that answers and scores without learning."""
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), REWARD)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), REWARD)
 
-    def updates_per_step(self, config: Config) -> int:
+    def updates_per_step(self, rollout: Rollout) -> int:
         return 1
 
 

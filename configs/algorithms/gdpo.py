@@ -72,7 +72,6 @@ class GDPO(GroupCompared):
     learn = learn
 
     def check(self, config: Config) -> None:
-        super().check(config)
         weighted = sum(part.weight != 0 for part in config.rewards.parts) + (config.environment is not None)
         require(
             weighted > 1,

@@ -99,7 +99,6 @@ class GiGPO(GRPO):
     state_weight: Finite[NotNegative[float]] = 1.0
 
     def check(self, config: Config) -> None:
-        super().check(config)
         if config.environment is None:
             raise Refusal(
                 "GiGPO gives credit to turns of episodes, but the run has no environment; set environment, or choose "

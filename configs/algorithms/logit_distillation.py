@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Params, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
-from jaxrlhf.config import Config, PolicyLoss, Pretrained, RoleSpec, load, load_module
+from jaxrlhf.config import Config, PolicyLoss, Pretrained, RoleSpec, Training, load, load_module
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Share, within
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
@@ -252,8 +252,8 @@ class LogitDistillation(SpanDistillation):
     named: Annotated[int, within(0, MOST_LIKELY)] = 32
     beta: Share[float] = 0.5
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        policy, judge, *others = super().roles(config)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        policy, judge, *others = super().roles(training)
         return (policy, replace(judge, worker=NamingTeacher), *others)
 
     def check(self, config: Config) -> None:

@@ -173,7 +173,6 @@ class LUFFY(GRPO):
         )
 
     def check(self, config: Config) -> None:
-        super().check(config)
         require(
             config.rollout.responses_per_prompt > self.solutions,
             f"LUFFY.solutions={self.solutions} leaves none of the {config.rollout.responses_per_prompt} responses of "

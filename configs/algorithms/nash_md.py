@@ -21,7 +21,7 @@ from jaxtyping import Float
 
 from jaxrlhf.batch import Array, Params, Problem, RolloutBatch
 from jaxrlhf.batching.transfer_protocol import THREE_D_ALL_MICRO_DP, worker_method
-from jaxrlhf.config import Config, PolicyGradient, PolicyLoss, Refusal, RoleSpec, Sampling, load
+from jaxrlhf.config import Config, PolicyGradient, PolicyLoss, Refusal, RoleSpec, Sampling, Training, load
 from jaxrlhf.config.algorithms.algorithm import check_whole_responses
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, reference
@@ -312,7 +312,7 @@ class NashMD(PolicyGradient):
     collect = collect
     learn = learn
     takes_several_sequences: ClassVar[bool] = False
-    draws_beside: ClassVar[str | None] = "the mixture's answers and weights"
+    also_generates: ClassVar[str | None] = "the mixture's answers and weights"
 
     beta: Positive[float] = 0.1
     mixture: Share[float] = 0.125
@@ -323,11 +323,10 @@ class NashMD(PolicyGradient):
         super().__post_init__()
         check_whole_responses(self)
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (RoleSpec("actor", MixtureActor, training=config.actor), reference(), REWARD)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (RoleSpec("actor", MixtureActor, training=training), reference(), REWARD)
 
     def check(self, config: Config) -> None:
-        super().check(config)
         rollout = config.rollout
         unsupported = {
             "environment": config.environment is not None,

@@ -28,7 +28,7 @@ from jaxrlhf.config import (
     StepFile,
     Training,
 )
-from jaxrlhf.config.algorithms.preference import check_critic_alone, check_labelled
+from jaxrlhf.config.checks.algorithms import check_critic_alone, check_labelled
 from jaxrlhf.config.roles import critic
 from jaxrlhf.config.settings import Positive
 from jaxrlhf.data.labelled.steps import LabelledSteps
@@ -109,18 +109,18 @@ class ProcessRewardModel(Algorithm):
 
     learn = learn
     evaluation = evaluate
-    places_after: ClassVar[int | None] = 1
+    positions_after: ClassVar[int | None] = 1
 
     solutions_per_update: Positive[int] = 32
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
         return (critic(self.critic),)
 
-    def problems_per_step(self, config: Config) -> int:
+    def problems_per_step(self, rollout: Rollout) -> int:
         return self.solutions_per_update
 
-    def updates_per_step(self, config: Config) -> int:
+    def updates_per_step(self, rollout: Rollout) -> int:
         return 1
 
     def check(self, config: Config) -> None:

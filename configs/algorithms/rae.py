@@ -88,7 +88,6 @@ class RAE(PolicyGradient):
         )
 
     def check(self, config: Config) -> None:
-        super().check(config)
         require(
             config.environment is not None,
             "RAE plays games with turns, but the run has no environment; set environment, or choose ReinforcePlusPlus",

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.algos import TokenOutput, policy_objective
 from jaxrlhf.batch import Array, Params, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
-from jaxrlhf.config import Config, Distillation, Pretrained, Refusal, RoleSpec, load
+from jaxrlhf.config import Config, Distillation, Pretrained, Refusal, RoleSpec, Training, load
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, actor
 from jaxrlhf.config.settings import Positive
@@ -293,12 +293,11 @@ class SpanDistillation(Distillation):
 
     room: Positive[float] = 1.5
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
         judge = RoleSpec("reference", Teacher, model=self.reference_model, room=self.room)
-        return (actor(config.actor), judge, REWARD)
+        return (actor(training), judge, REWARD)
 
     def check(self, config: Config) -> None:
-        super().check(config)
         require(
             config.environment is None,
             f"{type(self).__name__} tokenizes responses again, but environment has episodes of several turns; set "

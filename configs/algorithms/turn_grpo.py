@@ -110,7 +110,6 @@ class TurnGRPO(GRPO):
     gamma: Share[float] = 1.0
 
     def check(self, config: Config) -> None:
-        super().check(config)
         require(
             config.environment is not None,
             f"{type(self).__name__} gives credit to turns of episodes, but the run has no environment; set "

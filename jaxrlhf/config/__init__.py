@@ -1,7 +1,8 @@
 """Settings of a run: frozen dataclasses, and functions that load them from a file and override them.
 
 A configuration is a Python file with `get_config() -> Config`. Settings that are counts name what they count in their
-help. `Config` raises `Refusal` for contradictory settings, before anything compiles. This package imports no JAX.
+help. `load`, `override` and `run` raise `Refusal` for contradictory settings, before anything compiles. This package
+imports no JAX.
 """
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
@@ -25,7 +26,7 @@ from jaxrlhf.config.algorithms.critic_free import (
     ReMax,
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
-from jaxrlhf.config.algorithms.ppo import PPO
+from jaxrlhf.config.algorithms.ppo import PPO, VAPO
 from jaxrlhf.config.algorithms.preference import (
     CPO,
     DPO,
@@ -42,7 +43,7 @@ from jaxrlhf.config.algorithms.preference import (
 from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT, ColdStart
-from jaxrlhf.config.algorithms.vapo import VAPO
+from jaxrlhf.config.checks.contradictions import checked
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, load_module, to_json
 from jaxrlhf.config.cli.override import override

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
+from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings, Share
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
@@ -68,7 +68,8 @@ class RatioLoss(Settings):
     Class attributes:
       function: Loss of one token: a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
         `jaxrlhf.algos`), or its name as `module:function`.
-      of_sequences: True if the loss of a token depends on its whole sequence.
+      one_ratio: True if a response has one ratio; responses then have equal weights, and the only aggregation is
+        `seq-mean-token-mean`.
 
     Attributes:
       aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
@@ -80,10 +81,18 @@ class RatioLoss(Settings):
     """
 
     function: ClassVar[Callable[..., Any] | str]
-    of_sequences: ClassVar[bool] = False
+    one_ratio: ClassVar[bool] = False
 
     aggregation: Aggregation = "token-mean"
     entropy_coefficient: Finite[float] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.one_ratio or self.aggregation == "seq-mean-token-mean",
+            f"{type(self).__name__} has one ratio per response, so responses must have equal weights: aggregation must "
+            f"be 'seq-mean-token-mean', got {self.aggregation!r}",
+        )
 
 
 @dataclass(frozen=True)
@@ -101,14 +110,7 @@ class PolicyLoss(RatioLoss):
 
     clip_low: Share[Positive[float]] = 0.2
     clip_high: Positive[float] = 0.2
-    dual_clip: float | None = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"PolicyLoss.dual_clip must be above 1 or None, got {self.dual_clip}",
-        )
+    dual_clip: Annotated[float, Bound(lambda value: value > 1, "above 1")] | None = 3.0
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,11 @@ class GSPOLoss(RatioLoss):
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gspo_loss"
-    of_sequences: ClassVar[bool] = True
+    one_ratio: ClassVar[bool] = True
 
     clip_low: Share[Positive[float]] = 3e-4
     clip_high: Positive[float] = 4e-4
     aggregation: Aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_one_ratio(self)
 
 
 @dataclass(frozen=True)
@@ -184,15 +182,11 @@ class GMPOLoss(RatioLoss):
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gmpo_loss"
-    of_sequences: ClassVar[bool] = True
+    one_ratio: ClassVar[bool] = True
 
     clip_low: Positive[float] = 0.4
     clip_high: Positive[float] = 0.4
     aggregation: Aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_one_ratio(self)
 
 
 @dataclass(frozen=True)
@@ -213,11 +207,7 @@ class DPPOLoss(RatioLoss):
     divergence: Literal["tv", "kl"] = "tv"
     limit_low: Positive[float] = 0.2
     limit_high: Positive[float] = 0.2
-    ratio_high: float = 20.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.ratio_high >= 1, f"DPPOLoss.ratio_high must be 1 or more, got {self.ratio_high}")
+    ratio_high: Annotated[float, Bound(lambda value: value >= 1, "1 or more")] = 20.0
 
 
 @dataclass(frozen=True)
@@ -290,11 +280,3 @@ class Rejection(Settings):
             self.low is None or self.low <= 0,
             f"Rejection.low must be None or at most 0, because equal policies have estimate 0, got {self.low}",
         )
-
-
-def _check_one_ratio(loss: GSPOLoss | GMPOLoss) -> None:
-    require(
-        loss.aggregation == "seq-mean-token-mean",
-        f"{type(loss).__name__} has one ratio per response, so responses must have equal weights: aggregation must be "
-        f"'seq-mean-token-mean', got {loss.aggregation!r}",
-    )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.refusal import require
@@ -49,36 +49,48 @@ class Selection(Settings):
             "Selection.order='by_difficulty' requires Selection.samples; set samples to the samples.jsonl of a run",
         )
 
-    @property
-    def of_given_answers(self) -> "Selection":
-        """Selection settings for a phase that scores no responses."""
-        return replace(self, online=False, band=self.band if self.samples is not None else Selection.band)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Source(Settings):
-    """A data set of a mixture.
+class NamedData(Settings):
+    """Base class of data sets with a name in metrics, and with their own rewards and system prompt.
 
     Attributes:
-      name: Name of the source in metrics.
-      weight: Share of the sampled prompts, relative to the weights of the other sources.
-      rewards: Reward parts that score responses to this source's prompts; the first part is the source's accuracy. None
+      name: Name of the data set in metrics.
+      rewards: Reward parts that score responses to the prompts of this data set; the first part is its accuracy. None
         uses the rewards of the run.
-      system_prompt: System message of this source's prompts; None uses the system prompt of the run.
-      environment: Name of the environment for this source's records, if the run has several environments; None lets
-        each record name its environment.
+      system_prompt: System message of these prompts; None uses the system prompt of the run.
     """
 
     name: str
     data: DataSet
-    weight: Finite[Positive[float]] = 1.0
     rewards: tuple[RewardPart, ...] | None = None
     system_prompt: str | None = None
-    environment: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_rewards(self.rewards, "Source")
+        owner = type(self).__name__
+        require(
+            self.rewards is None or len(self.rewards) > 0,
+            f"{owner}.rewards is empty; give at least one, or None for the rewards of the run",
+        )
+        require(
+            not any(isinstance(part, ModelReward) for part in self.rewards or ()),
+            f"{owner}.rewards has a ModelReward, which must score all responses of the run; move it to Config.rewards",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(NamedData):
+    """A data set of a mixture.
+
+    Attributes:
+      weight: Share of the sampled prompts, relative to the weights of the other sources.
+      environment: Name of the environment for this source's records, if the run has several environments; None lets
+        each record name its environment.
+    """
+
+    weight: Finite[Positive[float]] = 1.0
+    environment: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,27 +105,18 @@ class Mixture(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSet(Settings):
-    """Additional held-out data set with its own rewards, sampling and metrics.
+class EvaluationSet(NamedData):
+    """Additional data set whose held-out split is answered, with its own rewards, sampling and metrics.
 
     Attributes:
-      name: Name of the set in metrics.
-      data: Data set whose held-out split is answered.
-      rewards: Reward parts that score the answers; the first part is the set's accuracy. None uses the rewards of the
-        run.
       problems: Largest number of problems of the held-out split.
       samples: Answers per problem. One answer is greedy; with several answers pass@k, maj@k and avg@k are reported.
       sampling: Sampling settings for several answers per problem.
-      system_prompt: System message of this set's prompts; None uses the system prompt of the run.
     """
 
-    name: str
-    data: DataSet
-    rewards: tuple[RewardPart, ...] | None = None
     problems: Positive[int] = 256
     samples: Positive[int] = 1
     sampling: Sampling = field(default_factory=Sampling)
-    system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +126,6 @@ class EvaluationSet(Settings):
             f"EvaluationSet.samples={self.samples} and sampling={self.sampling}: "
             + ("greedy answers are equal; sample them" if several else "one answer is greedy; remove sampling"),
         )
-        _check_rewards(self.rewards, "EvaluationSet")
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,4 @@ def check_names(names: Sequence[str], what: str) -> None:
     require(
         not twice and not wrong,
         f"{what} require different names without '/', '@' and spaces, got {list(names)}",
-    )
-
-
-def _check_rewards(parts: tuple[RewardPart, ...] | None, owner: str) -> None:
-    if parts is None:
-        return
-    require(len(parts) > 0, f"{owner}.rewards is empty; give at least one, or None for the rewards of the run")
-    require(
-        not any(isinstance(part, ModelReward) for part in parts),
-        f"{owner}.rewards has a ModelReward, which must score all responses of the run; move it to Config.rewards",
     )

@@ -45,7 +45,7 @@ def function_of(settings: object, attribute: str) -> Callable[..., Any]:
 
 
 def imported(given: object, what: str) -> Any:
-    """Return a function or class given directly, or import it by the name `module:function`.
+    """Return a function or class given directly, or `load` it by its name.
 
     Args:
       what: Name of the setting, for messages.
@@ -55,17 +55,9 @@ def imported(given: object, what: str) -> Any:
     """
     if callable(given):
         return given
-    where = f"{what}={given!r}"
-    module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if not (module and colon and name):
-        raise Refusal(f"{where} is not a function; give a function, or its name as 'module:function'")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise Refusal(f"{where}: importing {module} failed with {error}") from error
-    if not callable(function):
-        raise Refusal(f"{where}: {module} has no function {name!r}")
-    return function
+    if not isinstance(given, str):
+        raise Refusal(f"{what}={given!r} is not a function; give a function, or its name as 'module:function'")
+    return load(given, what)
 
 
 def check_reference(reference: str, what: str) -> None:

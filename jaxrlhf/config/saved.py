@@ -1,12 +1,12 @@
 """Settings of checkpoints, of per-token records, and of runs that stall."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 
-_CHECKPOINT_STEPS = 20
+CHECKPOINT_STEPS = 20
 """Minimum number of steps between checkpoints, if the settings do not give a number."""
 
 
@@ -29,33 +29,6 @@ class Checkpointing(Settings):
     keep_last: Positive[int] = 2
     keep_best: NotNegative[int] | None = None
     on_damage: Literal["stop", "previous"] = "stop"
-
-    def check(self, evaluated: int) -> None:
-        """Raise `Refusal` if checkpoints are to be ranked but are saved at steps without an evaluation.
-
-        Args:
-          evaluated: Steps between evaluations.
-        """
-        saved = self.every_steps or 0
-        ranked = (self.keep_best or 0) > 0 and saved > 0 and evaluated > 0
-        require(
-            not ranked or saved % evaluated == 0,
-            f"checkpoint.every_steps={saved} is not a multiple of evaluation.every_steps={evaluated}, so checkpoints "
-            "cannot be ranked; set it to a multiple, or set checkpoint.keep_best=0",
-        )
-
-    def filled_in(self, evaluated: int) -> "Checkpointing":
-        """Return these settings with each None replaced by its default.
-
-        Args:
-          evaluated: Steps between evaluations; 0 evaluates only at the start and the end of the run.
-        """
-        saved = self.every_steps
-        if saved is None:
-            saved = _CHECKPOINT_STEPS if evaluated == 0 else -(-_CHECKPOINT_STEPS // evaluated) * evaluated
-        ranked = saved == 0 or evaluated == 0 or saved % evaluated == 0
-        best = int(ranked) if self.keep_best is None else self.keep_best
-        return replace(self, every_steps=saved, keep_best=best)
 
 
 @dataclass(frozen=True)

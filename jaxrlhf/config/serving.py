@@ -80,22 +80,3 @@ class RolloutServer(Settings):
                 url.startswith(("http://", "https://")) and not url.endswith(("/", "/v1")),
                 f"RolloutServer.urls must be addresses without a path, such as 'http://localhost:8000', got {url!r}",
             )
-
-
-def check_server(*, episodes: bool, hosts: bool) -> None:
-    """Raise `Refusal` if a run uses features that a `RolloutServer` does not support.
-
-    Args:
-      episodes: True if the run has an environment.
-      hosts: True if the run is on hosts joined by Ray.
-    """
-    require(
-        not episodes,
-        "rollout.server does not support episodes, which keep keys and values from turn to turn in the built-in "
-        "engine; set rollout.server=None, or environment=None",
-    )
-    require(
-        not hosts,
-        "rollout.server requires a single process, which sends requests and writes weights, but cluster has one "
-        "process per host; set rollout.server=None, or cluster=None",
-    )

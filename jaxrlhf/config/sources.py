@@ -308,6 +308,12 @@ class PairFields(Settings):
             f"{type(self).__name__}.safe_keys must be two fields, for the chosen and the rejected answer, got "
             f"{self.safe_keys}",
         )
+        evaluation = getattr(self, "evaluation", None)
+        require(
+            evaluation is None or not self.evaluation_fraction,
+            f"{type(self).__name__} has evaluation={evaluation!r} and "
+            f"evaluation_fraction={self.evaluation_fraction}; set only one of them",
+        )
 
 
 @dataclass(frozen=True)
@@ -317,10 +323,6 @@ class PairFile(PairFields, RecordFiles):
     Attributes:
       evaluation: File of held-out records; None holds out `evaluation_fraction` of the prompts.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_held_out(self)
 
 
 @dataclass(frozen=True)
@@ -332,18 +334,6 @@ class HubPairs(PairFields, HubFiles):
     """
 
     evaluation: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_held_out(self)
-
-
-def _check_held_out(data: PairFile | HubPairs) -> None:
-    require(
-        data.evaluation is None or not data.evaluation_fraction,
-        f"{type(data).__name__} has evaluation={data.evaluation!r} and "
-        f"evaluation_fraction={data.evaluation_fraction}; set only one of them",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, literals, within
+from jaxrlhf.config.settings import Bound, Finite, NotNegative, Positive, Settings, Share, literals, within
 
 
 @dataclass(frozen=True)
@@ -288,9 +288,9 @@ class Sampling(Settings):
     """
 
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: Annotated[float, Bound(lambda value: 0 < value <= 1, "in (0, 1]")] = 1.0
     top_k: NotNegative[int] = 0
-    min_p: float = 0.0
+    min_p: Annotated[float, Bound(lambda value: 0 <= value < 1, "in [0, 1)")] = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
     stop_tokens: tuple[str, ...] = ()
@@ -302,8 +302,6 @@ class Sampling(Settings):
             self.temperature > 0,
             f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
         )
-        require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
-        require(0 <= self.min_p < 1, f"Sampling.min_p must be in [0, 1), got {self.min_p}")
         require(
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos=True cannot be combined with stop_tokens={self.stop_tokens}; set only one",

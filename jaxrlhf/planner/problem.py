@@ -157,7 +157,7 @@ def _passes(config: Config, role: str) -> int:
     algorithm = config.algorithm
     others = _passes(config, "reference") if role == "actor" and config.reference_is_frozen_actor else 0
     others += role in algorithm.further_passes
-    if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
+    if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config.rollout):
         return others
     return others + (generates(config) or role not in config.trained)
 
@@ -192,7 +192,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
       Refusal: A mean is above the configuration's maximum.
     """
     algorithm, rollout, means = config.algorithm, config.rollout, {}
-    prompts = algorithm.problems_per_step(config)
+    prompts = algorithm.problems_per_step(config.rollout)
     sequences = rollout.responses_per_prompt if generates(config) else 1 + isinstance(algorithm, Preference)
     for name in ("prompt_tokens", "response_tokens"):
         most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
@@ -205,7 +205,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         **means,
         longest_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         longest_prompt_tokens=rollout.max_prompt_tokens,
-        updates=algorithm.updates_per_step(config),
+        updates=algorithm.updates_per_step(config.rollout),
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
         quantize=rollout.quantize,
@@ -326,8 +326,8 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         notes.append(f"{weights}work of the vision tower are not counted")
     if getattr(config.algorithm, "max_rounds", 1) > 1:
         notes.append("each step is assumed to sample prompts once; each further round generates as many again")
-    left_out = [config.algorithm.draws_beside] if config.algorithm.draws_beside is not None else []
-    left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
+    left_out = [config.algorithm.also_generates] if config.algorithm.also_generates is not None else []
+    left_out += ["the algorithm's own examples"] if config.algorithm.examples(config.rollout) is not None else []
     left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
     notes.append(f"only steps are planned; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")
     return notes

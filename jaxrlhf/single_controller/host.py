@@ -72,10 +72,10 @@ class Host:
         with jax.profiler.TraceAnnotation(f"{role}.{method}"):
             if role == "reward" and not builder.config.rewards.by_model:  # it uses no device
                 return function(*own, **named)
-            with DevicePeak(builder.pool.devices) as peak:
+            with DevicePeak(builder.on.pool.devices) as peak:
                 result = function(*own, **named)
         self._peaks[method] = max(self._peaks.get(method, 0), peak.bytes)
-        if builder.pool.devices[0].platform == "cpu":  # accelerators have their own memory
+        if builder.on.pool.devices[0].platform == "cpu":  # accelerators have their own memory
             return_free_memory()
         return result
 

@@ -78,7 +78,7 @@ class LocalRanks(Ranks):
     """Pool in this process: a single rank, whose results are passed on without copies."""
 
     def __init__(self, host: Host) -> None:
-        super().__init__(host.builder.pool.name)
+        super().__init__(host.builder.on.pool.name)
         self._host = host
 
     def on_all(self, method: str, *args: Any) -> list[Any]:

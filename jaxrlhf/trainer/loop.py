@@ -209,7 +209,7 @@ class Loop:
         metrics, algorithm = Metrics(), self.config.algorithm
         if self.held_out and algorithm.evaluation is not None:
             metrics |= function_of(algorithm, "evaluation")(self.roles, self.config, self.held_out)
-        answered = self.held_out if algorithm.answers_held_out(self.config) else ()
+        answered = self.held_out if self.config.answers_held_out else ()
         seconds = time.perf_counter() - start
         for own, answers in evaluations(self.roles, self.config, answered, self.sets, self.decode):
             metrics |= own

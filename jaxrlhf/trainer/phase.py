@@ -63,7 +63,7 @@ class RunData:
         columns = zip(self.selected, weights, names, strict=True)
         return Loader(
             self.train.problems,
-            per_step=config.algorithm.problems_per_step(config),
+            per_step=config.algorithm.problems_per_step(config.rollout),
             seed=config.seed,
             fingerprint=self.train.problems.fingerprint,
             parts=[Part(one.kept, weight, name) for one, weight, name in columns],
@@ -73,7 +73,7 @@ class RunData:
 
     def example_loader(self, config: Config) -> Loader | None:
         """Make the loader of the algorithm's own data set; None if it has none."""
-        wanted = config.algorithm.examples(config)
+        wanted = config.algorithm.examples(config.rollout)
         if wanted is None:
             return None
         assert self.examples is not None
@@ -88,14 +88,14 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
       Refusal: A file cannot be read, or no problem of a split fits the limits.
     """
     limits = _limits(config, tokenizer)
-    labelled = config.algorithm.places_after is not None  # `_limits` limits its answers in both splits
+    labelled = config.algorithm.positions_after is not None  # `_limits` limits its answers in both splits
     alike = [phase for phase in config.phases if same_problems(phase, config)]
     supervised = not labelled and any(phase.algorithm.reads_solutions for phase in alike)
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
     train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
     evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
     examples = None
-    if (wanted := config.algorithm.examples(config)) is not None:
+    if (wanted := config.algorithm.examples(config.rollout)) is not None:
         examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
     chosen = [selected(train.problems, index, config.selection) for _, index in train.problems.sources]
     sets = load_sets(config, tokenizer)
@@ -147,7 +147,7 @@ def _limits(config: Config, tokenizer: Any) -> dict[str, Any]:
     limits["environment_key"] = getattr(config.environment, "field", None)
     if config.environment is not None:
         limits["episodes"] = EpisodePrompts(config.environment, tokenizer)
-    if (after := config.algorithm.places_after) is not None:  # both splits have answers
+    if (after := config.algorithm.positions_after) is not None:  # both splits have answers
         limits["max_solution_tokens"] = config.rollout.max_response_tokens - after
     return limits
 
@@ -232,11 +232,11 @@ def run_phase(
       Checkpoint folder of the trained policy; None if the phase was stopped before its last step.
     """
     algorithm, data = config.algorithm, context.data
-    total = config.steps * algorithm.updates_per_step(config)
+    total = config.steps * algorithm.updates_per_step(config.rollout)
     roles = pools.roles(Phase(config, tuple(config.all_roles), total, start))
     saving = config.saving
     checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
-    generates = "reward" in config.roles or (held_out and algorithm.answers_held_out(config))
+    generates = "reward" in config.roles or (held_out and config.answers_held_out)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     evaluated = [*(held_out if generates else ()), *(problem for one in sets for problem in one.problems)]
     held_out_lengths = [len(problem.prompt_tokens) for problem in evaluated]

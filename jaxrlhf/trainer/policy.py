@@ -222,12 +222,11 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"{type(config.algorithm).__name__} trains no policy, and evaluation requires one; see the run's metrics "
             "for its accuracy on held-out pairs"
         )
-    rewarded = bool(config.rewards.parts) or config.environment is not None  # evaluation sets have rewards of their own
-    if not (rewarded or config.evaluation.sets):
+    if not (config.rewarded or config.evaluation.sets):  # evaluation sets have rewards of their own
         raise Refusal("rewards.parts is empty, but evaluation scores responses; set at least one reward")
     chosen = choose_policy(config, policy, step)
     config, tokenizer = chosen.config, chosen.tokenizer
-    held_out = first_of_sources(load_split(config, tokenizer, "evaluation"), config) if rewarded else []
+    held_out = first_of_sources(load_split(config, tokenizer, "evaluation"), config) if config.rewarded else []
     sets = load_sets(config, tokenizer)
     if not (held_out or sets):
         raise Refusal("the configuration's data has no evaluation split; set one in data")

@@ -79,7 +79,8 @@ def _lowered(
     problems = _problems(config)
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None, devices=tuple(devices))) as pools:
         names = tuple(name for name in config.all_roles if name != "reward")
-        with closing(pools.roles(Phase(config, names, config.steps * algorithm.updates_per_step(config)))) as roles:
+        updates = config.steps * algorithm.updates_per_step(config.rollout)
+        with closing(pools.roles(Phase(config, names, updates))) as roles:
             if generation and "reward" in config.roles:
                 roles.actor.compile_generation([config.rollout.max_prompt_tokens]).result()
             work: StepInput[Any] = StepInput(
@@ -185,7 +186,7 @@ def described(config: Config, folder: Path) -> Config:
 
 def _problems(config: Config) -> Sequence[Problem]:
     """Make a step's records, with texts of maximum length."""
-    solved = _solved(config, config.algorithm.problems_per_step(config))
+    solved = _solved(config, config.algorithm.problems_per_step(config.rollout))
     if isinstance(config.algorithm, Preference):
         return [Pair(**vars(one), rejected_tokens=one.solution_tokens, safe=(True, False)) for one in solved]
     if isinstance(config.data, StepFile | HubSteps):
@@ -196,7 +197,7 @@ def _problems(config: Config) -> Sequence[Problem]:
 
 def _examples(config: Config) -> Sequence[Problem]:
     """Make records of the algorithm's own data set."""
-    examples = config.algorithm.examples(config)
+    examples = config.algorithm.examples(config.rollout)
     return () if examples is None else _solved(config, examples[1])
 
 

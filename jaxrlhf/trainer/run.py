@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Checkpoints, check_local
-from jaxrlhf.config import Config, ModelReward, Pretrained, Refusal, function_of
+from jaxrlhf.config import Config, ModelReward, Pretrained, Refusal, checked, function_of
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.models.config import Head
@@ -74,7 +74,7 @@ def run(
     """
     if not isinstance(config, Config):
         raise Refusal(f"run requires a Config, got {config!r}; load a configuration file or name with jaxrlhf.load")
-    context = _prepared(config)
+    context = _prepared(checked(config))
     cluster, workdir = context.launched.cluster, context.workdir
     restarts = 0 if cluster is None or dry_run else cluster.restarts
     with afterwards("closing a logger", MetricsWriter(loggers).close), nullcontext() if dry_run else locked(workdir):

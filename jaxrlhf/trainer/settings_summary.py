@@ -92,9 +92,9 @@ def _selection_rows(data: RunData) -> list[SummaryRow]:
 
 def _step_rows(config: Config) -> list[SummaryRow]:
     algorithm, rollout = config.algorithm, config.rollout
-    updates = algorithm.updates_per_step(config)
+    updates = algorithm.updates_per_step(config.rollout)
     rows: list[SummaryRow] = [
-        ("step", "problems", f"{algorithm.problems_per_step(config)}", "per step"),
+        ("step", "problems", f"{algorithm.problems_per_step(config.rollout)}", "per step"),
         ("step", "updates", f"{updates}", f"per step, {updates * config.steps} in the run"),
         ("step", "longest sequence", f"{rollout.max_prompt_tokens + rollout.max_response_tokens}", "tokens"),
     ]
@@ -122,7 +122,7 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
         if config.generates_apart
         else "generation and updates alternate on one pool"
     )
-    correction = algorithm.correction_for(config)
+    correction = algorithm.correction_for(config.rollout)
     chosen = "chosen because of the staleness" if algorithm.correction == "auto" else "as configured"
     if correction is None and algorithm.old_logp == "bypass":
         chosen = "in the ratio of the loss, by old_logp='bypass'"

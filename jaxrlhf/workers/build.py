@@ -71,7 +71,7 @@ class Phase:
     adapters: Path | None = None
 
 
-class Builder(PoolRoles):
+class Builder:
     """Builder of workers on one pool; the engine is built once and serves every phase of a run.
 
     Args:
@@ -81,6 +81,7 @@ class Builder(PoolRoles):
       feed: Completion feed that all builders of this process share.
 
     Attributes:
+      on: Roles on the pool, as configured.
       has_devices: False if the pool's devices are only described: workers have shapes instead of weights.
     """
 
@@ -97,15 +98,14 @@ class Builder(PoolRoles):
         address: str = "127.0.0.1",
         feed: CompletionFeed | None = None,
     ) -> None:
-        super().__init__(config, tokenizer, pool, roles)
+        self.config, self.on = config, PoolRoles(config, tokenizer, pool, roles)
         self.has_devices = are_here(pool.devices)
         self.rank, self.progress, self._feed = rank, progress, feed or CompletionFeed()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
-        self.policy = RoleWeights(
-            "actor", self.model, "lm", self.dtype, config.actor.lora, quantize=rollout_format(config, self.model, pool)
-        )
-        layout = config.actor.layout
+        model, layout = self.on.model, config.actor.layout
+        rounded = rollout_format(config, model, pool)
+        self.policy = RoleWeights("actor", model, "lm", self.on.dtype, config.actor.lora, quantize=rounded)
         self.hybrid: HybridEngine | None = None
         self.sampler: Sampler | None = None
         if "actor" in roles:
@@ -117,7 +117,7 @@ class Builder(PoolRoles):
                 self.hybrid = self.policy.switch(mesh, generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(replica_mesh(layout, pool.devices, role=f"rollout on pool {pool.name!r}"))
-        self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}
+        self.remat = {role: choose_remat(self.on, role) for role in sorted(self.on.trained)}
         self._scorer: Scorer | None = None
         if self.has_devices and "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that cannot be loaded is refused before anything compiles
@@ -130,9 +130,9 @@ class Builder(PoolRoles):
         submesh = local_submesh(mesh)
         share = submesh.size / mesh.size
         engine, loop, rollout = self.rollout_engine(submesh, share), self._agent_loop(), self.config.rollout
-        how = self.width, self.progress, self._feed, loop, rollout.sampling.most_kept
+        how = self.on.width, self.progress, self._feed, loop, rollout.sampling.most_kept
         new_engine = partial(self._engine, submesh=submesh, share=share)
-        return Sampler(self.model, engine, mesh, submesh, *how, new_engine=new_engine)
+        return Sampler(self.on.model, engine, mesh, submesh, *how, new_engine=new_engine)
 
     def _agent_loop(self) -> AgentLoop | None:
         """Build the runner of episodes; environments are loaded now, so that an invalid one is refused early."""
@@ -141,11 +141,11 @@ class Builder(PoolRoles):
             return None
         return AgentLoop(
             environment,
-            ChatFormat(self.tokenizer, reader=self.reader),
+            ChatFormat(self.on.tokenizer, reader=self.on.reader),
             EnvironmentPool(choices(environment), output=self._reward_output),
             rollout.max_prompt_tokens,
             rollout.max_response_tokens,
-            stop_tokens(self.config, self.tokenizer),
+            stop_tokens(self.config, self.on.tokenizer),
         )
 
     def rollout_engine(self, submesh: Mesh, share: float) -> RolloutEngine:
@@ -157,11 +157,11 @@ class Builder(PoolRoles):
         rollout = self.config.rollout
         if rollout.server is not None:
             return self._server_engine(rollout.server)
-        return self._engine(self.model, self.slots, submesh=submesh, share=share)
+        return self._engine(self.on.model, self.on.slots, submesh=submesh, share=share)
 
     def _engine(self, model: AnyModel, slots: int, *, submesh: Mesh, share: float) -> Engine:
         """Build an engine for the policy, or for another model that is sharded and sampled from in the same way."""
-        config, rollout = self.config, self.config.rollout
+        config, rollout, on = self.config, self.config.rollout, self.on
         return Engine(
             model,
             submesh,
@@ -169,31 +169,31 @@ class Builder(PoolRoles):
             prompts=math.ceil(rollout.prompts_per_step * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
-            stop_tokens=stop_tokens(config, self.tokenizer),
-            stop_texts=stop_texts(config, self.tokenizer),
-            decode=TokenBytes(self.tokenizer).text,
+            stop_tokens=stop_tokens(config, on.tokenizer),
+            stop_texts=stop_texts(config, on.tokenizer),
+            decode=TokenBytes(on.tokenizer).text,
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
-            most_kept=rollout.sampling.most_kept if model is self.model else 0,
-            pixels=self.pixels,
+            most_kept=rollout.sampling.most_kept if model is on.model else 0,
+            pixels=on.pixels,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=choose_execution(
-                self.model,
-                self.dtype,
+                on.model,
+                on.dtype,
                 submesh,
                 **GENERATION_AXES,
                 decodes=True,
                 wanted=config.attention,
-                cache=rollout.cache if model is self.model else "slots",
+                cache=rollout.cache if model is on.model else "slots",
             ),
         )
 
     def _server_engine(self, server: RolloutServer) -> ServerEngine:
         """Build the engine that calls the run's servers; a server that does not answer is refused now."""
-        config, rollout, model = self.config, self.config.rollout, self.model
-        if not isinstance(model, ModelConfig) or self.reader is not None:
-            has = "reads images" if self.reader is not None else "is user-defined"
+        config, rollout, model = self.config, self.config.rollout, self.on.model
+        if not isinstance(model, ModelConfig) or self.on.reader is not None:
+            has = "reads images" if self.on.reader is not None else "is user-defined"
             raise Refusal(
                 f"rollout.server requires a text model with a Hugging Face format, but the model {has}; set "
                 "rollout.server=None"
@@ -206,18 +206,18 @@ class Builder(PoolRoles):
         return ServerEngine(
             server,
             folder=place / "server_weights",
-            save=partial(PolicyWeights.save, dtype=self.dtype, tokenizer=self.tokenizer, source=source),
+            save=partial(PolicyWeights.save, dtype=self.on.dtype, tokenizer=self.on.tokenizer, source=source),
             vocab_size=model.vocab_size,
             max_response_tokens=rollout.max_response_tokens,
-            stop_tokens=stop_tokens(config, self.tokenizer),
-            stop_texts=stop_texts(config, self.tokenizer),
+            stop_tokens=stop_tokens(config, self.on.tokenizer),
+            stop_texts=stop_texts(config, self.on.tokenizer),
         )
 
     def _reward_mesh(self, part: ModelReward) -> Mesh:
         """Return the mesh of a reward model over this process's devices, after a check that the model splits evenly."""
-        devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
+        devices = [device for device in self.on.pool.devices if device.process_index == jax.process_index()]
         mesh = factored_mesh(part.layout, devices, role="reward")
-        RoleWeights("reward model", read_config(part.path), "score", self.dtype, None).layout(mesh)
+        RoleWeights("reward model", read_config(part.path), "score", self.on.dtype, None).layout(mesh)
         return mesh
 
     def scorer(self) -> Scorer:
@@ -226,7 +226,7 @@ class Builder(PoolRoles):
             return self._scorer
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
         offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
-        how: dict[str, Any] = {"dtype": self.dtype, "offload": offload, "attention": attention}
+        how: dict[str, Any] = {"dtype": self.on.dtype, "offload": offload, "attention": attention}
         meshes = {part.layout: self._reward_mesh(part) for part in parts}
         model = cache(lambda path, layout: ScoreModel(path, mesh=meshes[layout], **how))  # one model for all its parts
         models = {part.key: model(part.path, part.layout).reading(part) for part in parts}
@@ -238,7 +238,7 @@ class Builder(PoolRoles):
         """Build the workers of a phase on this pool; all copies of the policy start from the phase's initial policy."""
         if self.has_devices:
             self._check_starts(phase)
-        roles = [role for role in self.roles if role in phase.roles]
+        roles = [role for role in self.on.roles if role in phase.roles]
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None
@@ -246,7 +246,7 @@ class Builder(PoolRoles):
             workers[ROLLOUT] = RolloutWorker(self.sampler, layout, self.policy.generation_shapes(), self._exchange)
         if "reward" in roles:
             place = RankCoordinates.alone(*self.rank)
-            workers["reward"] = reward = Reward(self.scorer(), place, decoder(self.tokenizer), self.progress)
+            workers["reward"] = reward = Reward(self.scorer(), place, decoder(self.on.tokenizer), self.progress)
             self._feed.listen = reward.listen
         if not set(roles) - {ROLLOUT, "reward"}:
             return workers
@@ -278,9 +278,9 @@ class Builder(PoolRoles):
             if spec.model is not None and spec.head is not None:
                 wanted.append((spec.model, spec.head))
                 if trains:
-                    check_vocabulary(self.tokenizer_of(spec.name), self.model_of(spec.name), role=spec.name)
+                    check_vocabulary(self.on.tokenizer_of(spec.name), self.on.model_of(spec.name), role=spec.name)
                 if trains and spec.head == "lm" and spec.room is None:
-                    check_same_tokens(self.tokenizer, spec.model.path, role=spec.name)
+                    check_same_tokens(self.on.tokenizer, spec.model.path, role=spec.name)
             elif spec.model is None and phase.policy is None and isinstance(self.config.model, Pretrained):
                 wanted.append((self.config.model, "lm"))
         wanted += [
@@ -302,7 +302,7 @@ class Builder(PoolRoles):
         if lora is not None and (copied or phase.policy is not None):
             lora = replace(lora, quantize=None)
         weights = replace(self.policy, role=role, lora=lora)
-        target = weights.trained_params(self.mesh(role))
+        target = weights.trained_params(self.on.mesh(role))
         if not self.has_devices:
             return target
         if phase.policy is None:
@@ -313,7 +313,7 @@ class Builder(PoolRoles):
         """Return the initial adapters of a role; None if its parameters are trained directly."""
         if weights.lora is None:
             return None
-        mesh = self.mesh(weights.role)
+        mesh = self.on.mesh(weights.role)
         target = described(weights.adapter_shapes(), weights.adapter_layout(mesh))
         if not self.has_devices:
             return target
@@ -322,34 +322,35 @@ class Builder(PoolRoles):
         return initial_adapters(weights, mesh, seed=self.config.seed)
 
     def _setup(self, role: str) -> ModelSetup:
+        on, rollout = self.on, self.config.rollout
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
         parts = parts if self.has_devices else []  # described parameters cannot be offloaded
         return ModelSetup(
             role,
-            self.model_of(role),
-            self.weights(role).head,
-            self.mesh(role),
-            self.training(role),
-            width=self.in_room(self.width, role),
-            longest_response=self.in_room(self.config.rollout.max_response_tokens, role),
-            execution=self.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
+            on.model_of(role),
+            on.weights(role).head,
+            on.mesh(role),
+            on.training(role),
+            width=on.in_room(on.width, role),
+            longest_response=on.in_room(rollout.max_response_tokens, role),
+            execution=on.execution(role, remat=self.remat[role].kind if role in self.remat else "none"),
             progress=self.progress,
             offload=parts,
-            temperature=self.config.rollout.sampling.temperature,
-            pixels=self.pixels,
-            staleness=self.config.rollout.staleness,
-            together=self.config.algorithm.together,
-            tokenizers=self.tokenizers(role) if self.has_devices else None,
+            temperature=rollout.sampling.temperature,
+            pixels=on.pixels,
+            staleness=rollout.staleness,
+            together=on.config.algorithm.together,
+            tokenizers=on.tokenizers(role) if self.has_devices else None,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
         weights = replace(self.policy, lora=phase.config.actor.lora)
-        target = weights.trained_params(self.mesh("actor"))
-        return self.spec("actor").worker_class(
+        target = weights.trained_params(self.on.mesh("actor"))
+        return self.on.spec("actor").worker_class(
             replace(self._setup("actor"), width=phase.config.rollout.width),
             quantized_as(start, target) if self.has_devices else target,
             optimizer=phase.config.actor.optimizer,
-            total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config),
+            total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config.rollout),
             adapters=self._adapters(weights, phase.adapters),
             sampler=self.sampler,
             hybrid=self.hybrid,
@@ -358,7 +359,7 @@ class Builder(PoolRoles):
 
     def _model(self, spec: RoleSpec, start: Params, phase: Phase) -> ModelWorker:
         """Build the worker of any role but the actor."""
-        weights, mesh = self.weights(spec.name), self.mesh(spec.name)
+        weights, mesh = self.on.weights(spec.name), self.on.mesh(spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
         if not self.has_devices:
             params = dict(target)

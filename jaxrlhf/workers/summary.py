@@ -31,16 +31,16 @@ def pool_rows(builder: Builder) -> list[SummaryRow]:
     Raises:
       Refusal: The pool cannot hold a layout, a batch or a token budget.
     """
-    pool, roles = builder.pool, builder.roles
+    pool, roles = builder.on.pool, builder.on.roles
     hosts = len({device.process_index for device in pool.devices})
-    place = f"{', '.join(roles)}; compute in {builder.dtype.name}"
+    place = f"{', '.join(roles)}; compute in {builder.on.dtype.name}"
     over = f" on {hosts} hosts" if hosts > 1 else ""
     rows: list[SummaryRow] = [("pool", pool.name, f"{len(pool.devices)} x {pool.devices[0].device_kind}{over}", place)]
     _check_batches(builder)
-    for role in builder.trained:
+    for role in builder.on.trained:
         rows += _trained_rows(role, builder)
-    for role in builder.frozen:
-        weights = builder.weights(role).frozen_params(builder.mesh(role))
+    for role in builder.on.frozen:
+        weights = builder.on.weights(role).frozen_params(builder.on.mesh(role))
         size = _bytes(shard_bytes(weights, layout_in(weights)))
         where = _waits(builder, role) or "per device"
         if role == "reference" and builder.config.reference_is_frozen_actor:
@@ -57,17 +57,17 @@ def _check_batches(builder: Builder) -> None:
     """Raise `Refusal` if a batch has fewer rows than there are groups of hosts that share it."""
     config, algorithm = builder.config, builder.config.algorithm
     setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
-    update = (f"algorithm.{setting}", algorithm.problems_per_step(config))
+    update = (f"algorithm.{setting}", algorithm.problems_per_step(config.rollout))
     if isinstance(algorithm, PolicyGradient):
         update = ("algorithm.responses_per_update", algorithm.responses_per_update)
     prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
     scored = ("evaluation.problems", config.evaluation.problems)
     taken: list[tuple[str, tuple[str, int], RankCoordinates, tuple[str, ...]]]
-    taken = [(role, update, RankCoordinates.of(builder.mesh(role)), BATCH_AXES) for role in builder.trained]
+    taken = [(role, update, RankCoordinates.of(builder.on.mesh(role)), BATCH_AXES) for role in builder.on.trained]
     if builder.sampler is not None:
         place = RankCoordinates.of(builder.sampler.mesh)
         taken += [("generation", prompts, place, SLOT_AXES), ("generation", scored, place, SLOT_AXES)]
-    if "reward" in builder.roles:
+    if "reward" in builder.on.roles:
         place = RankCoordinates.alone(*builder.rank)
         taken += [("reward", prompts, place, BATCH_AXES), ("reward", scored, place, BATCH_AXES)]
     for role, (setting, count), place, axes in taken:
@@ -80,11 +80,11 @@ def _check_batches(builder: Builder) -> None:
 
 
 def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
-    training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
+    training, mesh, model = builder.on.training(role), builder.on.mesh(role), builder.on.model_of(role)
     remat = builder.remat[role]
     router_coefficient(model, training.router_loss, role=role)  # raises Refusal early
     weights, state = _train_state(builder, role)
-    row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.widest_row(role), role=role)
+    row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.on.widest_row(role), role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards // training.layout.context
     rows: list[SummaryRow] = [
@@ -95,21 +95,21 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     ]
     if isinstance(model, CausalLM):  # kernels and activations of a user-defined model are not known
         return rows
-    activations = activation_bytes(builder, role, remat=remat.on, offloads=remat.kind == "offload")
+    activations = activation_bytes(builder.on, role, remat=remat.on, offloads=remat.kind == "offload")
     return [
         *rows,
-        (role, "attention", f"rows={builder.execution(role).rows_kernel}", _kernels_from(builder)),
+        (role, "attention", f"rows={builder.on.execution(role).rows_kernel}", _kernels_from(builder)),
         (role, "activations", _bytes(int(activations)), "per device during updates, estimated, including logits"),
     ]
 
 
 def _train_state(builder: Builder, role: str) -> tuple[int, str]:
     """Return the bytes of a role's training state on a device, and its parts in words."""
-    mesh, weights = builder.mesh(role), builder.weights(role)
+    mesh, weights = builder.on.mesh(role), builder.on.weights(role)
     params = weights.trained_params(mesh)
     params_bytes = shard_bytes(params, layout_in(params))
-    optimizer = builder.training(role).optimizer
-    copies = 2 + optimizer_bytes(builder, role) / 4
+    optimizer = builder.on.training(role).optimizer
+    copies = 2 + optimizer_bytes(builder.on, role) / 4
     if weights.lora is None:
         kept = f"two Adam moments{'' if optimizer.state_dtype == 'float32' else ' in bfloat16'}"
         kept = kept if optimizer.factory is None else f"state of {optimizer.factory}"
@@ -136,21 +136,21 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
         ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, not needed to generate"),
     ]
     if hybrid.copy_bytes_per_device:
-        kind = builder.policy.quantize or builder.dtype.name
+        kind = builder.policy.quantize or builder.on.dtype.name
         copied = f"per device during generation: {kind}, in addition to the float32 masters"
         rows.append(("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied))
     return rows
 
 
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[SummaryRow]:
-    model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
+    model, engine, mesh, layout = builder.on.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     if isinstance(engine, ServerEngine):
         servers = ", ".join(engine.server.urls)
         return [("generation", "servers", servers, f"{engine.server.api}; servers read weights from {engine.folder}")]
     if not isinstance(engine, Engine):
         return [("generation", "engine", type(engine).__name__, "user-defined")]
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))
-    sizes = {"slots": engine.slots, "capacity": builder.width, "execution": replace(engine.execution, pipeline=None)}
+    sizes = {"slots": engine.slots, "capacity": builder.on.width, "execution": replace(engine.execution, pipeline=None)}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.submesh.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
@@ -186,7 +186,7 @@ def _sent_bytes(builder: Builder, mesh: Mesh) -> int:
 
 
 def _kernels_from(builder: Builder) -> str:
-    return f"attention={builder.config.attention!r} on {builder.pool.devices[0].platform}"
+    return f"attention={builder.config.attention!r} on {builder.on.pool.devices[0].platform}"
 
 
 def _layout(layout: Layout, data: int) -> str:

@@ -26,6 +26,7 @@ from jaxrlhf.config import (
     Rollout,
     Source,
     Tools,
+    checked,
     load_module,
 )
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -51,7 +52,7 @@ MASK = np.arange(5) < np.array([3, 2, 4, 1, 2, 5])[:, None]
 
 def config(algorithm, **changes) -> Config:
     settings = {"data": Arithmetic(), "rollout": Rollout(2, 3, max_prompt_tokens=4, max_response_tokens=6), **changes}
-    return Config(name="baselines", algorithm=algorithm, steps=1, model=FromScratch(), **settings)
+    return checked(Config(name="baselines", algorithm=algorithm, steps=1, model=FromScratch(), **settings))
 
 
 def step(settings: Config, batch):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from jaxrlhf.batch import Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Config, GSPOLoss, Pretrained, Rollout, Sampling, Tools, load_module
+from jaxrlhf.config import Config, GSPOLoss, Pretrained, Rollout, Sampling, Tools, checked, load_module
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool
@@ -170,14 +170,14 @@ def test_the_last_token_of_a_span_has_the_distribution_and_the_others_lead_to_it
 
 def test_of_a_policy_loss_only_what_is_read_may_be_set(refused, tmp_path):
     with refused():
-        replace(config(), algorithm=by_logits.LogitDistillation(responses_per_update=16, policy=GSPOLoss()))
+        checked(replace(config(), algorithm=by_logits.LogitDistillation(responses_per_update=16, policy=GSPOLoss())))
     settings = replace(config(), algorithm=by_logits.LogitDistillation(responses_per_update=16))
     with refused():
-        replace(settings, rollout=replace(settings.rollout, sampling=Sampling(top_k=8)))
+        checked(replace(settings, rollout=replace(settings.rollout, sampling=Sampling(top_k=8))))
 
 
 def test_what_has_no_text_of_its_own_is_refused(refused, tmp_path):
     algorithm = by_spans.SpanDistillation(responses_per_update=16, reference_model=Pretrained(str(tmp_path)))
     settings = replace(tiny_runs.get_config(), algorithm=algorithm, cold_start=None)
     with refused():
-        replace(settings, environment=Tools(functions=("tools.py:calculator",)))
+        checked(replace(settings, environment=Tools(functions=("tools.py:calculator",))))

@@ -24,6 +24,7 @@ from jaxrlhf.config import (
     Rollout,
     Tools,
     TruncatedImportance,
+    checked,
     load_module,
 )
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -42,7 +43,7 @@ ROLLOUT = Rollout(prompts_per_step=2, responses_per_prompt=3, max_prompt_tokens=
 def config(algorithm=None, **changes) -> Config:
     settings = {"data": Arithmetic(), "rollout": ROLLOUT, **changes}
     given = LUFFY(responses_per_update=6) if algorithm is None else algorithm
-    return Config(name="luffy", algorithm=given, steps=1, model=FromScratch(), **settings)
+    return checked(Config(name="luffy", algorithm=given, steps=1, model=FromScratch(), **settings))
 
 
 def problems(solutions=SOLUTIONS) -> list[Problem]:

@@ -24,6 +24,7 @@ from jaxrlhf.config import (
     Tools,
     Training,
     TruncatedImportance,
+    checked,
     load_module,
 )
 from jaxrlhf.dataflows.step import StepInput
@@ -88,7 +89,7 @@ SCORES, THEIRS = (1.0, -0.5, 0.0, 2.0), (0.25, math.nan)
 def config(algorithm=None, **changes) -> Config:
     settings = {"data": Arithmetic(), "rollout": Rollout(2, 2, max_prompt_tokens=2, max_response_tokens=3), **changes}
     given = NashMD(responses_per_update=4) if algorithm is None else algorithm
-    return Config(name="nash", algorithm=given, steps=1, model=FromScratch(), **settings)
+    return checked(Config(name="nash", algorithm=given, steps=1, model=FromScratch(), **settings))
 
 
 class Actor(Made):

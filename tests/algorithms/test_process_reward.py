@@ -19,6 +19,7 @@ from jaxrlhf.config import (
     Rollout,
     StepFile,
     Training,
+    checked,
     load_module,
 )
 from jaxrlhf.data.sources import load_problems
@@ -41,7 +42,7 @@ def config(file: str, **changes) -> Config:
         "rollout": Rollout(max_prompt_tokens=12, max_response_tokens=12),
         **changes,
     }
-    return Config(name="steps", model=TINY, steps=1, **settings)
+    return checked(Config(name="steps", model=TINY, steps=1, **settings))
 
 
 def test_steps_are_read_with_their_separators_and_judged_after_them(tmp_path):

@@ -17,6 +17,7 @@ from jaxrlhf.config import (
     Refusal,
     Rollout,
     Tools,
+    checked,
     load_module,
 )
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -30,7 +31,7 @@ TOOLS, GAME = Tools(functions=("jaxrlhf.episode:Reply",)), Environment(factory="
 
 def config(algorithm, **changes) -> Config:
     settings = {"data": Arithmetic(), "rollout": Rollout(2, 3, max_prompt_tokens=4, max_response_tokens=6), **changes}
-    return Config(name="turns", algorithm=algorithm, steps=1, model=FromScratch(), **settings)
+    return checked(Config(name="turns", algorithm=algorithm, steps=1, model=FromScratch(), **settings))
 
 
 def test_turns_are_compared_with_the_same_turn_of_the_group():

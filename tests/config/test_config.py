@@ -29,6 +29,7 @@ from jaxrlhf.config import (
     Rollout,
     Training,
     TruncatedImportance,
+    checked,
     load,
     override,
     shipped,
@@ -53,7 +54,7 @@ def get_config():
 
 def a_config(**changes) -> Config:
     settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": PPO(), "steps": 10}
-    return Config(**{**settings, **changes})
+    return checked(Config(**{**settings, **changes}))
 
 
 def test_settings_cannot_be_assigned():
@@ -286,12 +287,12 @@ def test_json_tells_any_two_configurations_apart():
 def test_a_new_algorithm_brings_its_own_check(refused):
     @dataclass(frozen=True)
     class Picky(Algorithm):
-        def updates_per_step(self, config):
+        def updates_per_step(self, rollout):
             return 1
 
         dataflow: ClassVar[str] = "nowhere:step"
 
-        def roles(self, config):
+        def roles(self, training):
             return ()
 
         def check(self, config):
@@ -340,4 +341,4 @@ def test_a_resumed_run_follows_the_settings_it_has_now():
 )
 def test_the_samplers_log_probabilities_serve_where_only_metrics_would_read_others(algorithm, trusts):
     config = a_config(algorithm=PPO(**algorithm), rollout=Rollout(prompts_per_step=64))
-    assert config.algorithm.trusts_sampler(config) is trusts
+    assert config.algorithm.trusts_sampler(config.rollout) is trusts

@@ -15,6 +15,7 @@ from jaxrlhf.config import (
     Rewards,
     Rollout,
     Training,
+    checked,
     offloaded,
 )
 
@@ -24,7 +25,7 @@ ALL = ("actor", "critic", "reference", "reward")
 def a_config(**changes) -> Config:
     algorithm = PPO(kl=KLInReward())
     settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": algorithm, "steps": 10}
-    return Config(**{**settings, **changes})
+    return checked(Config(**{**settings, **changes}))
 
 
 def pools(*roles: tuple[str, ...]) -> tuple[Pool, ...]:

@@ -63,12 +63,13 @@ from jaxrlhf.config import (
     Training,
     TruncatedImportance,
     ValueLoss,
+    checked,
 )
 
 
 def a_config(**changes) -> Config:
     settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": PPO(), "steps": 10}
-    return Config(**{**settings, **changes})
+    return checked(Config(**{**settings, **changes}))
 
 
 MIXED = Mixture((Source(name="a", data=Arithmetic()), Source(name="b", data=Arithmetic(), rewards=(FormatReward(),))))

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -185,7 +184,7 @@ def test_the_greedy_baseline_is_asked_for_once_and_an_unscorable_one_teaches_not
 
 
 def names(algorithm) -> list[str]:
-    return [role.name for role in algorithm.roles(SimpleNamespace(actor=Training()))]
+    return [role.name for role in algorithm.roles(Training())]
 
 
 def test_without_a_kl_there_is_no_reference_and_nothing_is_said_of_it():

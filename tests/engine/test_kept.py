@@ -22,6 +22,7 @@ from jaxrlhf.config import (
     Sampling,
     Tools,
     TruncatedImportance,
+    checked,
 )
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Engine, Request
@@ -199,7 +200,7 @@ def test_rollouts_of_which_the_kept_tokens_are_not_known_are_refused(refused):
     def sampled(environment=None, server=None, **settings):
         rollout = replace(config.rollout, sampling=Sampling(**settings), server=server)
         algorithm = GRPO(responses_per_update=16, correction=TruncatedImportance())
-        return replace(config, cold_start=None, algorithm=algorithm, rollout=rollout, environment=environment)
+        return checked(replace(config, cold_start=None, algorithm=algorithm, rollout=rollout, environment=environment))
 
     tools, server = Tools(functions=("tools.py:calculator",)), RolloutServer(urls=("http://localhost:8000",))
     for settings in (

@@ -8,7 +8,7 @@ import rollout_servers
 from tiny_runs import get_config, records, training, write_policy
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance
+from jaxrlhf.config import GRPO, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance, checked
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.servers.server_engine import ServerEngine
@@ -240,11 +240,11 @@ def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
         replace(tiny.rollout, server=server, quantize="int8")
     rollout = replace(tiny.rollout, server=server)
     with refused():
-        replace(tiny, algorithm=GRPO(correction=None, responses_per_update=16), rollout=rollout)
+        checked(replace(tiny, algorithm=GRPO(correction=None, responses_per_update=16), rollout=rollout))
     with refused():
-        replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout)
+        checked(replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout))
     config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
-    assert config.algorithm.correction_for(config) == TruncatedImportance()
-    assert not config.algorithm.trusts_sampler(config)
+    assert config.algorithm.correction_for(config.rollout) == TruncatedImportance()
+    assert not config.algorithm.trusts_sampler(config.rollout)
     with pytest.raises(Refusal, match=r"http://127.0.0.1:9/health does not answer: .*start the server first"):
         jaxrlhf.run(config, dry_run=True)

@@ -79,9 +79,9 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
     }
     said = [
         "RAFT.learn=None is not a function; give a function, or its name as 'module:function'",
-        "RAFT.learn='step' is not a function",
-        "RAFT.learn='jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no function 'raft'",
-        "RAFT.learn='no_such_module:step': importing no_such_module failed with No module named",
+        "RAFT.learn 'step' is not of the form 'module:function' or 'file.py:function'",
+        "RAFT.learn 'jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no 'raft'; its functions are ",
+        "RAFT.learn 'no_such_module:step': importing no_such_module failed with ModuleNotFoundError: No module named",
     ]
     for (old, new), message in zip(wrong.items(), said, strict=True):
         own_file.write_text(text.replace(old, new))

@@ -157,17 +157,17 @@ class Debate(PPO):
     opponent: Training = field(default_factory=lambda: Training(tokens_per_microbatch=2048))
     opponent_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen3-4B"))
 
-    def roles(self, config):
+    def roles(self, training):
         opponent = RoleSpec("opponent", "somewhere:Opponent", training=self.opponent, model=self.opponent_model)
-        return (actor(config.actor), opponent, RoleSpec("audience", "somewhere:Audience"), REWARD)
+        return (actor(training), opponent, RoleSpec("audience", "somewhere:Audience"), REWARD)
 
 
 @dataclass(frozen=True)
 class Preferences(SFT):
     """One that updates on given answers, beside a frozen role."""
 
-    def roles(self, config):
-        return (actor(config.actor), reference())
+    def roles(self, training):
+        return (actor(training), reference())
 
 
 def test_roles_of_algorithms_to_come():

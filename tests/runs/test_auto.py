@@ -122,12 +122,12 @@ def test_a_reference_split_further_than_the_actor_has_a_row_on_each_device():
     config = replace(get_config(), actor=actor, reference_layout=Layout(), devices=8)
     pool = ResourcePool("all", tuple(jax.devices()))
     builder = Builder(config, embedded_tokenizer(), pool, ("reference",), progress=lambda *_: None)
-    assert builder.training("reference").tokens_per_microbatch == 8 * 80
+    assert builder.on.training("reference").tokens_per_microbatch == 8 * 80
     workers = builder.workers(Phase(config, ("reference",), total_updates=1))
     assert workers["reference"].place is not None
     alike = replace(config, actor=replace(actor, tokens_per_microbatch=1024))
     builder = Builder(alike, embedded_tokenizer(), pool, ("reference",), progress=lambda *_: None)
-    assert builder.training("reference").tokens_per_microbatch == 1024
+    assert builder.on.training("reference").tokens_per_microbatch == 1024
 
 
 # A plan that is there already.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, function_of
+from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, checked, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, StepResult
 
@@ -72,14 +72,8 @@ class Made:
 
     def step(self, algorithm: Algorithm, *, prompts: int, copies: int, more: Sequence[int] = (), **settings):
         """One step of an algorithm on problems 0, 1, ...; `more` are the ids that are drawn after them."""
-        config = Config(
-            name="made",
-            algorithm=algorithm,
-            steps=1,
-            model=FromScratch(),
-            data=Arithmetic(),
-            rollout=Rollout(prompts_per_step=prompts, responses_per_prompt=copies, **settings),
-        )
+        rollout = Rollout(prompts_per_step=prompts, responses_per_prompt=copies, **settings)
+        config = checked(Config("made", algorithm, steps=1, model=FromScratch(), data=Arithmetic(), rollout=rollout))
         left = [problem(number) for number in more]
 
         def draw() -> list[Problem]:

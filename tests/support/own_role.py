@@ -53,8 +53,8 @@ class Rated(PolicyGradient):
     rater: Training = field(default_factory=tiny_runs.training)
     learn = learn
 
-    def roles(self, config):
-        return (*super().roles(config), RoleSpec("rater", Rater, head="value", training=self.rater))
+    def roles(self, training):
+        return (*super().roles(training), RoleSpec("rater", Rater, head="value", training=self.rater))
 
 
 def get_config() -> Config:

@@ -31,6 +31,7 @@ from jaxrlhf.config import (
     RolloutServer,
     Selection,
     TruncatedImportance,
+    checked,
 )
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -188,7 +189,7 @@ def test_a_run_goes_on_at_a_higher_staleness_and_is_refused_at_a_lower_one():
 def over_provisioned(staleness: int, *, over: float = 1.5, **changes) -> Config:
     config = config_of(staleness)
     rollout = replace(config.rollout, over_provision=over, prompts_per_step=4, **changes)
-    return replace(config, rollout=rollout, algorithm=replace(config.algorithm, responses_per_update=8))
+    return checked(replace(config, rollout=rollout, algorithm=replace(config.algorithm, responses_per_update=8)))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):
     with pytest.raises(Refusal, match=said):
         over_provisioned(**{"staleness": 1} | changes)
     with pytest.raises(Refusal, match=r"already uses one step of staleness; set rollout\.staleness to 2 or more"):
-        replace(over_provisioned(2), pools=APART, rollout=over_provisioned(1).rollout)
+        checked(replace(over_provisioned(2), pools=APART, rollout=over_provisioned(1).rollout))
     with pytest.raises(Refusal, match=r"'arrival' uses the episodes that end first.*the order counts tokens"):
         over_provisioned(1, order="arrival")
 
@@ -239,14 +240,14 @@ def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):
 def test_that_episodes_arrive_by_the_clock_of_their_tools_has_to_be_said():
     game, arrival = Environment("own.py:Game"), over_provisioned(1).rollout
     with pytest.raises(Refusal, match="to accept this, set rollout"):
-        replace(over_provisioned(1), environment=game)
+        checked(replace(over_provisioned(1), environment=game))
     arrival = replace(arrival, order="arrival")
     said = replace(over_provisioned(1), environment=game, rollout=arrival)
     [cold, _] = replace(said, cold_start=ColdStart(steps=2)).phases
     assert cold.rollout.order == "deterministic"
     with pytest.raises(Refusal, match="with over_provision=1 a step uses all episodes"):
-        replace(said, rollout=replace(arrival, over_provision=1))
-    assert replace(said, environment=Agent("own.py:agent")).rollout.order == "arrival"
+        checked(replace(said, rollout=replace(arrival, over_provision=1)))
+    assert checked(replace(said, environment=Agent("own.py:agent"))).rollout.order == "arrival"
 
 
 def test_others_generate_between_two_collections_and_the_rest_go_on_waiting():
@@ -288,8 +289,8 @@ def test_ages_are_of_the_tokens_that_the_policy_chose():
 
 def test_the_correction_is_chosen_by_the_staleness_unless_it_is_given():
     def chosen(staleness, **algorithm):
-        config = config_of(staleness, **algorithm)
-        return config.algorithm.correction_for(config), config.algorithm.trusts_sampler(config)
+        config = checked(config_of(staleness, **algorithm))
+        return config.algorithm.correction_for(config.rollout), config.algorithm.trusts_sampler(config.rollout)
 
     assert chosen(0) == (None, True)
     assert chosen(1) == (TruncatedImportance(), False)
@@ -303,12 +304,12 @@ def test_the_correction_is_chosen_by_the_staleness_unless_it_is_given():
 def test_what_samples_nothing_has_no_staleness():
     config = config_of(1)
     with pytest.raises(Refusal, match="SFT generates no responses"):
-        replace(config, algorithm=SFT(examples_per_update=2))
+        checked(replace(config, algorithm=SFT(examples_per_update=2)))
 
 
 def test_problems_are_not_left_out_by_scores_that_come_after_they_are_drawn():
     with pytest.raises(Refusal, match=r"selection\.online filters problems"):
-        replace(config_of(1), selection=Selection(online=True))
+        checked(replace(config_of(1), selection=Selection(online=True)))
 
 
 @pytest.mark.parametrize(("staleness", "over_provision", "sets"), [(0, 1.0, None), (2, 1.0, 3), (2, 1.5, 2)])

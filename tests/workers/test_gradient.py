@@ -165,7 +165,7 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     builder, workers = one_device
     actor = workers["actor"]
     settings = replace(ALGORITHM, kl=None, policy=PolicyLoss())
-    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
+    problems = load_problems(config().data, builder.on.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
     rollout: RolloutBatch = actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
     mask_BT = rollout.sequences.mask_BT
     old_logp_BT = actor.compute_log_prob(rollout)
@@ -298,7 +298,7 @@ def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(
 def grpo_step(one_device, algorithm: GRPO, *, gap: float = 0.0):
     """One step of one update: what it called, its gradient, the sums of its metrics, and its own metrics."""
     builder, workers = one_device
-    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
+    problems = load_problems(config().data, builder.on.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
     calls: list[str] = []
     actor = Called(workers["actor"], calls, gap=gap)
     roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
@@ -335,7 +335,7 @@ def test_an_update_without_the_old_pass_is_the_update_with_it(one_device, kl) ->
 
 def test_where_no_token_ends_a_response_all_run_to_their_limit(one_device) -> None:
     builder, workers = one_device
-    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
+    problems = load_problems(config().data, builder.on.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
 
     def generated(actor) -> RolloutBatch:
         return actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)

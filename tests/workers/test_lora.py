@@ -13,7 +13,7 @@ from unit_machines import DENSE, UNIT, WORK
 
 from jaxrlhf.algos import policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Experience, Sequences
-from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss
+from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss, checked
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models import scratch_config
@@ -202,7 +202,7 @@ def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on():
     builder, workers = build(config, "actor")
     actor = workers["actor"]
     spread([actor])
-    problems = load_problems(config.data, builder.tokenizer, split="train", max_prompt_tokens=64).problems[:8]
+    problems = load_problems(config.data, builder.on.tokenizer, split="train", max_prompt_tokens=64).problems[:8]
     before = on_host(actor.params)
     rollout = actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
     assert equal(on_host(actor.params), before)
@@ -246,10 +246,10 @@ def test_weights_wait_in_host_memory_and_adapters_stay():
 
 def test_what_a_reference_without_weights_cannot_do_is_refused():
     with pytest.raises(ValueError, match="the reference shares the actor's frozen weights"):
-        replace(config_of(), offload=("reference",))
+        checked(replace(config_of(), offload=("reference",)))
     given = config_of(lora=replace(LORA, start="adapters"))
     with pytest.raises(ValueError, match=r"actor\.lora\.start also gives the reference adapters"):
-        replace(given, reference_layout=Layout(tensor=2))
+        checked(replace(given, reference_layout=Layout(tensor=2)))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on(kind):
     builder, workers = build(config, "actor")
     actor = workers["actor"]
     spread([actor])
-    problems = load_problems(config.data, builder.tokenizer, split="train", max_prompt_tokens=64).problems[:8]
+    problems = load_problems(config.data, builder.on.tokenizer, split="train", max_prompt_tokens=64).problems[:8]
     before = on_host(actor.params)
     rollout = actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
     assert all(np.array_equal(*pair) for pair in zip(on_host(actor.params), before, strict=True))

@@ -72,29 +72,29 @@ def most(roles: PoolRoles) -> int:
 def test_what_is_configured_holds_whatever_the_memory(setting: str, on: bool) -> None:
     builder = built(setting)
     assert {role: choice.on for role, choice in builder.remat.items()} == {"actor": on, "critic": on}
-    assert all(chosen(builder, memory) == on for memory in (None, 1 << 20, 1 << 50))
+    assert all(chosen(builder.on, memory) == on for memory in (None, 1 << 20, 1 << 50))
 
 
 def test_on_cpu_and_where_the_memory_is_not_known_layers_are_computed_again() -> None:
     builder = built()
     assert builder.remat["actor"].on and "CPU" in builder.remat["actor"].why
-    unknown = remat.choose_remat(on_accelerator(builder, None), "actor")
+    unknown = remat.choose_remat(on_accelerator(builder.on, None), "actor")
     assert unknown.on and "do not report their memory" in unknown.why
 
 
 def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_memory() -> None:
-    builder = on_pool()
-    policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
+    roles = on_pool()
+    policy, value = (weights_of(roles.model, head) for head in ("lm", "value"))
     # Weights, moments and two gradients of the actor; weights and moments of the critic; a frozen copy in float32.
     held = 20 * policy + 12 * value + 4 * policy
-    tokens, model = 1024 // 240 * 240, builder.model  # rows of three sequences of 80
+    tokens, model = 1024 // 240 * 240, roles.model  # rows of three sequences of 80
     # Six residuals twice, queries, keys, values and what is mixed of them, and six of the MLP, in float32.
     layer = 12 * 32 * 4 + (4 * 32 + 6 * 64) * 4
     scores = 4 * 240 / 2 * 8
     # Beside them one layer's scores have gradients, or before that the logits have.
     activations = tokens * (2 * layer + 2 * scores) + max(tokens * scores, 2 * 512 * model.vocab_size * 4)
-    assert most(builder) == pytest.approx((held + activations) / 0.6 / 2**20, abs=1)
-    message = remat.choose_remat(on_accelerator(builder, 1 << 30), "actor")
+    assert most(roles) == pytest.approx((held + activations) / 0.6 / 2**20, abs=1)
+    message = remat.choose_remat(on_accelerator(roles, 1 << 30), "actor")
     assert not message.on and "of 1.0 GiB" in message.why
 
 
@@ -116,8 +116,8 @@ def test_what_the_optimizer_keeps_beside_or_in_place_of_two_float32_moments_is_c
     plain, few, average = (
         built(roles=("actor",), **how) for how in ({}, {"state_dtype": "bfloat16"}, {"average_decay": 0.9})
     )
-    needed, weights = (remat.update_bytes(one, "actor") for one in (plain, few, average)), weights_of(plain.model, "lm")
-    moments, fewer, more = needed
+    moments, fewer, more = (remat.update_bytes(one.on, "actor") for one in (plain, few, average))
+    weights = weights_of(plain.on.model, "lm")
     assert moments - fewer == more - moments == 4 * weights
     for builder, said in ((few, "two Adam moments in bfloat16"), (average, "moments, average of the weights")):
         [row] = [row for row in pool_rows(builder) if row[:2] == ("actor", "train state")]
@@ -125,12 +125,12 @@ def test_what_the_optimizer_keeps_beside_or_in_place_of_two_float32_moments_is_c
 
 
 def test_a_cold_start_trains_all_weights_of_the_actor_and_no_more_than_adapters_of_the_critic() -> None:
-    builder = on_pool(lora=Lora(rank=2, targets=("query",)))
-    policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
+    roles = on_pool(lora=Lora(rank=2, targets=("query",)))
+    policy, value = (weights_of(roles.model, head) for head in ("lm", "value"))
     adapters = 2 * 2 * (32 + 32)  # rank, layers, and the sum of a matrix's sides
     for role, held in [("actor", 20 * policy + 4 * value + 12 * adapters),
                        ("critic", 12 * policy + 4 * value + 20 * adapters)]:  # fmt: skip
-        assert remat.update_bytes(builder, role) == held + remat.activation_bytes(builder, role, remat=False)
+        assert remat.update_bytes(roles, role) == held + remat.activation_bytes(roles, role, remat=False)
 
 
 def test_the_table_says_what_was_chosen_and_why() -> None:

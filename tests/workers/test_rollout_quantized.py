@@ -12,7 +12,7 @@ from learning_run import learning
 from tiny_runs import get_config
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, PPO, SFT, Config, FromScratch, Lora, Pool, Training, TruncatedImportance
+from jaxrlhf.config import GRPO, PPO, SFT, Config, FromScratch, Lora, Pool, Training, TruncatedImportance, checked
 from jaxrlhf.models.lora.quantized import Quantized, quantize
 from tests.workers.test_lora import build, config_of
 
@@ -58,14 +58,14 @@ def test_what_nothing_corrects_or_rounds_is_refused(refused):
     rounded = replace(plain.rollout, quantize="int8")
     corrected = PPO(correction=TruncatedImportance())
     with refused():
-        replace(plain, algorithm=PPO(), rollout=rounded)
+        checked(replace(plain, algorithm=PPO(), rollout=rounded))
     with refused():
-        replace(plain, algorithm=SFT(), cold_start=None, rollout=rounded)
+        checked(replace(plain, algorithm=SFT(), cold_start=None, rollout=rounded))
     with refused():
         pools = (Pool("train", 4, ("actor", "critic", "reference", "reward")), Pool("own", 4, ("rollout",)))
-        replace(plain, algorithm=corrected, rollout=rounded, pools=pools, devices=None)
+        checked(replace(plain, algorithm=corrected, rollout=rounded, pools=pools, devices=None))
     with refused():
-        replace(plain, algorithm=corrected, rollout=rounded, actor=Training(lora=Lora(quantize="nf4")))
+        checked(replace(plain, algorithm=corrected, rollout=rounded, actor=Training(lora=Lora(quantize="nf4"))))
     with refused():
         build(config("int8", tensor=8), "actor")  # of 128 columns a device would have half a scale
 

@@ -25,7 +25,7 @@ def test_a_policy_that_rests_at_first_still_decays_to_nothing(resting):
         actor=replace(config.actor, optimizer=linear),
         algorithm=replace(algorithm, critic=critic, critic_warmup_steps=resting),
     )
-    each, roles = config.algorithm.updates_per_step(config), ("actor", "critic")
+    each, roles = config.algorithm.updates_per_step(config.rollout), ("actor", "critic")
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
     builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
     workers = builder.workers(Phase(config, roles, total_updates=5 * each))

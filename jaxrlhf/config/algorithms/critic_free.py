@@ -1,32 +1,19 @@
 """Settings of algorithms without a critic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient, check_whole_responses
 from jaxrlhf.config.losses import CISPOLoss, GMPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
-from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Positive, Settings, Share
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Training
 
 
 @dataclass(frozen=True)
 class GroupCompared(PolicyGradient):
     """Base class of algorithms that compare the responses to one prompt."""
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        require(
-            config.rollout.responses_per_prompt > 1,
-            f"{type(self).__name__} compares the responses to one prompt: rollout.responses_per_prompt must be 2 or "
-            f"more, got {config.rollout.responses_per_prompt}",
-        )
 
 
 @dataclass(frozen=True)
@@ -129,17 +116,8 @@ class OnlineDPO(GroupCompared):
         super().__post_init__()
         check_whole_responses(self)
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), reference(), REWARD)
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        updates = self.updates_per_step(config)
-        require(
-            updates == 1,
-            f"OnlineDPO requires one update per step, got {updates} updates; set "
-            f"algorithm.responses_per_update={config.rollout.responses_per_step} and algorithm.epochs_per_step=1",
-        )
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), reference(), REWARD)
 
 
 @dataclass(frozen=True)
@@ -171,7 +149,7 @@ class ReMax(PolicyGradient):
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.remax:collect"
     learn: ClassVar[str] = "jaxrlhf.dataflows.remax:learn"
-    draws_beside: ClassVar[str | None] = "greedy answers"
+    also_generates: ClassVar[str | None] = "greedy answers"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 

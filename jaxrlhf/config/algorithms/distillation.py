@@ -1,18 +1,14 @@
 """Settings of on-policy distillation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.sources import Pretrained
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Training
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,11 @@ class Distillation(PolicyGradient):
 
     reference_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen2.5-1.5B-Instruct"))
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), reference(self.reference_model), REWARD)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), reference(self.reference_model), REWARD)
 
-    def check(self, config: Config) -> None:
-        super().check(config)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.kl is None,
             "Distillation uses the KL to the teacher as its advantage, so kl would count it twice; set "

@@ -1,20 +1,14 @@
-"""Settings of PPO."""
-
-from __future__ import annotations
+"""Settings of PPO, and of VAPO: PPO for long chains of thought."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.config.losses import ValueLoss
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.losses import PolicyLoss, ValueLoss
 from jaxrlhf.config.roles import RoleSpec, critic
-from jaxrlhf.config.settings import NotNegative, Share
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Share
 from jaxrlhf.config.sources import Pretrained
-from jaxrlhf.config.training import Optimizer, Training
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
@@ -40,22 +34,31 @@ class PPO(PolicyGradient):
     critic_model: Pretrained | None = None
     critic_warmup_steps: NotNegative[int] = 0
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        actor, *others = super().roles(config)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        actor, *others = super().roles(training)
         return (actor, critic(self.critic, self.critic_model), *others)
 
-    def resting_updates(self, config: Config) -> int:
-        return self.critic_warmup_steps * self.updates_per_step(config)
+    def resting_updates(self, rollout: Rollout) -> int:
+        return self.critic_warmup_steps * self.updates_per_step(rollout)
 
-    def check(self, config: Config) -> None:
-        super().check(config)
-        require(
-            self.critic_warmup_steps < config.steps,
-            f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} to "
-            "train the policy; lower algorithm.critic_warmup_steps or raise steps",
-        )
-        require(
-            self.actions == "tokens" or config.environment is not None,
-            "algorithm.actions='turns' requires an environment, because a run without an environment has only one "
-            "turn; set environment, or algorithm.actions='tokens'",
-        )
+
+@dataclass(frozen=True)
+class VAPO(PPO):
+    """Value-augmented PPO (Yue et al. 2025, arXiv:2504.05118).
+
+    The critic learns from Monte Carlo returns (`lam` is its lambda), in the first `critic_warmup_steps` without the
+    policy. The policy's lambda depends on the response length; its loss clips higher and imitates successful responses.
+
+    Attributes:
+      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length), with the length counted in `actions`.
+      imitation: Weight of the mean -logp of the tokens of responses with a score above `success`.
+      success: Score above which a response is imitated.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.vapo:learn"
+
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
+    critic_warmup_steps: NotNegative[int] = 50
+    length_scale: Positive[float] = 0.05
+    imitation: NotNegative[float] = 0.1
+    success: Finite[float] = 0.0

@@ -1,20 +1,13 @@
 """Settings of algorithms that learn from preference pairs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.rewards import Rewards
 from jaxrlhf.config.roles import RoleSpec, actor, critic, reference
 from jaxrlhf.config.settings import NotNegative, Positive, within
-from jaxrlhf.config.sources import ArithmeticPairs, PairFields
-from jaxrlhf.config.training import Optimizer, Training
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
@@ -31,25 +24,17 @@ class Preference(Algorithm):
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
-    places_after: ClassVar[int | None] = 0
+    positions_after: ClassVar[int | None] = 0
     together: ClassVar[int] = 2
     reads: ClassVar[str | None] = None
 
     pairs_per_update: Positive[int] = 32
 
-    def problems_per_step(self, config: Config) -> int:
+    def problems_per_step(self, rollout: Rollout) -> int:
         return self.pairs_per_update
 
-    def updates_per_step(self, config: Config) -> int:
+    def updates_per_step(self, rollout: Rollout) -> int:
         return 1
-
-    def check(self, config: Config) -> None:
-        name = type(self).__name__
-        kinds = (PairFields, ArithmeticPairs)
-        check_labelled(self, config, kinds, "preference pairs", give="PairFile, HubPairs or ArithmeticPairs")
-        fields = ("margin_key", "safe_keys")
-        unread = [key for key in fields if key != self.reads and getattr(config.data, key, None) is not None]
-        require(not unread, f"{name} does not read data.{' and data.'.join(unread)}; use None instead")
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,8 @@ class DPO(Preference):
     beta: Positive[float] = 0.1
     label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), reference())
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), reference())
 
 
 @dataclass(frozen=True)
@@ -89,8 +74,8 @@ class IPO(Preference):
 
     beta: Positive[float] = 0.1
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), reference())
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), reference())
 
 
 @dataclass(frozen=True)
@@ -120,16 +105,16 @@ class KTO(Preference):
             "pairs_per_update=1; set pairs_per_update to 2 or more",
         )
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), reference())
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), reference())
 
 
 @dataclass(frozen=True)
 class ReferenceFree(Preference):
     """Base class of preference algorithms without a reference model."""
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor),)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training),)
 
 
 @dataclass(frozen=True)
@@ -185,41 +170,13 @@ class RewardModel(Preference):
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate"
-    places_after: ClassVar[int | None] = 1
+    positions_after: ClassVar[int | None] = 1
     reads: ClassVar[str | None] = "margin_key"
 
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
         return (critic(self.critic),)
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        check_critic_alone(self, config)
-
-
-def check_labelled(algorithm: Algorithm, config: Config, kinds: tuple[type, ...], what: str, *, give: str) -> None:
-    """Refuse data that is not of the kind that an algorithm for labeled answers needs, and refuse rewards."""
-    name = type(algorithm).__name__
-    require(
-        isinstance(config.data, kinds),
-        f"{name} learns from {what}, but data is {type(config.data).__name__}; give {give}",
-    )
-    require(config.rewards == Rewards(), f"{name} does not use rewards, but rewards are set; remove rewards")
-
-
-def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
-    """Refuse policy settings for an algorithm that only trains a critic, read after the last token of an answer."""
-    name = type(algorithm).__name__
-    require(config.actor == Training(), f"{name} has no actor, but actor is set; set algorithm.critic instead")
-    require(
-        config.cold_start is None,
-        f"cold_start trains a policy, but {name} has no policy; set cold_start=None, and model.path to a policy",
-    )
-    require(
-        config.rollout.max_response_tokens > 1,
-        f"rollout.max_response_tokens=1 leaves no token for an answer of {name}; set it to 2 or more",
-    )
 
 
 @dataclass(frozen=True)
@@ -227,10 +184,3 @@ class CostModel(RewardModel):
     """Cost model: above 0 for harmful answers, below 0 for others (Dai et al. 2023, arXiv:2310.12773)."""
 
     reads: ClassVar[str | None] = "safe_keys"
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        require(
-            not isinstance(config.data, PairFields) or config.data.safe_keys is not None,
-            "CostModel reads labels of harmless answers, but data.safe_keys is None; set safe_keys to two fields",
-        )

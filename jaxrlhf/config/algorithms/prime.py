@@ -1,9 +1,7 @@
 """Settings of PRIME."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jaxrlhf.config.algorithms.critic_free import GroupCompared
 from jaxrlhf.config.losses import KLInReward
@@ -11,9 +9,6 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, process_reward, reference
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Share
 from jaxrlhf.config.training import Optimizer, Training
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
 
 
 @dataclass(frozen=True)
@@ -61,5 +56,5 @@ class PRIME(GroupCompared):
             "would be trained on; lower least_accuracy",
         )
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor), process_reward(self.process_reward), reference(), REWARD)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training), process_reward(self.process_reward), reference(), REWARD)

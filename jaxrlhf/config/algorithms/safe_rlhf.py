@@ -1,21 +1,15 @@
 """Settings of Safe RLHF: PPO with a limit on a cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.rewards import ModelReward
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Arithmetic, DataSet, Generated, Gsm8k, Pretrained, PromptFields, Shapes
-from jaxrlhf.config.training import Optimizer, Training
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
@@ -104,35 +98,14 @@ class SafeRLHF(PPO):
             f"SafeRLHF.halve_kl halves a KL in the reward, but kl is {self.kl}; set halve_kl=False, or kl=KLInReward()",
         )
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        actor, values, *others = super().roles(config)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        actor, values, *others = super().roles(training)
         return (actor, values, critic(self.cost_critic, self.cost_critic_model, name="cost_critic"), *others)
 
-    def examples(self, config: Config) -> tuple[DataSet, int] | None:
+    def examples(self, rollout: Rollout) -> tuple[DataSet, int] | None:
         if self.ptx is None:
             return None
-        return self.ptx.data, self.ptx.examples_per_update * self.updates_per_step(config)
+        return self.ptx.data, self.ptx.examples_per_update * self.updates_per_step(rollout)
 
     def initial_state(self) -> dict[str, float]:
         return super().initial_state() | {"multiplier": self.constraint.multiplier}
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        parts, index = config.rewards.parts, self.constraint.part
-        require(
-            index < len(parts),
-            f"algorithm.constraint.part={index} is the index of the cost, but rewards.parts has {len(parts)} parts; "
-            "add a part with weight 0 that is above 0 for unsafe responses",
-        )
-        require(
-            parts[index].weight == 0,
-            f"rewards.parts.{index} is the cost of algorithm.constraint, weighted by its multiplier, so "
-            f"weight={parts[index].weight} would count the cost twice; set rewards.parts.{index}.weight=0",
-        )
-        own = [source.name for source in config.sources if source.rewards is not None]
-        require(
-            not own or isinstance(parts[index], ModelReward),
-            f"rewards.parts.{index} is the cost of algorithm.constraint, but sources {', '.join(own)} have their own "
-            "rewards, so their responses would have no cost; use a ModelReward, which scores all responses, or remove "
-            "the rewards of these sources",
-        )

@@ -1,18 +1,13 @@
 """Settings of supervised fine-tuning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.mixtures import Data
 from jaxrlhf.config.roles import RoleSpec, actor
 from jaxrlhf.config.settings import Positive, Settings
-from jaxrlhf.config.training import Optimizer
-
-if TYPE_CHECKING:
-    from jaxrlhf.config.run import Config
+from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
@@ -31,17 +26,14 @@ class SFT(Algorithm):
 
     examples_per_update: Positive[int] = 64
 
-    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
-        return (actor(config.actor),)
+    def roles(self, training: Training) -> tuple[RoleSpec, ...]:
+        return (actor(training),)
 
-    def problems_per_step(self, config: Config) -> int:
+    def problems_per_step(self, rollout: Rollout) -> int:
         return self.examples_per_update
 
-    def updates_per_step(self, config: Config) -> int:
+    def updates_per_step(self, rollout: Rollout) -> int:
         return 1
-
-    def answers_held_out(self, config: Config) -> bool:
-        return bool(config.rewards.parts) or config.environment is not None
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ class CommandLine(argparse.ArgumentParser):
             allow_abbrev=False,
             conflict_handler="resolve",
         )
-        self._examples = "\n".join(f"  {self.prog} {words}\n      {what}" for words, what in examples)
-        self.epilog = f"examples:\n{self._examples}" if examples else None
+        listed = "\n".join(f"  {self.prog} {words}\n      {what}" for words, what in examples)
+        self.epilog = f"examples:\n{listed}" if examples else None
 
     def error(self, message: str) -> NoReturn:
         how = f"; see `{self.prog} --help`" if "are required" in message or "unrecognized" in message else ""
@@ -149,14 +149,14 @@ class CommandLine(argparse.ArgumentParser):
         def change(config: Config) -> Config:
             return override(config, _changes(config, changed))
 
-        if flags.config is None and default is None:
-            if rest and not rest[0].startswith("-"):
-                policy = ", and a policy as --policy POLICY" if "--policy" in self._option_string_actions else ""
-                raise Refusal(f"unexpected argument {rest[0]!r}; give a configuration as --config NAME{policy}")
-            self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
-        if flags.config is None and default is not None:
+        if flags.config is not None:
+            return load(flags.config, change if changed else None), flags
+        if default is not None:
             return change(default), flags
-        return load(flags.config, change if changed else None), flags
+        if rest and not rest[0].startswith("-"):
+            policy = ", and a policy as --policy POLICY" if "--policy" in self._option_string_actions else ""
+            raise Refusal(f"unexpected argument {rest[0]!r}; give a configuration as --config NAME{policy}")
+        self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
 
     def _check_misspelled(self, words: Sequence[str]) -> None:
         """Refuse misspelled flags of this command, which would otherwise be read as settings."""

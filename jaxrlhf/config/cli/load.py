@@ -10,28 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxrlhf.config.checks.contradictions import checked
 from jaxrlhf.config.cli.annotations import check_types, field_types
 from jaxrlhf.config.named_functions import find_neighbours, shipped, shipped_file
 from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
 
 _MODULES = "jaxrlhf_configuration_"
-_MOVED = {
-    "ClipCovLoss": ("clip_cov", "ClipCov"),
-    "GDPO": ("gdpo", "GDPO"),
-    "GiGPO": ("gigpo", "GiGPO"),
-    "KLCovLoss": ("kl_cov", "KLCov"),
-    "LUFFY": ("luffy", "LUFFY"),
-    "LogitDistillation": ("logit_distillation", "LogitDistillation"),
-    "MaxRL": ("maxrl", "MaxRL"),
-    "NashMD": ("nash_md", "NashMD"),
-    "OptimalTokenBaseline": ("otb", "OptimalTokenBaseline"),
-    "ProcessRewardModel": ("process_reward_model", "ProcessRewardModel"),
-    "RAE": ("rae", "RAE"),
-    "SpanDistillation": ("span_distillation", "SpanDistillation"),
-    "TurnGRPO": ("turn_grpo", "TurnGRPO"),
-}
-"""Names that `jaxrlhf.config` had in an earlier release: the configuration and the name in it that replace each."""
 
 
 def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = None) -> Config:
@@ -83,6 +68,8 @@ def _read(path: Path) -> Config:
         _execute(module, path)
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None
+        if isinstance(config, Config):
+            return checked(config)
     except Exception as error:
         reason = _reason(error, module)
         if reason is None:  # an error of the file's own code; its traceback says more than one line
@@ -90,9 +77,7 @@ def _read(path: Path) -> Config:
         raise Refusal(f"{_place(error, path)}: {reason}") from error
     if not defined:
         raise Refusal(f"{path}: get_config() is missing; add `def get_config() -> Config:`")
-    if not isinstance(config, Config):
-        raise Refusal(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
-    return config
+    raise Refusal(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
 
 
 def load_module(path_or_name: str | Path) -> ModuleType:
@@ -176,8 +161,8 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
     if absent:
         from jaxrlhf import config
 
-        if (moved := _MOVED.get(absent[1])) is not None:
-            file, name = moved
+        name = absent[1].removesuffix("Loss")
+        if (file := _algorithm_file(name)) is not None:
             return f"jaxrlhf.config no longer has {absent[1]}; write {name} = load_module('algorithms/{file}').{name}"
         close = difflib.get_close_matches(absent[1], vars(config), n=1)
         return f"jaxrlhf.config has no {absent[1]}" + (f"; did you mean {close[0]}?" if close else "")
@@ -191,6 +176,12 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
             close = difflib.get_close_matches(field, field_types(settings), n=1)
             return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
     return None
+
+
+def _algorithm_file(name: str) -> str | None:
+    """Return the file of `configs/algorithms/` that defines a class; None if there is none."""
+    files = (path for path in shipped().values() if path.parent.name == "algorithms")
+    return next((path.stem for path in files if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE)), None)
 
 
 def _wrong_type(error: Exception) -> str | None:

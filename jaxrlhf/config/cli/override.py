@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast, get_args, get_origin
 
+from jaxrlhf.config.checks.contradictions import checked
 from jaxrlhf.config.cli.annotations import check_type, field_types, variants
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.run import Config
@@ -58,7 +59,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     classes = {name: value for name, value in changes.items() if isinstance(value, type)}
     for name in changes:
         find(config, name, classes)
-    return cast(Config, _rebuilt(config, type(config), changes, ""))
+    return checked(cast(Config, _rebuilt(config, type(config), changes, "")))
 
 
 def setting_names(settings: Any, prefix: str = "") -> list[str]:

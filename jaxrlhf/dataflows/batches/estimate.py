@@ -13,7 +13,7 @@ from jaxrlhf.dataflows.step import Metrics, Roles, State, StepInput
 
 def old_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
     """Compute the actor's log-probabilities of a rollout; None if the sampler's log-probabilities are used."""
-    return None if work.settings.trusts_sampler(work.config) else roles.actor.compute_log_prob(rollout)
+    return None if work.settings.trusts_sampler(work.config.rollout) else roles.actor.compute_log_prob(rollout)
 
 
 def ref_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:

@@ -121,7 +121,7 @@ def policy_minibatches(
         assert ref_logp_BT is not None, "a KL requires the reference"
         fields["ref_logp"] = ref_logp_BT
     importance_BT, metrics = None, {}
-    correction = settings.correction_for(work.config)
+    correction = settings.correction_for(work.config.rollout)
     if correction is not None or settings.rejection:
         assert old_logp_BT is not None, "importance weights require the trainer's log-probabilities"
         importance_BT, corrected = rollout_correction(

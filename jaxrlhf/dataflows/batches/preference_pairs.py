@@ -17,7 +17,7 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
     The mask marks the positions to read: for a policy, every token of the answers. A critic values the prefix before a
     position, so the score of a whole sequence is read at the position after it, whatever token is there.
     """
-    count, after, rollout = 2 * len(problems), config.algorithm.places_after, config.rollout
+    count, after, rollout = 2 * len(problems), config.algorithm.positions_after, config.rollout
     assert after is not None, "the algorithm learns from pairs"
     width = rollout.max_prompt_tokens + rollout.max_response_tokens
     token_BT, mask_BT, length_B = np.zeros((count, width), np.int32), np.zeros((count, width), bool), []

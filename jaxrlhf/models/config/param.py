@@ -1,9 +1,20 @@
-"""Declaration of one parameter."""
+"""Declaration of one parameter, and kinds of heads."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.sharding.rules import Dim
+
+Head = Literal["lm", "value", "score"]
+
+
+def padded_rows(vocab_size: int) -> int:
+    """Return the number of rows of an embedding or a head, zero-padded to a multiple of 64, or of 16 below 512 tokens.
+
+    The rows split over that many devices, and a run's checkpoint is the same in every layout.
+    """
+    multiple = 64 if vocab_size >= 512 else 16
+    return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Checks of settings against each other, above settings and algorithms."""
