@@ -111,7 +111,7 @@ def _open(layout: Layout) -> Layout:
 
 
 def _budget(training: Training, layout: Layout, config: Config) -> int:
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.algorithm.together * config.rollout.width
     shards = (layout.data or 1) * layout.fsdp * layout.expert
     row_tokens = packed_row_tokens(longest, budget=0, token_shards=layout.context)
     return max(training.tokens_per_microbatch, row_tokens * shards)

@@ -193,7 +193,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     """
     algorithm, rollout, means = config.algorithm, config.rollout, {}
     prompts = algorithm.problems_per_step(config.rollout)
-    sequences = rollout.responses_per_prompt if generates(config) else 1 + isinstance(algorithm, Preference)
+    sequences = rollout.responses_per_prompt if generates(config) else algorithm.together
     for name in ("prompt_tokens", "response_tokens"):
         most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
         if mean is not None and mean > most:
@@ -209,6 +209,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
         quantize=rollout.quantize,
+        together=algorithm.together,
     )
 
 

@@ -28,6 +28,7 @@ class Workload:
       epochs: Number of passes over the responses.
       slots: Largest number of responses decoded at once, over all replicas; None is as many as fit.
       quantize: Format of the matrices for generation; None is the compute dtype.
+      together: Number of the longest sequences that a packed row has space for.
     """
 
     prompts: int
@@ -40,6 +41,7 @@ class Workload:
     slots: int | None = None
     quantize: Format | None = None
     longest_prompt_tokens: int = 0
+    together: int = 1
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,13 @@ def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
 
 
 def test_a_microbatch_that_does_not_hold_a_pair_is_refused_before_anything_is_compiled():
-    tokens = 2 * tiny_runs.get_config().rollout.max_prompt_tokens + 2 * 24 - 1
-    settings = config(DPO(pairs_per_update=8), actor=replace(tiny_runs.training(), tokens_per_microbatch=tokens))
-    with pytest.raises(ValueError, match=f"actor.tokens_per_microbatch={tokens} does not hold a row of {tokens + 1} "):
+    longest = tiny_runs.get_config().rollout.max_prompt_tokens + 24
+    actor = replace(training(), tokens_per_microbatch=2 * longest - 1)
+    with pytest.raises(ValueError, match=f"is below 2 of the longest sequences, each .* at least {2 * longest}, or"):
+        config(DPO(pairs_per_update=8), actor=actor)
+    # On two devices each has a row.
+    settings = config(DPO(), actor=replace(actor, tokens_per_microbatch=2 * longest, layout=Layout(data=2)), devices=2)
+    with pytest.raises(ValueError, match=f"does not hold a row of {2 * longest} tokens on each of 2 data-parallel"):
         workers_of(settings)
 
 

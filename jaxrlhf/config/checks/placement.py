@@ -106,12 +106,13 @@ def check_microbatches(config: Config) -> None:
     """Raise `Refusal` if the longest sequence does not fit a microbatch."""
     if config.placement == "auto":  # the plan raises a limit that is too small
         return
-    longest = config.rollout.width
+    together, longest = config.algorithm.together, config.rollout.width
+    row = "the longest sequence, " if together == 1 else f"{together} of the longest sequences, each "
     for role, training in config.trained.items():
         name = role if role == "actor" else f"algorithm.{role}"
         require(
-            training.tokens_per_microbatch >= longest,
-            f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} is below the longest sequence, "
-            f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}, or set "
-            "placement='auto'",
+            training.tokens_per_microbatch >= together * longest,
+            f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} is below {row}"
+            f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {together * longest}, "
+            "or set placement='auto'",
         )

@@ -59,12 +59,12 @@ def batch_of(
     else:
         budget = role.tokens_per_microbatch // shards
         split: dict[str, Any] = {"token_shards": layout.context}
-        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget, **split)
+        row_tokens = packed_row_tokens(workload.together * workload.longest_tokens, budget=budget, **split)
         prompts = _prompts_in(responses, workload)
         saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
         shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
         rows = max(1, budget // row_tokens)
-        split |= {"longest": workload.longest_tokens, "stages": layout.stage}
+        split |= {"longest": workload.longest_tokens, "stages": layout.stage, "together": workload.together}
         shape = microbatch_shape_of(
             rows,
             row_tokens,
