@@ -29,9 +29,9 @@ def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str,
     calls = []
     ids: set[str] = set()
     for index, call in enumerate(reply.calls):
-        # Nine letters or digits, as Mistral's templates require.
-        made = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
-        call_id = call.call_id if call.call_id and call.call_id not in ids else made
+        call_id = call.call_id
+        if not call_id or call_id in ids:  # nine letters or digits, as Mistral's templates require
+            call_id = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
         ids.add(call_id)
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False).encode(errors="replace").decode()
         function = {"name": call.name, "arguments": arguments}
@@ -65,8 +65,8 @@ def chat_logprobs(
     """
 
     def entry(token: int, logp: float, *, first: bool) -> dict[str, Any]:
-        own = bytes_of.of(token, first=first) or bytes_of.name(token).encode()
-        return {"token": own.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(own)}
+        text = bytes_of.of(token, first=first) or bytes_of.name(token).encode()
+        return {"token": text.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(text)}
 
     entries = []
     for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
@@ -118,11 +118,11 @@ class TextLogprobs:
         }
 
     def _written(self, token: int) -> str:
-        own = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
+        text = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
         try:
-            return own.decode()
+            return text.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 def event(body: Mapping[str, Any]) -> bytes:

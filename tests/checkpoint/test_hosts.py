@@ -198,7 +198,7 @@ def like(tree: dict, devices: int = 1, **splits: tuple[str | None, ...]) -> dict
     return {key: jax.ShapeDtypeStruct(tree[key].shape, tree[key].dtype, sharding=layout[key]) for key in tree}
 
 
-def test_two_hosts_write_what_one_reads_and_back(pair, checkpoints):
+def test_two_hosts_and_one_host_read_each_others_checkpoints(pair, checkpoints):
     item = pair.hold("actor", tree(1), ROWS_AND_COLUMNS)
     overwritten = threading.Event()
     checkpoints.save(1, {"actor": Disturbed(item, "finish", partial(overwritten.wait, ANSWERS_S))}, STATE)
@@ -230,7 +230,7 @@ def test_two_hosts_convert_load_and_export_a_model(pair, tmp_path):
             assert (tmp_path / place / file.name).read_bytes() == file.read_bytes()
 
 
-def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
+def test_hosts_refuse_other_arrays_before_any_change(pair, checkpoints):
     item = pair.hold("actor", tree(1), ROWS_AND_COLUMNS)
     checkpoints.save(1, {"actor": item}, STATE)
     wider = {**tree(2), "embed": np.zeros((16, 16), np.float32)}
@@ -241,7 +241,7 @@ def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
     assert_holds(pair, "other", wider)
 
 
-def test_two_worlds_and_the_test_write_one_step(pair, start, checkpoints):
+def test_two_pools_and_this_process_write_one_step(pair, start, checkpoints):
     single = start(hosts=1, devices=2)
     mine = {"reference": placed(tree(3), ((4, 2), {"embed": ("x", "y")}))}
     items = {
@@ -270,7 +270,7 @@ def test_two_worlds_and_the_test_write_one_step(pair, start, checkpoints):
         assert_same_bits(restored[name], tree(seed))
 
 
-def test_a_full_disk_of_one_host(pair, checkpoints):
+def test_full_disk_of_one_host(pair, checkpoints):
     checkpoints.save(1, {"actor": pair.hold("actor", tree(1), ROWS_AND_COLUMNS)}, STATE)
     checkpoints.wait()
     big = {**tree(2), "embed": np.random.default_rng(2).standard_normal((1024, 512), np.float32)}
@@ -290,7 +290,7 @@ def test_a_full_disk_of_one_host(pair, checkpoints):
     assert_holds(pair, "actor", big)
 
 
-def test_a_host_killed_three_times_in_the_middle_of_a_save(start, tmp_path):
+def test_host_killed_during_saves(start, tmp_path):
     world = start(hosts=2, devices=2)
     layouts = [ROWS_AND_COLUMNS, COLUMNS]
     # Large enough for files to be under way when `save` returns.

@@ -85,7 +85,7 @@ def same(ours, theirs):
         np.testing.assert_array_equal(mine, yours)
 
 
-def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, capsys):
+def test_conversion_round_trip(source, converted, tmp_path, capsys):
     run_module("export", converted, tmp_path / "back")
     assert "GB" in capsys.readouterr().out
     names = {file.name for file in source.iterdir()}
@@ -103,7 +103,7 @@ def test_labels_of_tokens_are_not_converted(refused, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_another_dtype_on_the_way_back(source, converted, tmp_path):
+def test_export_in_another_dtype(source, converted, tmp_path):
     run_module("export", converted, tmp_path / "back", "--dtype", "float32")
     before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "back"))
     assert {tensor.dtype for tensor in after.values()} == {np.dtype(np.float32)}
@@ -128,7 +128,7 @@ def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
                 assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_the_dtype_that_was_converted_to_stays_and_directories_may_be_relative(source, tmp_path, monkeypatch):
+def test_converted_dtype_is_kept_and_directories_may_be_relative(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_module("convert", source, "models/converted", "--dtype", "float32")
     run_module("export", "models/converted", "back")
@@ -137,7 +137,7 @@ def test_the_dtype_that_was_converted_to_stays_and_directories_may_be_relative(s
     assert all(np.array_equal(tensor.astype(np.float32), back[name]) for name, tensor in tensors(source).items())
 
 
-def test_a_converted_checkpoint_that_does_not_say_its_dtypes(converted, tmp_path):
+def test_converted_checkpoint_without_dtypes(converted, tmp_path):
     shutil.copytree(converted, tmp_path / "converted")
     (tmp_path / "converted/weights/dtypes.json").unlink()
     with pytest.raises(ValueError, match=r"dtypes\.json is missing or damaged .*; convert the checkpoint again"):
@@ -147,7 +147,7 @@ def test_a_converted_checkpoint_that_does_not_say_its_dtypes(converted, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_both_kinds_load_the_same_parameters(source, converted, head, monkeypatch):
+def test_both_formats_load_equal_parameters(source, converted, head, monkeypatch):
     config = models.read_config(converted)
     assert config == models.read_config(source)
     layout, begun, make = split_over_all(config, head), [], jax.make_array_from_callback
@@ -166,7 +166,7 @@ def test_both_kinds_load_the_same_parameters(source, converted, head, monkeypatc
 
 @pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
+def test_run_from_a_converted_checkpoint_is_equal(tmp_path):
     """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
     about = write_policy(tmp_path / "source") / "tokenizer_config.json"
     about.write_text(about.read_text() + "\n")  # no longer as transformers would write it

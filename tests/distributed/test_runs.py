@@ -68,19 +68,19 @@ def assert_made_anew_after(last: int, workdir: Path, before: Path) -> None:
 
 
 @pytest.mark.seeds  # distributed/test_run_vision.py has it with episodes and pictures
-def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
+def test_two_hosts_equal_one_process(here, tmp_path):
     run(tmp_path, steps=STEPS, cluster=CLUSTER, **WHOLE)
     assert_same_numbers(tmp_path, here)
 
 
 @pytest.mark.slow
-def test_hosts_go_on_from_the_checkpoint_of_a_single_process_on_a_pool_each(here, apart):
+def test_pools_on_hosts_resume_a_checkpoint_of_one_process(here, apart):
     assert_same_numbers(apart, here)
     assert_made_anew_after(1, apart, here)
 
 
 @pytest.mark.slow
-def test_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, apart, tmp_path):
+def test_one_process_resumes_a_checkpoint_of_several_pools(here, apart, tmp_path):
     workdir = cut_after(2, apart, tmp_path / "moved")
     names = {item.name for item in (workdir / "checkpoints" / "step_2").iterdir()}
     assert names >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
@@ -103,7 +103,7 @@ def launched(config):
 
 
 @pytest.mark.slow
-def test_generation_on_another_host_receives_what_it_would_inside_a_process(apart, tmp_path):
+def test_generation_on_another_host_equals_local_generation(apart, tmp_path):
     received = records(apart / "metrics.jsonl")[-1]["transfer/received_bytes"]
     with launched(placed(tmp_path, pools=APART, **HALVES)) as (_, roles):
         roles.rollout.load_weights(roles.actor.offer_weights(roles.rollout.wanted_weights())).result()
@@ -136,7 +136,7 @@ def generate(roles, problems):
 
 
 @pytest.mark.slow
-def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing):
+def test_results_between_groups_bypass_the_controller(parts, passing):
     _, pools, roles, problems = parts
 
     def loaded():
@@ -169,7 +169,7 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
+def test_failing_reward_function_on_a_host(parts):
     config, _, roles, problems = parts
     rollout = generate(roles, problems)
     there = roles.reward.compute_reward(problems, rollout).result()
@@ -187,7 +187,7 @@ def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
 
 
 @pytest.mark.seeds  # distributed/test_run_vision.py has episodes with pictures
-def test_episodes_on_two_hosts_are_those_of_one_process(tmp_path):
+def test_episodes_on_two_hosts_equal_one_process(tmp_path):
     """Each host answers its share of the episodes, with environments in processes of its own."""
     config = replace(
         tiny_episodes.get_config(),

@@ -1,4 +1,4 @@
-"""Answers and refusals of a server that were wrong in the field, and others of their kinds."""
+"""Answers and refusals of a server whose engine returns scripted tokens: streams, bytes, messages, fields."""
 
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.data.tokenizer import TokenBytes, decoder, embedded_tokenizer, pieces_of
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.sequence import SequenceState, WindowTokens
+from jaxrlhf.serving.errors import ApiError
 from jaxrlhf.serving.served import ServedModel
 from jaxrlhf.serving.texts import TextStream
 
@@ -28,7 +29,7 @@ USER = {"role": "user", "content": "Hi"}
 
 # Streams
 
-SAID = [
+REPLIES = [
     ("qwen3", F, f"\n\nHi\n\n{CALL}", "Hi", ""),
     ("qwen3", [], "<think>plan</think>\n\nHTML has no </think> tag.", "HTML has no </think> tag.", "plan"),
     ("qwen3", F, f"<think>plan</think>\n\nLet me see. {GONE}", f"Let me see. {GONE}", "plan"),
@@ -48,8 +49,8 @@ SAID = [
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 1000])
-@pytest.mark.parametrize(("name", "tools", "text", "content", "reasoning"), SAID)
-def test_a_stream_says_what_the_answer_says(name, tools, text, content, reasoning, group):
+@pytest.mark.parametrize(("name", "tools", "text", "content", "reasoning"), REPLIES)
+def test_stream_equals_complete_answer(name, tools, text, content, reasoning, group):
     api = Api(tokenizer_of(name), text, group=group)
     options = {"tools": tools} if tools else {}
     message = api.choice(**options)["message"]
@@ -58,7 +59,7 @@ def test_a_stream_says_what_the_answer_says(name, tools, text, content, reasonin
 
 
 @pytest.mark.parametrize("length", range(24))
-def test_an_analysis_of_any_length_hides_no_answer(length):
+def test_analysis_of_any_length_is_followed_by_the_answer(length):
     text = "<|channel|>analysis<|message|>" + "a " * length
     api = Api(
         tokenizer_of("gpt-oss"), text + "<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>", group=8
@@ -66,7 +67,7 @@ def test_an_analysis_of_any_length_hides_no_answer(length):
     assert api.streamed() == {"content": "So.", "reasoning_content": ("a " * length).strip()}
 
 
-def test_a_stream_parses_the_whole_reply_once(monkeypatch):
+def test_stream_parses_the_complete_reply_once(monkeypatch):
     api = Api(tokenizer_of("qwen3"), "<think>a b c</think>\n\n" + "one two " * 200)
     parsed = []
     parse = api.model.form.parse
@@ -82,14 +83,14 @@ def test_a_stream_parses_the_whole_reply_once(monkeypatch):
         ("<think>plan</think>\n\nSo", None, "So", "plan"),
     ],
 )
-def test_a_stop_text_is_never_said(text, stop, content, reasoning):
+def test_stop_text_is_never_sent(text, stop, content, reasoning):
     api = Api(tokenizer_of("qwen3"), text, stop_text=stop)
     message = api.choice(stop=["STOP"])["message"]
     assert (message["content"], message["reasoning_content"]) == (content, reasoning)
     assert api.streamed(stop=["STOP"]) == {"content": content, "reasoning_content": reasoning}
 
 
-def test_a_cut_header_is_no_content():
+def test_truncated_header_is_no_content():
     for text in ("<|channel|>commentary to=func", "<|channel|>ana", "<|channel|>final"):
         api = Api(tokenizer_of("gpt-oss"), text, truncated=True)
         choice = api.choice()
@@ -101,7 +102,7 @@ def test_a_cut_header_is_no_content():
 
 
 def with_byte_tokens():
-    """Tokenizer of the kind of Llama 2: words with their spaces, and a token for each byte of what has none."""
+    """Tokenizer like Llama 2's: words with their spaces, and a token for each byte of other text."""
     words = ("▁", "▁Hello", "▁world", "▁again", "!", "▁hello", "a", "▁x")
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -123,7 +124,7 @@ def byte_ids(vocabulary, text, *, cut=0):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 9, 100])
 @pytest.mark.parametrize(
-    ("text", "cut", "said"),
+    ("text", "cut", "expected"),
     [
         ("日本語日本語日本語", 0, "日本語日本語日本語"),
         ("é😀日é日", 0, "é😀日é日"),
@@ -131,15 +132,15 @@ def byte_ids(vocabulary, text, *, cut=0):
         ("abc", 0, "abc"),
     ],
 )
-def test_byte_tokens_are_their_text(text, cut, said, group):
+def test_byte_tokens_are_streamed_as_text(text, cut, expected, group):
     tokenizer, vocabulary = with_byte_tokens()
     tokens = byte_ids(vocabulary, text, cut=cut)
     stream = TextStream(TokenBytes(tokenizer), (), (vocabulary["▁Hello"],))
     parts = [stream.add(tokens[at : at + group]) for at in range(0, len(tokens), group)]
-    assert "".join(parts) + stream.end(None) == said
+    assert "".join(parts) + stream.end(None) == expected
     api = Api(tokenizer, tokens, group=group)
-    assert api.completion()["text"] == said
-    assert "".join(choice["text"] for choice in api.events("/v1/completions")) == said
+    assert api.completion()["text"] == expected
+    assert "".join(choice["text"] for choice in api.events("/v1/completions")) == expected
 
 
 @pytest.mark.parametrize("text", ["日本語日本語日本語", "é😀日é日", "hello 日本語日本語", "hello world"])
@@ -151,7 +152,7 @@ def test_pieces_join_to_the_text(text):
 
 
 @pytest.mark.parametrize("text", ["日本", "é", "😀", "plain words"])
-def test_bytes_of_log_probabilities_join_to_the_text(text):
+def test_bytes_of_logprobs_join_to_the_text(text):
     for tokenizer in (embedded_tokenizer(), tokenizer_of("qwen3")):
         api = Api(tokenizer, text)
         entries = api.choice(logprobs=True)["logprobs"]["content"]
@@ -161,7 +162,7 @@ def test_bytes_of_log_probabilities_join_to_the_text(text):
         assert len(entries) == len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_offsets_of_log_probabilities_are_places_of_the_text():
+def test_text_offsets_of_logprobs():
     tokenizer, vocabulary = with_byte_tokens()
     api = Api(tokenizer, [vocabulary[word] for word in ("▁world", "▁again", "!")], group=2)
     choice = api.completion(logprobs=0)
@@ -178,7 +179,7 @@ def test_offsets_of_log_probabilities_are_places_of_the_text():
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma 3", "gpt-oss", "qwen2.5"])
-def test_the_systems_and_the_developers_message_are_one(name):
+def test_system_and_developer_messages_are_merged(name):
     api = Api(tokenizer_of(name), "So.")
     two = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."}, USER]
     assert api.chat(two).status_code == 200
@@ -187,7 +188,7 @@ def test_the_systems_and_the_developers_message_are_one(name):
     assert pair == api.prompt() and "Be brief.\n\nBe kind." in pair
 
 
-def test_a_system_message_that_the_template_leaves_out_is_refused():
+def test_system_message_that_the_template_omits_is_refused():
     chat = [
         {"role": "system", "content": "S1"},
         USER,
@@ -209,7 +210,7 @@ def asked(call_id="abcdefghi", name="f"):
     ]
 
 
-def test_calls_that_a_template_does_not_show_are_written_as_the_policy_writes_them():
+def test_tool_calls_are_rendered_in_the_policys_form_if_the_template_omits_them():
     api = Api(tokenizer_of("gemma 3"), "So.")
     assert api.chat([*asked(), USER]).status_code == 200
     model = "<start_of_turn>model\n```tool_code\nf(a=1)\n```<end_of_turn>\n"
@@ -222,7 +223,7 @@ def test_calls_that_a_template_does_not_show_are_written_as_the_policy_writes_th
 
 
 @pytest.mark.parametrize("name", ["phi 3.5", "gemma 3", "deepseek v3"])
-def test_tools_that_no_prompt_shows_are_refused(name):
+def test_tools_absent_from_the_prompt_are_refused(name):
     api = Api(tokenizer_of(name), "So.")
     answer = api.chat(tools=[tool("get_weather")])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
@@ -252,7 +253,7 @@ KIMI_TOKENS = (
 )
 
 
-def test_a_call_keeps_the_id_that_was_drawn():
+def test_sampled_call_id_is_kept():
     tokenizer = small_tokenizer(KIMI_TOKENS, (), KIMI)
     said = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -267,7 +268,7 @@ def test_a_call_keeps_the_id_that_was_drawn():
     assert f"<|im_assistant|>{said}<|im_end|><|im_tool|>## Return of functions.f:0\n3" in api.prompt()
 
 
-def test_ids_are_made_where_none_is_drawn():
+def test_missing_call_ids_are_generated():
     message = Api(tokenizer_of("qwen3"), CALL + CALL).choice(tools=F)["message"]
     ids = [call["id"] for call in message["tool_calls"]]
     assert len({*ids}) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
@@ -275,7 +276,7 @@ def test_ids_are_made_where_none_is_drawn():
 
 # Fields
 
-TAKEN = [
+NEUTRAL = [
     *({name: value} for name, value in (("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}))),
     *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("ignore_eos", True))),
     *({name: value} for name, value in (("stop_token_ids", []), ("skip_special_tokens", True), ("best_of", None))),
@@ -306,13 +307,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("options", TAKEN, ids=lambda options: "-".join(options))
-def test_a_field_that_does_nothing_at_its_value_is_taken(options):
+@pytest.mark.parametrize("options", NEUTRAL, ids=lambda options: "-".join(options))
+def test_neutral_values_are_accepted(options):
     assert Api(tokenizer_of("qwen3"), "So.").choice(**options)["message"]["content"] == "So."
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
+def test_unsupported_values_are_refused_by_field_name(name, options):
     answer = Api(tokenizer_of("qwen3"), "So.").chat(**options)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert name in answer.json()["error"]["message"]
@@ -321,13 +322,65 @@ def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
 def test_every_field_of_openais_client_is_known():
     from openai.types import chat, completion_create_params
 
-    from jaxrlhf.serving.wire import chat_request, completion_request
+    from jaxrlhf.serving.wire import ChatRequest, CompletionRequest
 
-    for params, read, path in (
-        (chat.completion_create_params.CompletionCreateParamsBase, chat_request, {"model": "tiny", "messages": [USER]}),
-        (completion_create_params.CompletionCreateParamsBase, completion_request, {"model": "tiny", "prompt": "a"}),
+    for params, request, required in (
+        (chat.completion_create_params.CompletionCreateParamsBase, ChatRequest, {"messages": [USER]}),
+        (completion_create_params.CompletionCreateParamsBase, CompletionRequest, {"prompt": "a"}),
     ):
-        read({**dict.fromkeys({*params.__annotations__, "stream"}), **path})
+        request.read({**dict.fromkeys({*params.__annotations__, "stream"}), "model": "tiny", **required})
+
+
+WRONG = [
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"temperature": float("nan")}, "temperature", "finite number"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"n": 2.0}, "n", "valid integer"),
+    ({"n": True}, "n", "valid integer"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 2**31}, "max_tokens", "less than or equal to 2147483647"),
+    ({"seed": "3"}, "seed", "valid integer"),
+    ({"stream": 1}, "stream", "valid boolean"),
+    ({"stream_options": {"pears": 1}}, "stream_options", "'include_usage' or 'include_obfuscation'"),
+    ({"stop": ["a", ""]}, "stop", "at least 1 character"),
+    ({"stop": ["a" * 257]}, "stop", "at most 256 characters"),
+    ({"stop": [3]}, "stop", "valid string"),
+    ({"model": 3}, "model", "valid string"),
+    ({"messages": "Hi"}, "messages", "valid list"),
+    ({"messages": ["Hi"]}, "messages", "valid dictionary"),
+    ({"tools": {"type": "function"}}, "tools", "valid list"),
+    ({"tools": [{"type": "function"}]}, "tools", "function.name"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "expected"), WRONG, ids=[f"{name}-{words}" for _, name, words in WRONG])
+def test_wrong_value_is_named_with_what_is_expected(options, name, expected):
+    from jaxrlhf.serving.wire import ChatRequest
+
+    with pytest.raises(ApiError) as caught:
+        ChatRequest.read({"model": "tiny", "messages": [USER], **options})
+    assert (caught.value.param, caught.value.status, caught.value.code) == (name, 400, "invalid_value")
+    assert expected in caught.value.message and "\n" not in caught.value.message
+    assert caught.value.message.startswith(name) and len(caught.value.message) < 250
+
+
+def test_null_gives_the_default_and_numbers_keep_their_bounds():
+    from jaxrlhf.serving.wire import ChatRequest, CompletionRequest
+
+    chat = {"model": "tiny", "messages": [USER]}
+    fields = ("n", "temperature", "top_k", "stop", "stream_options", "tools", "max_tokens", "logprobs", "seed")
+    assert ChatRequest.read(chat | dict.fromkeys(fields)) == ChatRequest.read(chat)
+    request = ChatRequest.read(chat | {"stop": "a", "stream_options": [], "top_k": -1, "temperature": 0, "seed": -1})
+    assert (request.stop, request.stream_options, request.seed) == (["a"], {}, -1)
+    assert (request.sampling.greedy, request.sampling.top_k) == (True, 0)
+    assert ChatRequest.read(chat | {"max_tokens": 3, "max_completion_tokens": 5}).max_tokens == 5
+    completion = {"model": "tiny", "prompt": [[1, 2], "a\ud83d"], "max_tokens": 0, "logprobs": 0, "n": 2, "best_of": 2}
+    request = CompletionRequest.read(completion)
+    assert (request.prompt, request.max_tokens, request.likely) == ([(1, 2), "a\ud83d"], 0, 0)
+    assert (request.wants_logprobs, request.wants_scores) == (True, False)
+    assert CompletionRequest.read(completion | {"echo": True}).wants_scores
 
 
 def test_variables_of_the_chat_template_are_set():
@@ -346,7 +399,7 @@ def test_variables_of_the_chat_template_are_set():
     assert "Reasoning: medium" in api.prompt()
 
 
-def test_json_is_not_asked_of_a_prompt_that_opens_reasoning(monkeypatch):
+def test_response_format_is_refused_if_the_prompt_opens_reasoning(monkeypatch):
     monkeypatch.setattr(ServedModel, "grammars", SimpleNamespace(constraint=lambda schema, stops: None))
     api = Api(tokenizer_of("qwen3.5"), "{}")
     json_wanted = {"response_format": {"type": "json_object"}}
@@ -357,7 +410,7 @@ def test_json_is_not_asked_of_a_prompt_that_opens_reasoning(monkeypatch):
     assert Api(tokenizer_of("qwen3"), "{}").choice(**json_wanted)["message"]["content"] == "{}"
 
 
-def test_a_model_is_found_by_its_name():
+def test_model_is_found_by_its_name():
     api = Api(tokenizer_of("qwen3"))
     [card] = api.request("GET", "/v1/models").json()["data"]
     found = api.request("GET", "/v1/models/org/tiny")
@@ -367,11 +420,11 @@ def test_a_model_is_found_by_its_name():
 
 
 @pytest.mark.parametrize("count", [3, 9, 30])
-def test_a_stop_text_of_byte_tokens_is_found_wherever_the_window_begins(count):
+def test_stop_text_of_byte_tokens_is_found_at_any_window_start(count):
     tokenizer, vocabulary = with_byte_tokens()
-    drawn = byte_ids(vocabulary, "😀" * count + "日本" + "語")
+    sampled = byte_ids(vocabulary, "😀" * count + "日本" + "語")
     state = SequenceState(Request(0, (1,)), Sampling(), 0, 1000, (2,), stop_texts=("日本",))
-    for token in drawn:
+    for token in sampled:
         if state.stop_text is None:
             state.extend(WindowTokens(0, [token], [-1.0], True, None, None), TokenBytes(tokenizer).text)
-    assert (state.stop_text, state.tokens) == ("日本", drawn[: 4 * count + 6])
+    assert (state.stop_text, state.tokens) == ("日本", sampled[: 4 * count + 6])
