@@ -114,7 +114,8 @@ class ApiRequest(BaseModel):
           ApiError: A field is missing, unknown, invalid or not supported.
         """
         if not isinstance(body, dict):
-            raise invalid(f"the body is {type(body).__name__}; expected a JSON object", "")
+            kind = "null" if body is None else type(body).__name__
+            raise invalid(f"the body is {kind}; expected a JSON object", "")
         for name in sorted(body.keys() - cls.model_fields.keys() - _IGNORED):
             if name not in _NEUTRAL:
                 raise ApiError(f"unknown field {name!r}; leave it out", code="unknown_parameter", param=name)

@@ -56,15 +56,19 @@ class SampleFile(RecordFile):
 
 
 def read_samples(path: Path | str, *, n: int) -> list[Sample]:
-    """Read `n` samples of the last step, spread over its responses, so that their prompts differ."""
+    """Read `n` samples of the last step, evenly spaced, so that their prompts differ."""
     last: list[dict] = []
     for record in read_records(path):
         if last and record["step"] != last[0]["step"]:
             last.clear()
         last.append(record)
-    chosen = last if len(last) <= n else [last[i * len(last) // n] for i in range(n)]
     known = {known.name for known in fields(Sample)}
-    return [Sample(**{name: value for name, value in record.items() if name in known}) for record in chosen]
+    return [Sample(**{name: value for name, value in record.items() if name in known}) for record in spread(last, n)]
+
+
+def spread(items: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return `n` items at even distances; all items if there are fewer."""
+    return items if len(items) <= n else [items[i * len(items) // n] for i in range(n)]
 
 
 def show_samples(samples: Sequence[Sample], *, source: str | None = None, console: Console | None = None) -> None:

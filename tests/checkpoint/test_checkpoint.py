@@ -1,7 +1,9 @@
 """Checkpoints: which are kept, what comes back from them, and what is refused."""
 
 import json
+import os
 import re
+import signal
 import threading
 
 import jax
@@ -356,6 +358,27 @@ def test_damaged_file_is_named_and_no_array_is_changed(damage, stored, tmp_path)
             stored.read(5, {"actor": like(tree())})
         file.write_bytes(content)
     assert stored.restore(5, held_in(trees)) == STATE
+
+
+def test_named_pipe_instead_of_a_file_is_refused(stored, opened, tmp_path):
+    """A read of the pipe would wait for a writer forever."""
+    folder = tmp_path / "checkpoints" / "step_5"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert folder / "host" / "metadata" in files and len(files) > 8
+    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("reading the pipe hangs"))
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        os.mkfifo(file)
+        signal.alarm(60)
+        with pytest.raises(Damaged, match=rf"{re.escape(str(file))} is no regular file") as refused:
+            opened(read_only=True).restore(5, held(actor=tree()))
+        signal.alarm(0)
+        assert "\n" not in str(refused.value)
+        file.unlink()
+        file.write_bytes(content)
+    signal.signal(signal.SIGALRM, previous)
+    assert stored.restore(5, held(actor=tree())) == STATE
 
 
 @pytest.mark.slow
