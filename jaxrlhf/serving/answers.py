@@ -49,35 +49,34 @@ def message(reply: Reply, stop: str | None, key: int) -> dict[str, Any]:
     return {**answer, "tool_calls": calls} if calls else answer
 
 
-def chat_logprobs(
-    bytes_of: TokenBytes,
-    tokens: Sequence[int],
-    logps: Sequence[float],
-    likely: Sequence[Likely] | None = None,
-    *,
-    first: bool = True,
-) -> dict[str, Any]:
-    """Return the log-probabilities of a chat's tokens at the sampling temperature.
+class ChatLogprobs:
+    """Stream of the log-probabilities of a chat's reply, at the sampling temperature."""
 
-    Args:
-      likely: Likeliest tokens in each token's place; None gives none.
-      first: Whether these tokens are the first tokens of the answer.
-    """
+    def __init__(self, tokens: TokenBytes) -> None:
+        self._tokens, self._first = tokens, True
 
-    def entry(token: int, logp: float, *, first: bool) -> dict[str, Any]:
-        text = bytes_of.of(token, first=first) or bytes_of.name(token).encode()
+    def add(
+        self, tokens: Sequence[int], logps: Sequence[float], likely: Sequence[Likely] | None = None
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens.
+
+        Args:
+          likely: Likeliest tokens in each token's place; None gives none.
+        """
+        entries = []
+        for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
+            others = [self._entry(*other) for other in (likely[place] if likely is not None else ())]
+            entries.append({**self._entry(token, logp), "top_logprobs": others})
+            self._first = False
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logp: float) -> dict[str, Any]:
+        text = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
         return {"token": text.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(text)}
-
-    entries = []
-    for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
-        here = first and not place
-        others = [entry(*other, first=here) for other in (likely[place] if likely is not None else ())]
-        entries.append({**entry(token, logp, first=here), "top_logprobs": others})
-    return {"content": entries, "refusal": None}
 
 
 class TextLogprobs:
-    """Stream of a completion's log-probabilities; offsets count characters of the choice's text.
+    """Stream of the log-probabilities of a completion; offsets count characters of the choice's text.
 
     All tokens of one character have the offset of the character. A token that is no valid text is written as its bytes,
     such as `bytes:\\xe6`, and a control token as the vocabulary writes it.

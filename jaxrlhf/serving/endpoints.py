@@ -118,9 +118,12 @@ class ApiAnswer:
             places = range(start, start + len(tokens))
             logps = [None if place == 0 else float(scores.logp_T[place]) for place in places]
             likely = [scores.likely(place, self.request.likely) for place in places]
-        if self.form is not None:
-            return answers.chat_logprobs(self.model.token_bytes, tokens, logps, likely)
-        return answers.TextLogprobs(self.model.token_bytes, prompt[:start]).add(tokens, logps, likely)
+        return self.logprobs_stream(prompt[:start]).add(tokens, logps, likely)
+
+    def logprobs_stream(self, prompt: tuple[int, ...]) -> answers.ChatLogprobs | answers.TextLogprobs:
+        """Return a new stream of log-probabilities of the tokens after a prompt."""
+        tokens = self.model.token_bytes
+        return answers.TextLogprobs(tokens, prompt) if self.form is None else answers.ChatLogprobs(tokens)
 
     def text(self, index: int) -> str:
         """Return the text of a finished choice, after its prompt with `echo`."""
@@ -236,7 +239,7 @@ def _answer(
     count = len(prompts) * request.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
-    most = None if session is None else session.most_tokens(count)
+    most = None if session is None else session.tokens_per_choice(count)
     wanted = request.max_tokens if most is None else min(most, request.max_tokens or most)
     try:
         limits = [
@@ -338,13 +341,11 @@ class _ChoiceStream:
 
     def __init__(self, answer: ApiAnswer, index: int) -> None:
         self._answer, self._request, self._index = answer, answer.request, index
-        stops = answer.request.stop
-        self._bytes, prompt = answer.model.token_bytes, answer.prompts[index].tokens
-        self._text, self._logprobs = TextStream(self._bytes, stops, prompt), answers.TextLogprobs(self._bytes, prompt)
+        stops, prompt = answer.request.stop, answer.prompts[index].tokens
+        self._text, self._logprobs = TextStream(answer.model.token_bytes, stops, prompt), answer.logprobs_stream(prompt)
         self._reply: ReplyStream | None = None
         if answer.form is not None:
             self._reply = ReplyStream(answer.form, answer.tools, answer.opening(index), stops)
-        self._first = True
 
     def events(self, part: SampledPart) -> list[dict[str, Any]]:
         """Return the event choices for new tokens, or for the end of the choice."""
@@ -355,13 +356,10 @@ class _ChoiceStream:
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, "logprobs": None}
         if self._reply is None:
             choice["text"] = self._text.add(part.tokens)
-            if self._request.wants_logprobs:
-                choice["logprobs"] = self._logprobs.add(part.tokens, part.logps)
         else:
             choice["delta"] = _delta(self._reply.add(part.tokens))
-            if self._request.wants_logprobs:
-                first, self._first = self._first, False
-                choice["logprobs"] = answers.chat_logprobs(self._bytes, part.tokens, part.logps, first=first)
+        if self._request.wants_logprobs:
+            choice["logprobs"] = self._logprobs.add(part.tokens, part.logps)
         if self._request.return_token_ids:
             choice["token_ids"] = list(part.tokens)
         return choice

@@ -4,11 +4,11 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
 from jaxrlhf.serving.grammars import JsonGrammars
 
-_MOST_FORMS = 8
+_MAX_FORMS = 8
 _SERVER_VARIABLES = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
     *("tokenizer", "chat", "conversation", "day", "padding", "truncation", "max_length", "return_tensors"),
@@ -73,26 +73,22 @@ class ServedModel:
         """
         if not variables:
             return self.form
-        key = json.dumps(dict(variables), sort_keys=True)
-        if (found := self._forms.get(key)) is not None:
-            return found
         for name in variables:
             if name in _SERVER_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
                 raise unsupported(
                     f"the chat template of {self.name} has no variable {name!r} to set; leave it out", name
                 )
+        key = json.dumps(dict(variables), sort_keys=True)
         try:
-            made = ChatFormat(self.tokenizer, {**variables, **(self._day or {})}, self.images)
+            return self._form_of(key)
         except Refusal as error:
             raise invalid(f"with {key:.80} {error}", next(iter(variables))) from error
-        self._forms[key] = made
-        while len(self._forms) > _MOST_FORMS:
-            self._forms.pop(next(iter(self._forms)), None)
-        return made
 
     @cached_property
-    def _forms(self) -> dict[str, ChatFormat]:
-        return {}
+    def _form_of(self) -> Callable[[str], ChatFormat]:
+        """Function of variables, as JSON, that returns a chat format; the last formats are kept."""
+        day = self._day or {}
+        return lru_cache(_MAX_FORMS)(lambda key: ChatFormat(self.tokenizer, json.loads(key) | day, self.images))
 
     @property
     def _day(self) -> dict[str, Any] | None:
@@ -118,8 +114,8 @@ class ServedModel:
         return ControlTokens(self.tokenizer).ids
 
     @cached_property
-    def most_bytes(self) -> int:
-        """Number of bytes of the longest text that may fit the context: as many of the longest tokens as fit."""
+    def max_bytes(self) -> int:
+        """Number of bytes of the longest text that may fit the context: a full context of the longest token."""
         longest = max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
         return longest * self.service.engine.context_tokens
 
@@ -130,7 +126,7 @@ class ServedModel:
           ApiError: The texts are too long.
         """
         total = sum(len(text) for text in texts)
-        if total > self.most_bytes:
+        if total > self.max_bytes:
             context = self.service.engine.context_tokens
             raise too_long(
                 f"texts of {total} characters, which cannot fit the context of {context} tokens; shorten them"
@@ -161,15 +157,15 @@ class ServedModel:
         engine = self.service.engine
         if not prompt:
             raise ApiError("the prompt has no tokens; give at least one", code="empty_prompt", param="prompt")
-        left = engine.context_tokens - len(prompt)
-        if left < (wanted != 0):
+        rest = engine.context_tokens - len(prompt)
+        if rest < (wanted != 0):
             raise too_long(f"a prompt of {len(prompt)} tokens, and the context is {engine.context_tokens}; shorten it")
-        if wanted is not None and wanted > min(left, engine.response_tokens):
+        if wanted is not None and wanted > min(rest, engine.response_tokens):
             raise too_long(
                 f"a prompt of {len(prompt)} tokens and max_tokens={wanted}; the context is {engine.context_tokens} and "
                 f"a response has {engine.response_tokens} at most"
             )
-        return min(n for n in (left, engine.response_tokens, wanted, most) if n is not None)
+        return min(n for n in (rest, engine.response_tokens, wanted, most) if n is not None)
 
 
 def check_model(model: ServedModel, wanted: str) -> None:

@@ -125,7 +125,7 @@ class ServedSession:
         finally:
             self._futures.remove(futures)
 
-    def most_tokens(self, choices: int) -> int | None:
+    def tokens_per_choice(self, choices: int) -> int | None:
         """Return the token limit of each of `choices` choices; None is unlimited."""
         left = None if self.limits.tokens is None else max(1, (self.limits.tokens - self._tokens) // choices)
         limits = [n for n in (left, self.limits.call_tokens) if n is not None]

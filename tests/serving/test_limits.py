@@ -281,9 +281,9 @@ def test_header_time_limit_does_not_apply_between_requests():
 def test_too_long_text_is_refused_before_tokenization(monkeypatch):
     monkeypatch.setattr("jaxrlhf.conversations.ChatFormat.prompt", lambda *_, **__: pytest.fail("tokenised"))
     with served(engine=build_engine(embedded_tokenizer())) as (server, model):
-        long = "a" * (model.most_bytes + 1)
+        long = "a" * (model.max_bytes + 1)
         fits = len(max(model.tokenizer.get_vocab(), key=len)) * model.service.engine.context_tokens
-        assert fits <= model.most_bytes < 1 << 20
+        assert fits <= model.max_bytes < 1 << 20
         with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
             chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
             for path, body in (("chat/completions", chat), ("completions", {**ASKED, "prompt": long})):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.tracking import device_memory
-from jaxrlhf.tracking.device_memory import LOOK_S, DevicePeak, bytes_in_use
+from jaxrlhf.tracking.device_memory import SAMPLE_S, DevicePeak, bytes_in_use
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 SPLIT = NamedSharding(MESH, PartitionSpec("data", "tensor"))
@@ -49,7 +49,7 @@ def test_temporary_array_is_measured(before: list[int]) -> None:
     with DevicePeak() as peak:
         array, patience = of_kib(8000), time.monotonic() + 10
         while peak.bytes == max(before) and time.monotonic() < patience:  # looks are rare where arrays are many
-            time.sleep(LOOK_S)
+            time.sleep(SAMPLE_S)
         array.delete()
     assert peak.bytes == max(before) + 1000 * KIB
 
@@ -97,8 +97,8 @@ def test_measuring_creates_no_arrays() -> None:
 
 
 def test_arrays_may_be_deleted_during_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "LOOK_S", 0.0)
-    monkeypatch.setattr(device_memory, "LOOKING_SHARE", 1.0)
+    monkeypatch.setattr(device_memory, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(device_memory, "MAX_SAMPLING_SHARE", 1.0)
 
     def churn() -> None:
         end = time.monotonic() + 1.0
@@ -152,7 +152,7 @@ def test_other_errors_of_the_thread_are_raised(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(device_memory, "bytes_in_use", broken)
     with pytest.raises(RuntimeError, match="the backend is gone"), DevicePeak():
-        time.sleep(6 * LOOK_S)
+        time.sleep(6 * SAMPLE_S)
 
 
 def test_slow_measurements_are_made_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +194,6 @@ def test_memory_statistics_of_the_backend_are_used(
     device = Accelerator(1000, peak_after, [10, 20, 70, 30])
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     with DevicePeak() as peak:
-        time.sleep(6 * LOOK_S)
+        time.sleep(6 * SAMPLE_S)
         device.peak = device.peak_after
     assert peak.bytes == expected

@@ -1,4 +1,4 @@
-"""The view in a real browser: curves, zoom, samples, evaluation, timeline, settings, and hostile text."""
+"""The viewer in a real browser: curves, zoom, samples, evaluation, timeline, settings, and hostile text."""
 
 import json
 

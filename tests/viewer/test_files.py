@@ -1,4 +1,4 @@
-"""The view's server: what it reads, what it never reads, and what explains a metric."""
+"""The viewer's server: the files that it reads, the files that it refuses, and explanations of metrics."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_nothing_outside_the_folder_is_read(runs, path):
 def test_invalid_requests_get_an_error(runs):
     for path in ("/api/metrics", "/api/samples?run=one&kind=samples&step=x"):
         status, text, _ = get(runs[1] + path)
-        assert status == 400 and "not understood" in text
+        assert status == 400 and "invalid request" in text
 
 
 def test_other_host_names_and_foreign_scripts_are_refused(runs):
@@ -93,7 +93,7 @@ def test_other_host_names_and_foreign_scripts_are_refused(runs):
     assert re.findall(r"(?:src|href)=\"(.*?)\"", text) == ["data:,", "view.css", "view.js"]
 
 
-def test_command_prints_its_address(runs):
+def test_script_prints_listening_ports(runs):
     script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
     done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
     port = runs[1].rpartition(":")[2]
@@ -118,7 +118,7 @@ def test_concurrent_requests_equal_sequential_requests(tmp_path):
     steps = list(alone.steps("one", "samples"))
     expected = [alone.samples("one", "samples", step) for step in steps]
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns all the time
+    sys.setswitchinterval(1e-6)  # many switches between threads
     try:
         with ThreadPoolExecutor(8) as threads:
             for _ in range(10):
@@ -202,4 +202,4 @@ def test_every_metric_of_the_page_is_explained_by_its_row():
 def test_command_refuses_a_missing_folder(tmp_path):
     command = [sys.executable, "-m", "jaxrlhf.view", str(tmp_path / "none"), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "none is no folder; name the one that has the workdirs of runs" in done.stderr
+    assert done.returncode == 2 and "none is no folder; give the folder that has the workdirs of runs" in done.stderr
