@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept, what comes back from them, and what is refused."""
+"""Checkpoints: preservation, restores, and refusals."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STATE = {"step": 3, "state": {"kl_coefficient": 0.1 + 0.2}, "loader": {"epoch": 
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens `Checkpoints` of one directory and closes what is left open."""
+    """Function that opens `Checkpoints` of one directory; all are closed at the end."""
     opened = []
 
     def open_again(**settings) -> Checkpoints:
@@ -33,7 +33,7 @@ def opened(tmp_path):
 
 
 def tree(seed=0):
-    """Parameters of odd bits and shapes, as a model and its optimizer have them."""
+    """Parameters of several dtypes and shapes, with random bits."""
     rng = np.random.default_rng(seed)
     return {
         "embed": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32),
@@ -43,7 +43,7 @@ def tree(seed=0):
 
 
 def held_in(trees):
-    """An item for each of these trees, which takes its place when restored."""
+    """Return an item for each tree; a restore replaces the tree."""
 
     def item(name):
         return TreeItem(lambda: trees[name], lambda tree: trees.__setitem__(name, tree))
@@ -56,7 +56,7 @@ def held(**trees):
 
 
 def like(tree, sharding=None):
-    """What to restore into."""
+    """Return the targets of a restore."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
 
 
@@ -161,7 +161,7 @@ def test_restore_into_another_layout(opened):
 
 
 def saves(opened, metrics, **settings):
-    """Steps left after saves with these metrics, each by a run that was started anew."""
+    """Return the steps kept after saves with these metrics, each by another `Checkpoints`."""
     for step, metric in enumerate(metrics, start=1):
         checkpoints = opened(**settings)
         checkpoints.save(step, held(actor={"x": jnp.ones(2)}), STATE, metric=metric)
@@ -203,7 +203,7 @@ def test_unfinished_saves_are_removed(opened, tmp_path):
 
 
 class Disturbed:
-    """An item of `tree()` with something else in the place of some methods."""
+    """Return an item of `tree()` with some methods replaced."""
 
     def __init__(self, **methods):
         self.item = TreeItem(tree, lambda tree: None)

@@ -1,4 +1,4 @@
-"""Checkpoints that runs start from: Hugging Face's, and converted ones, there and back."""
+"""Checkpoints that runs start from: Hugging Face's, converted ones, and exports."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from jaxrlhf.trainer.run import run
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A bfloat16 checkpoint with files beside its weights, some of which nobody here reads."""
+    """Write a bfloat16 checkpoint with further files, some unknown to the package."""
     directory = write(tmp_path_factory.mktemp("source"), build("qwen2").to(torch.bfloat16))
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -43,7 +43,7 @@ def converted(source, tmp_path_factory):
     scope="module", params=["1GB", pytest.param("20KB", marks=pytest.mark.seeds)], ids=["one-file", "several"]
 )
 def mixed(request, tmp_path_factory):
-    """A bfloat16 model with float32 biases of queries, and others of another dtype in one layer only."""
+    """Write a bfloat16 model with float32 biases of queries, and another dtype in one layer only."""
     model = build("qwen2").to(torch.bfloat16)
     layers = model.model.layers
     for layer in layers:
@@ -56,7 +56,7 @@ def mixed(request, tmp_path_factory):
 
 
 def tensors(directory):
-    """Of all files, by name."""
+    """Return the digests of all files, by name."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -68,7 +68,7 @@ def same_tensors(ours, theirs):
 
 
 def split_over_all(config, head):
-    """Every parameter's longest dimension over eight devices where it splits evenly."""
+    """Shard the longest evenly divisible dimension of each parameter over eight devices."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
 
     def place(shape):
@@ -96,7 +96,7 @@ def test_conversion_round_trip(source, converted, tmp_path, capsys):
 
 
 def test_labels_of_tokens_are_not_converted(refused, tmp_path):
-    """Their two rows and biases would become one row."""
+    """A conversion would store one row instead of two, and no biases."""
     source = write(tmp_path / "labels", build("qwen2", "ForTokenClassification"))
     with refused():
         convert(source, tmp_path / "out")
@@ -113,7 +113,7 @@ def test_export_in_another_dtype(source, converted, tmp_path):
 
 @pytest.mark.slow
 def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
-    """Through memory and through orbax; a file of them all has the same bytes."""
+    """Conversions in memory and through orbax give files with equal bytes."""
     assert {str(tensor.dtype) for tensor in tensors(mixed).values()} == {"bfloat16", "float32", "float16"}
     config = models.read_config(mixed)
     models.save_params(models.load_params(mixed, config, "lm"), config, tmp_path / "saved", source=mixed)
@@ -167,7 +167,7 @@ def test_both_formats_load_equal_parameters(source, converted, head, monkeypatch
 @pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_run_from_a_converted_checkpoint_is_equal(tmp_path):
-    """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
+    """Actor, reference, critic and tokenizer come from the converted checkpoint."""
     about = write_policy(tmp_path / "source") / "tokenizer_config.json"
     about.write_text(about.read_text() + "\n")  # no longer as transformers would write it
     run_module("convert", tmp_path / "source", tmp_path / "converted")

@@ -1,4 +1,4 @@
-"""Clusters that cannot be had are refused before anything is started."""
+"""Unavailable clusters are refused before anything is started."""
 
 import sys
 

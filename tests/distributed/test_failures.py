@@ -1,4 +1,4 @@
-"""Every way for host processes to go wrong, and what is left behind: nothing."""
+"""Failures of host processes, after which no process is left."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def connection():
 
 @pytest.fixture
 def pool(tmp_path):
-    """Starts pools, and sees that nothing of them is left."""
+    """Function that starts pools; no process of a pool may be left at the end."""
     pools = []
 
     def start(name="models", factory=ray_world.World, *, hosts=2, cluster=CLUSTER):
@@ -45,7 +45,7 @@ def pool(tmp_path):
 
 
 def caught(kind, world, *args, **kwargs):
-    """The error of a call, and its seconds."""
+    """Return the error of a call, and its seconds."""
     start = time.monotonic()
     with pytest.raises(kind) as info:
         world.call(*args, label="actor.update_actor", **kwargs)

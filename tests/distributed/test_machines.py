@@ -1,4 +1,4 @@
-"""Host processes on a cluster of several machines, which are several of Ray's nodes on this one."""
+"""Host processes on a cluster of several machines, simulated by several Ray nodes on one machine."""
 
 import os
 import time
@@ -20,7 +20,7 @@ NODES = 3
 
 
 class Placed(ray_world.World):
-    """Also says where it is."""
+    """Host that also returns its machine."""
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()

@@ -1,4 +1,4 @@
-"""Host processes started by Ray: one JAX world, data from host to host, failures that speak."""
+"""Host processes started by Ray: one JAX world, transfers from host to host, messages of failures."""
 
 import os
 import pickle
@@ -158,7 +158,7 @@ def test_printed_output_of_hosts_is_logged(world, logs):
 
 @pytest.fixture
 def passing(monkeypatch):
-    """Array bytes that this process has got from Ray and given to it."""
+    """Array bytes that this process receives from Ray and sends to Ray."""
     return ray_world.traffic(monkeypatch.setattr)
 
 

@@ -1,4 +1,4 @@
-"""Runs whose hosts are killed at random moments, or sleep for ever: a word in time, or the same numbers."""
+"""Runs whose hosts are killed at random moments, or hang: an error in time, or equal numbers after a restart."""
 
 import os
 import random
@@ -45,7 +45,7 @@ CLUSTER = RayCluster(devices_per_host=1, platform="cpu", call_timeout_s=300.0)
 # Two worlds of one process: JAX keeps compiled programs of the first process of a world alone.
 POOLS = (Pool("policy", 1, ("actor",)), Pool("value", 1, ("critic", "reference", "reward")))
 MOMENTS = {"start": 1, "generate_sequences": 2, "update_actor": 2, "save": 6, "any call": 20}
-"""Calls that a host is killed in, or soon after; and how many of them to choose from after a launch."""
+"""Calls during or after which a host is killed, and the number of calls after a launch to choose from."""
 SMALLEST = """
 from learning_run import learning
 from jaxrlhf.config import GRPO
@@ -57,7 +57,7 @@ def get_config():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
-    """Every process of a test has a mark in its environment, Ray's own and those of reward functions included."""
+    """Mark the environment of every process of a test, including Ray's processes and those of reward functions."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("RAY_TEST_MARK", mark)
     yield
@@ -73,7 +73,7 @@ def tiny(workdir, **cluster):
 
 @pytest.fixture(scope="module")
 def undisturbed(programs, tmp_path_factory):
-    """The run in this process."""
+    """Return the run in this process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     jaxrlhf.run(placed(workdir, steps=STEPS, pools=POOLS))
     return workdir
@@ -81,7 +81,7 @@ def undisturbed(programs, tmp_path_factory):
 
 @dataclass
 class Kill:
-    """One kill -9, and what came of it."""
+    """One kill -9, and its consequences."""
 
     call: str
     host: HostId
@@ -95,7 +95,7 @@ class Kill:
 
 
 class Killer:
-    """Kills a host of each launch of a run, at a moment that a seed chooses, while there are seeds."""
+    """Killer of a host of each launch of a run, at a moment sampled with the next seed."""
 
     def __init__(self, patch: pytest.MonkeyPatch, seeds: list[int]) -> None:
         self.kills: list[Kill] = []
@@ -162,7 +162,7 @@ def test_run_resumes_after_repeated_kills(seeds, undisturbed, tmp_path, monkeypa
 
 
 def assert_same_run(workdir: Path, expected: Path) -> None:
-    """To the last bit."""
+    """Assert that two results are bitwise equal."""
     assert numbers(workdir / "metrics.jsonl") == numbers(expected / "metrics.jsonl")
     for name in ("samples.jsonl", "evaluation.jsonl"):
         assert (workdir / name).read_bytes() == (expected / name).read_bytes()
@@ -171,7 +171,7 @@ def assert_same_run(workdir: Path, expected: Path) -> None:
 
 
 class Sniper:
-    """Kills the host of a pool as it is asked for certain calls: the so many-th of each method.
+    """Killer of a pool's host at certain calls: the n-th call of each method.
 
     Attributes:
       struck: Methods in whose calls a host was killed.
@@ -227,7 +227,7 @@ def test_call_during_a_failed_transfer_reports_the_same_failure(cause, attempts,
 
 
 class Launched:
-    """Processes of a pool that was launched; `number` counts the launches."""
+    """Processes of a launched pool; `number` counts the launches."""
 
     def __init__(self, number):
         self.hosts, self.closed = (HostId("generation", 0, pid=number),), False

@@ -1,4 +1,4 @@
-"""Runs on pictures by two hosts that Ray joins: the numbers of one process, and no pixels through the controller."""
+"""Runs on images by two Ray hosts: the numbers of one process, and no pixels through the controller."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Runs on hosts joined by Ray: the numbers of one process, and data that goes past the controller."""
+"""Runs on Ray hosts: the numbers of one process, and transfers that bypass the controller."""
 
 import shutil
 from contextlib import contextmanager
@@ -42,19 +42,19 @@ def connection(programs):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A device of this process."""
+    """Return a device of this process."""
     return run(tmp_path_factory.mktemp("here"), steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def apart(here, tmp_path_factory):
-    """From the checkpoint of one process on, with policy, value and generation on a host each."""
+    """Resume the checkpoint of one process, with policy, value and generation on a host each."""
     workdir = cut_after(1, here, tmp_path_factory.mktemp("apart") / "moved")
     return run(workdir, steps=STEPS, pools=pools_of(4, 4, 4), cluster=CLUSTER, **HALVES)
 
 
 def cut_after(last: int, workdir: Path, copy: Path) -> Path:
-    """A copy of a finished run, as it was when no later step had been saved."""
+    """Copy a finished run without the checkpoints of later steps."""
     shutil.copytree(workdir, copy)
     for step in range(last + 1, STEPS + 1):
         shutil.rmtree(copy / "checkpoints" / f"step_{step}")
@@ -91,7 +91,7 @@ def test_one_process_resumes_a_checkpoint_of_several_pools(here, apart, tmp_path
 
 @contextmanager
 def launched(config):
-    """Its pools and their roles."""
+    """Return the pools of the run and their roles."""
     tokenizer = load_tokenizer(None)
     pools = launch(config, tokenizer, progress=lambda *_: None, workdir=Path(config.workdir))
     try:
@@ -113,13 +113,13 @@ def test_generation_on_another_host_equals_local_generation(apart, tmp_path):
 
 @pytest.fixture
 def passing(monkeypatch):
-    """Array bytes that this process has got from Ray and given to it, counted outside of the project."""
+    """Array bytes that this process receives from Ray and sends to Ray, counted outside of the package."""
     return ray_world.traffic(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Two pools of a host each, called by hand, with a reward that fails."""
+    """Two pools of one host each, called directly, with a failing reward."""
     rewards = Rewards(parts=(FunctionReward(f"{odd_hosts.__file__}:strange"),), timeout_s=2.0)
     config = placed(tmp_path_factory.mktemp("parts"), pools=SPLIT, cluster=CLUSTER, rewards=rewards, **HALVES)
     loaded = load_problems(config.data, load_tokenizer(None), split="train", max_prompt_tokens=64).problems
@@ -188,7 +188,7 @@ def test_failing_reward_function_on_a_host(parts):
 
 @pytest.mark.seeds  # distributed/test_run_vision.py has episodes with pictures
 def test_episodes_on_two_hosts_equal_one_process(tmp_path):
-    """Each host answers its share of the episodes, with environments in processes of its own."""
+    """Each host runs its share of the episodes, with environments in its own processes."""
     config = replace(
         tiny_episodes.get_config(),
         steps=1,

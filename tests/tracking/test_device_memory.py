@@ -1,4 +1,4 @@
-"""The most that a phase takes on a device: what is seen, and what must not count."""
+"""Peak memory of a phase: arrays that count, and arrays that do not."""
 
 import threading
 import time
@@ -18,13 +18,13 @@ KIB = 1024
 
 
 def of_kib(kib: int, sharding: NamedSharding = SPLIT) -> jax.Array:
-    """An array of zeros with so many KiB altogether."""
+    """Return an array of zeros of a size in KiB."""
     return jax.device_put(np.zeros((2 * kib, 128), np.float32), sharding)
 
 
 @pytest.fixture
 def before() -> list[int]:
-    """What other tests left alive."""
+    """Return the bytes that other tests left alive."""
     return bytes_in_use(jax.local_devices())
 
 
@@ -126,7 +126,7 @@ def test_array_deleted_during_its_count_is_left_out(monkeypatch: pytest.MonkeyPa
 
 def test_unfinished_array_counts_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     class Computed:
-        """An array of a program that goes on; JAX 0.11 would wait for it, with the interpreter's lock."""
+        """Array of a running program; JAX 0.11 would wait for the program, with the interpreter's lock."""
 
         nbytes = 800
         sharding = of_kib(8).sharding
@@ -157,21 +157,21 @@ def test_other_errors_of_the_thread_are_raised(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slow_measurements_are_made_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(devices: object) -> list[int]:
-        looks.append(None)
+        measurements.append(None)
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
             pass
         return [0]
 
-    looks: list[None] = []
+    measurements: list[None] = []
     monkeypatch.setattr(device_memory, "bytes_in_use", slow)
     with DevicePeak():
-        time.sleep(0.5)  # a look of 20 ms may come every 2 s
-    assert len(looks) == 2
+        time.sleep(0.5)  # a measurement of 20 ms may come every 2 s
+    assert len(measurements) == 2
 
 
 class Accelerator:
-    """A device that counts its memory: `in_use` at each look in turn, then the last for ever."""
+    """Device that counts its memory: each measurement gets the next number of `in_use`, then always the last."""
 
     def __init__(self, peak_before: int, peak_after: int, in_use: list[int]) -> None:
         self.peak, self.peak_after, self.in_use = peak_before, peak_after, in_use

@@ -1,4 +1,4 @@
-"""Where the time went: sums, shares and medians of calls whose lengths are known, and their picture."""
+"""Time table: sums, shares and medians of calls with known lengths, and their picture."""
 
 import io
 
@@ -12,7 +12,7 @@ START_S = 1000.0  # of the run
 
 
 def calls(start_s: float, *, generate_s: float, twice_s: float) -> tuple[Call, ...]:
-    """Generation; then two updates on the same pool, and a reward and a critic on two others beside the first."""
+    """Generation; then two updates on the same pool, in parallel with a reward and a critic on two other pools."""
     then_s = start_s + generate_s
     return (
         Call("actor", "generate", start_s, then_s, "left"),
@@ -75,7 +75,7 @@ def test_seconds_outside_steps():
 
 
 def test_overlapping_calls_do_not_reduce_idle_time_twice():
-    """Calls may reach over the end of a step, and into each other."""
+    """Calls may overlap each other and the end of a step."""
     mixed = (Call("a", "f", 0, 4, "all"), Call("a", "f", 2, 5, "all"), Call("b", "g", 9, 12, "all"))
     lines = time_spent([StepCalls(1, 1.0, 10.0, mixed)], [], start_s=1.0, ready_s=1.0, end_s=10.0)
     [idle] = [line for line in lines if line.name == "idle"]

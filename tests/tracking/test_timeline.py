@@ -1,4 +1,4 @@
-"""The trace of a run opens as JSON, whenever it is cut."""
+"""Trace of a run: valid JSON, also after a kill and a resume."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from jaxrlhf.tracking import Call, TimelineFile
 
 
 def events(path: Path) -> list[dict]:
-    """The trace of a run that was closed, to any reader of JSON."""
+    """Return the events of a closed trace, read as JSON."""
     return json.loads(path.read_text())
 
 

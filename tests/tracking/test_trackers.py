@@ -1,4 +1,4 @@
-"""Trackers keep a run offline: their own stores, read back, have its numbers and samples before and after a resume."""
+"""Trackers offline: their stores have the metrics and samples of a run, before and after a resume."""
 
 import html
 import importlib
@@ -40,7 +40,7 @@ def track(steps, resumed):
     trackers.close()
 
 track([1, 2, 3], None)
-track([3, 4], 2)  # killed at step 3, and gone on with from a checkpoint of step 2
+track([3, 4], 2)  # killed at step 3, and resumed from a checkpoint of step 2
 track([1], None)  # another run
 """
 OFFLINE = {
@@ -50,7 +50,7 @@ WHOLE = [(1, 1 / 7), (2, 2 / 7), (3, 3 / 7), (3, 3 / 7), (4, 4 / 7)]
 
 
 def tracked(name: str, folder: Path) -> dict[str, str]:
-    """Runs in a process of their own; what the tracker itself wrote is below `folder`."""
+    """Track runs in another process, with the tracker's files below `folder`; return the ids."""
     places = {"MLFLOW_TRACKING_URI": f"file://{folder}/mlruns", "TRACKIO_DIR": str(folder / "trackio")}
     done = subprocess.run(
         [sys.executable, "-c", RUN, name, str(folder)],
@@ -65,13 +65,13 @@ def tracked(name: str, folder: Path) -> dict[str, str]:
 
 
 def needs(package: str):
-    """A slow test that is skipped where a tracker's package is not installed."""
+    """Mark a test as slow, and skip the test if a tracker's package is not installed."""
     absent = pytest.mark.skipif(find_spec(package) is None, reason=f"pip install 'jaxrlhf[{package}]'")
     return lambda test: pytest.mark.slow(absent(test))
 
 
 def log_records(path: Path) -> list[bytes]:
-    """Records of a file in the log format of LevelDB, after a head of 7 bytes: blocks of 32 KiB, a record in parts."""
+    """Return the records of a file in LevelDB's log format: a header of 7 bytes, blocks of 32 KiB, records in parts."""
     data, at, whole, records = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         left = 32768 - at % 32768

@@ -1,4 +1,4 @@
-"""Metrics and samples survive kills and resumes; what people see is readable."""
+"""Files of metrics and samples, the console, and the learning curve."""
 
 import io
 import json
