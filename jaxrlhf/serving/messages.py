@@ -103,11 +103,11 @@ def _calls(given: Any, place: str) -> list[dict[str, Any]]:
 
 def tools_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert tools to the form of chat templates; `strict` has no effect here and is left out."""
+    tools = []
     for number, tool in enumerate(given):
-        match tool:
-            case {"type": "function", "function": {"name": str()}}:
-                pass
-            case _:
-                raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
-    functions = [{key: value for key, value in tool["function"].items() if key != "strict"} for tool in given]
-    return [{"type": "function", "function": function} for function in functions]
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str):
+            raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
+        tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
+    return tools
