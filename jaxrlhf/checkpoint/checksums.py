@@ -24,7 +24,7 @@ class Damaged(Refusal):
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a folder; nothing may write there any more."""
+    """Write the checksums of all files of a folder, whose files are complete."""
     (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
 
 

@@ -110,14 +110,14 @@ def export_converted(
       Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
-    held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    vision = any(name.startswith("vision.") for name in held)
+    stored, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    vision = any(name.startswith("vision.") for name in stored)
     config, (_, head) = read_config(path, vision=vision), read_family(path)
     check_pretrained(path, config, head)
 
     def place(path: tuple, _: Any) -> jax.ShapeDtypeStruct:
-        found = held[path_name(path)]
-        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=whole)
+        array = stored[path_name(path)]
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
 
     target = jax.tree.map_with_path(place, param_shapes(config, head))
     arrays = read_each(_weights(path), target)

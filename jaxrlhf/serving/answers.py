@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
+from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply
-from jaxrlhf.serving.texts import before_stop
+from jaxrlhf.serving.texts import TextStream, before_stop
 
 Likely = Sequence[tuple[int, float]]
 """Ids of likely tokens, the likeliest first, with their log-probabilities."""
@@ -86,8 +86,7 @@ class TextLogprobs:
     """
 
     def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
-        self._tokens, self._text, self._offset = tokens, TextBytes(), 0
-        self._first = all(map(tokens.is_special, prompt))
+        self._tokens, self._text, self._offset = tokens, TextStream(tokens, (), prompt), 0
 
     def add(
         self, tokens: Sequence[int], logps: Sequence[float | None], likely: Sequence[Likely] | None = None
@@ -107,8 +106,7 @@ class TextLogprobs:
             else:
                 others.append(None)
             offsets.append(self._offset)
-            self._offset += len(self._text.add(self._tokens.of(token, first=self._first)))
-            self._first = self._first and self._tokens.is_special(token)
+            self._offset += len(self._text.add([token]))
         return {
             "tokens": texts,
             "token_logprobs": [None if logp is None else _finite(logp) for logp in logps],
@@ -117,7 +115,7 @@ class TextLogprobs:
         }
 
     def _written(self, token: int) -> str:
-        text = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
+        text = self._tokens.of(token, first=self._text.at_start) or self._tokens.name(token).encode()
         try:
             return text.decode()
         except UnicodeDecodeError:

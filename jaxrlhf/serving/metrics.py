@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from jaxrlhf.engine.service import EngineService, ServiceCounts
 
 _HELP = {
-    "requests": "Choices asked of the engine.",
+    "requests": "Choices requested from the engine.",
     "completed": "Choices that were completed.",
-    "cancelled": "Choices that were cancelled, by a cut connection or a time-out.",
-    "failed": "Choices that the engine failed at.",
+    "cancelled": "Choices that were cancelled, by a closed connection or a time-out.",
+    "failed": "Choices that failed in the engine.",
     "sampled_tokens": "Tokens sampled.",
     "prompt_tokens": "Tokens of prompts that were prefilled.",
-    "cached_tokens": "Tokens of prompts that were in the cache.",
+    "cached_tokens": "Tokens of prompts that were found in the cache.",
     "queue_s": "Seconds that choices waited for a slot, summed.",
     "busy_slots": "Slots that sampled tokens, summed over dispatches.",
     "slots": "All slots, summed over dispatches.",

@@ -41,20 +41,23 @@ class TextStream:
 
     Args:
       prompt: Tokens before the choice.
+
+    Attributes:
+      at_start: Whether only control tokens came before the next token. A tokenizer may decode the first token of a text
+        in another way, such as without its leading space.
     """
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str], prompt: Sequence[int]) -> None:
         self._tokens, self._bytes, self._before = tokens, TextBytes(), BeforeStops(stops)
-        # A tokenizer may decode the first token of a text in another way, such as without its leading space.
-        self._first = all(map(tokens.is_special, prompt))
+        self.at_start = all(map(tokens.is_special, prompt))
         self._parts: list[str] = []
         self._sent = 0
 
     def add(self, new: Sequence[int]) -> str:
         """Add tokens; return the text that can be sent now."""
         for token in new:
-            self._parts.append(self._bytes.add(self._tokens.of(token, first=self._first)))
-            self._first = self._first and self._tokens.is_special(token)
+            self._parts.append(self._bytes.add(self._tokens.of(token, first=self.at_start)))
+            self.at_start = self.at_start and self._tokens.is_special(token)
         sent = self._before.add("".join(self._parts[-len(new) :]) if new else "")
         self._sent += len(sent)
         return sent

@@ -68,12 +68,12 @@ class Host:
         worker, builder = self.workers[role], self.builder
         function = getattr(worker, method)
         named = {name: loaded(value) for name, value in kwargs.items()}
-        own = tuple(map(loaded, function.protocol.distribute(args, worker.place)))
+        parts = tuple(map(loaded, function.protocol.distribute(args, worker.place)))
         with jax.profiler.TraceAnnotation(f"{role}.{method}"):
             if role == "reward" and not builder.config.rewards.by_model:  # it uses no device
-                return function(*own, **named)
+                return function(*parts, **named)
             with DevicePeak(builder.pool.devices) as peak:
-                result = function(*own, **named)
+                result = function(*parts, **named)
         self._peaks[method] = max(self._peaks.get(method, 0), peak.bytes)
         if builder.pool.devices[0].platform == "cpu":  # accelerators have their own memory
             return_free_memory()
@@ -94,8 +94,8 @@ class Host:
         """Start the profiler for this process and its devices; several processes write to separate subfolders."""
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # events of every Python call would make the trace many times larger
-        own = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
-        jax.profiler.start_trace(own, profiler_options=options)
+        folder = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
+        jax.profiler.start_trace(folder, profiler_options=options)
 
     def stop_trace(self) -> None:
         """Stop the profiler and write the trace."""

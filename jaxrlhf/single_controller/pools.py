@@ -151,7 +151,7 @@ class Roles:
         if ROLLOUT in groups:
             vars(self)["actor"] = ActorWithRolloutPool(groups["actor"], groups[ROLLOUT], fetch_group)
 
-    if not TYPE_CHECKING:  # else every misspelled role would have a type
+    if not TYPE_CHECKING:  # otherwise every misspelled role would have a type
 
         def __getattr__(self, role: str) -> NoReturn:
             groups = vars(self).get("_groups", [])
@@ -231,13 +231,13 @@ class Roles:
         """Profile every process and its devices within the block.
 
         Args:
-          folder: Folder of the traces; hosts of a cluster write to subfolders named after pools, on their own machines.
+          folder: Folder of the traces; hosts of a cluster write to subfolders named after pools, on their machines.
         """
         traced = [(self._pools[0], folder)]  # pools of this process share its trace
         if self._on_hosts:
             traced = [(ranks, folder.absolute() / ranks.name) for ranks in self._pools]
-        for ranks, own in traced:
-            ranks.on_all("start_trace", own)
+        for ranks, traces in traced:
+            ranks.on_all("start_trace", traces)
         try:
             yield
         except BaseException:
