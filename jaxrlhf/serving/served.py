@@ -80,12 +80,12 @@ class ServedModel:
                 )
         key = json.dumps(dict(variables), sort_keys=True)
         try:
-            return self._form_of(key)
+            return self._cached_form(key)
         except Refusal as error:
             raise invalid(f"with {key:.80} {error}", next(iter(variables))) from error
 
     @cached_property
-    def _form_of(self) -> Callable[[str], ChatFormat]:
+    def _cached_form(self) -> Callable[[str], ChatFormat]:
         """Function of variables, as JSON, that returns a chat format; the last formats are kept."""
         day = self._day or {}
         return lru_cache(_MAX_FORMS)(lambda key: ChatFormat(self.tokenizer, json.loads(key) | day, self.images))
