@@ -150,7 +150,7 @@ def test_results_between_groups_bypass_the_controller(parts, passing):
         roles.critic.compute_values(rollout),
     ]
     for call in chained:
-        call.where()
+        call.value_or_handle()
     after = loaded()
     assert passing == {"get": 0, "put": 0}
 
