@@ -22,13 +22,15 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.checksums import Damaged, damage_of, special_file, write_checksums
+from jaxrlhf.checkpoint.checksums import Damaged, damage_of, is_special, special_file, write_checksums
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 
 _METRIC = "score"
 _PREFIX = "step"
+_READ_AT_START = ("_CHECKPOINT_METADATA", "metrics/metrics")
+"""Files of each checkpoint that orbax reads when its manager starts."""
 
 
 def _rank(metrics: Mapping[str, float]) -> float:
@@ -158,11 +160,12 @@ class Checkpoints:
         self._handler = _ItemHandler()
         registry.add(None, _ItemArgs, self._handler)
         self.directory = directory.absolute()
-        for file in sorted(self.directory.glob(f"{_PREFIX}_*/metrics/metrics")):  # read as the manager starts
+        for file in sorted(file for name in _READ_AT_START for file in self.directory.glob(f"{_PREFIX}_*/{name}")):
             try:
-                if damage := special_file(file.parent):
-                    raise OSError(damage)
-                json.loads(file.read_text())
+                if is_special(file):
+                    raise OSError(f"{file} is no regular file")
+                if file.name == "metrics":
+                    json.loads(file.read_text())
             except (ValueError, OSError, RecursionError) as error:
                 raise Damaged(
                     f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} to another folder"

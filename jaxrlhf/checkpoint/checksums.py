@@ -28,14 +28,17 @@ def write_checksums(folder: Path) -> None:
     (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
 
 
+def is_special(path: Path) -> bool:
+    """Return True if a path is neither a regular file nor a folder; reading a named pipe would wait for its writer."""
+    with suppress(FileNotFoundError):  # deleted meanwhile, or a broken link
+        mode = path.stat().st_mode
+        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return False
+
+
 def special_file(folder: Path) -> str | None:
-    """Return the damage of a file that is neither regular nor a folder; None without one. Reading a pipe would hang."""
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # deleted meanwhile, or a broken link
-            mode = path.stat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                return f"{path} is no regular file"
-    return None
+    """Return the damage of the first special file (`is_special`) below a folder; None without one."""
+    return next((f"{path} is no regular file" for path in folder.rglob("*") if is_special(path)), None)
 
 
 def damage_of(folder: Path, *, checked: bool) -> str | None:
