@@ -52,7 +52,7 @@ class RecordedCall:
 
     Attributes:
       tokens: Token ids of prompt and response.
-      messages, reasoning: Those of the prompt and of the reply; empty for a text completion.
+      messages, reasoning: Messages and reasoning of the prompt and of the reply; empty for a text completion.
       reply: Parsed reply; None for a text completion.
       tool_names: Names of the called tools, by the id of the call.
       after: Later calls that continue this call.

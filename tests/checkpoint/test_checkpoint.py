@@ -1,7 +1,6 @@
 """Checkpoints: preservation, restores, and refusals."""
 
 import json
-import os
 import re
 import threading
 
@@ -357,26 +356,6 @@ def test_damaged_file_is_named_and_no_array_is_changed(damage, stored, tmp_path)
             stored.read(5, {"actor": like(tree())})
         file.write_bytes(content)
     assert stored.restore(5, held_in(trees)) == STATE
-
-
-def test_named_pipe_instead_of_a_file_is_refused(stored, opened, tmp_path):
-    """A read of the pipe would wait for a writer forever."""
-    folder = tmp_path / "checkpoints" / "step_5"
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert folder / "host" / "metadata" in files and len(files) > 6
-    for file in files:
-        content = file.read_bytes()
-        file.unlink()
-        os.mkfifo(file)
-        released = threading.Timer(20, lambda file=file: os.close(os.open(file, os.O_RDWR)))  # ends a read that waits
-        released.start()
-        with pytest.raises(Damaged, match=rf"{re.escape(str(file))} is no regular file") as refused:
-            opened(read_only=True).restore(5, held(actor=tree()))
-        released.cancel()
-        assert "\n" not in str(refused.value)
-        file.unlink()
-        file.write_bytes(content)
-    assert stored.restore(5, held(actor=tree())) == STATE
 
 
 @pytest.mark.slow
