@@ -105,9 +105,8 @@ def tools_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert tools to the form of chat templates; `strict` has no effect here and is left out."""
     tools = []
     for number, tool in enumerate(given):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type") != "function" or not isinstance(name, str):
+        function = tool["function"] if isinstance(tool.get("function"), dict) else {}
+        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
         tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
     return tools
