@@ -22,20 +22,22 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.checksums import Damaged, damage_of, write_checksums
+from jaxrlhf.checkpoint.checksums import Damaged, damage_of, is_special, special_file, write_checksums
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.refusal import reason_of
 
 _METRIC = "score"
 _PREFIX = "step"
+_READ_AT_START = ("_CHECKPOINT_METADATA", "metrics/metrics")
+"""Files of each checkpoint that orbax reads when its manager starts."""
 
 
 def _rank(metrics: Mapping[str, float]) -> float:
     return metrics.get(_METRIC, -math.inf)
 
 
-class _Best(checkpoint_managers.PreservationPolicy):
+class _KeepBest(checkpoint_managers.PreservationPolicy):
     """Preservation policy that keeps the checkpoints with the highest metric, and none without a metric."""
 
     def __init__(self, count: int) -> None:
@@ -54,8 +56,8 @@ class _ItemArgs(ocp.args.CheckpointArgs):
     item: Item
 
 
-class _Written(ocp.future.Future):
-    """Files of one item being written; orbax waits for them while training continues.
+class _ItemWrite(ocp.future.Future):
+    """Write of one item in the background; orbax waits for its result while training continues.
 
     Args:
       directory: Folder of the item's files.
@@ -66,7 +68,7 @@ class _Written(ocp.future.Future):
         self._item, self._directory, self._writing = item, directory, writing
 
     def result(self, timeout: float | None = None) -> None:
-        del timeout  # orbax checks it when this returns; an item has its own limit for hosts that do not answer
+        del timeout  # orbax checks the time afterwards; an item has its own limit for hosts that do not answer
         try:
             self._item.finish()
         finally:
@@ -86,14 +88,14 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
     async def async_save(self, directory: Path, args: _ItemArgs) -> list[ocp.future.Future]:
         self._writing.append(args.item)
         await asyncio.get_running_loop().run_in_executor(self._thread, args.item.save, Path(directory))
-        return [_Written(args.item, Path(directory), self._writing)]
+        return [_ItemWrite(args.item, Path(directory), self._writing)]
 
     def save(self, directory: Path, args: _ItemArgs) -> None:
         args.item.save(Path(directory))
-        _Written(args.item, Path(directory), [args.item]).result()
+        _ItemWrite(args.item, Path(directory), [args.item]).result()
 
-    def settle(self, failure: Exception) -> None:
-        """Wait until no item is being written, after one failed; further errors are noted on the failure."""
+    def finish_after(self, failure: Exception) -> None:
+        """Wait until no item is being written, after one failed; further errors are added to the failure as notes."""
         while self._writing:
             try:
                 self._thread.submit(self._writing.pop().finish).result()
@@ -119,7 +121,7 @@ def _checksum(contents: Mapping[str, Any]) -> int:
 
 
 @contextmanager
-def _naming(place: Path) -> Iterator[None]:
+def _path_in_errors(place: Path) -> Iterator[None]:
     """Add the path being read to errors raised in the block; errors of libraries do not name it."""
     try:
         yield
@@ -137,12 +139,12 @@ class Checkpoints:
     Args:
       directory: Directory of the checkpoints, created if absent. All hosts that hold arrays have to see it.
       keep_last: Number of newest checkpoints kept.
-      keep_best: Number of checkpoints with the highest metric kept in addition.
+      keep_best: Number of checkpoints with the highest metric, kept in addition.
       read_only: True changes nothing. A reader must not clean up: apparent leftovers may be a save in progress.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0, read_only: bool = False) -> None:
-        policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
+        policies = [checkpoint_managers.LatestN(n=keep_last), _KeepBest(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             # Orbax stores metrics, and restores them on a resume, only if it has a function that ranks them.
@@ -158,9 +160,12 @@ class Checkpoints:
         self._handler = _ItemHandler()
         registry.add(None, _ItemArgs, self._handler)
         self.directory = directory.absolute()
-        for file in sorted(self.directory.glob(f"{_PREFIX}_*/metrics/metrics")):  # read as the manager starts
+        for file in sorted(file for name in _READ_AT_START for file in self.directory.glob(f"{_PREFIX}_*/{name}")):
             try:
-                json.loads(file.read_text())
+                if is_special(file):
+                    raise OSError(f"{file} is no regular file")
+                if file.name == "metrics":
+                    json.loads(file.read_text())
             except (ValueError, OSError, RecursionError) as error:
                 raise Damaged(
                     f"{file} is damaged ({reason_of(error)}); move {file.parents[1]} to another folder"
@@ -196,7 +201,7 @@ class Checkpoints:
         return folder
 
     def holds(self, step: int) -> set[str]:
-        """Return the names of the items that were saved in a checkpoint.
+        """Return the names of the items of a checkpoint.
 
         Raises:
           Damaged: The JSON state is not what was saved.
@@ -232,7 +237,7 @@ class Checkpoints:
         contents["checksum"] = _checksum(contents)
         args = {name: _ItemArgs(item) for name, item in items.items()}
         metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
-        with self._settled():
+        with self._reconciled():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)),
@@ -253,7 +258,7 @@ class Checkpoints:
         for name in items:
             self.checked_folder(step, name)
         for name, item in items.items():
-            with _naming(self.folder(step, name)):
+            with _path_in_errors(self.folder(step, name)):
                 self._manager.restore(step, args=ocp.args.Composite(**{name: _ItemArgs(item)}))
         return contents["state"]
 
@@ -286,6 +291,8 @@ class Checkpoints:
     def _host_state(self, step: int) -> dict[str, Any]:
         """Return the state that `save` wrote with the arrays, and the arrays' dtypes and shapes."""
         place = self.folder(step, "host")
+        if (damage := special_file(place.parent)) is not None:
+            raise self._damaged(step, damage)
         try:
             contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
             whole = "checksum" not in contents or contents["checksum"] == _checksum(contents)
@@ -322,21 +329,21 @@ class Checkpoints:
                 )
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Make sure, after a failure in the block, that nothing is being written and known steps match the directory.
+    def _reconciled(self) -> Iterator[None]:
+        """Wait for all writes after a failure in the block, and read the known steps from the directory again.
 
         When a save starts, orbax already counts its step as saved, and the steps that it will replace as deleted.
         """
         try:
             yield
         except Exception as failure:
-            self._handler.settle(failure)
+            self._handler.finish_after(failure)
             self._manager.reload()
             raise
 
     def wait(self) -> None:
         """Block until every started save is complete."""
-        with self._settled():
+        with self._reconciled():
             self._manager.wait_until_finished()
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """Checksums of the files of a checkpoint item, so that damage is found before anything is read."""
 
 import json
+import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from jaxrlhf.config import Refusal
@@ -22,15 +24,28 @@ class Damaged(Refusal):
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a folder; nothing may write there any more."""
+    """Write the checksums of all files of a folder, whose files are complete."""
     (folder / FILE).write_text(json.dumps(_checksums(folder, _files(folder))))
 
 
+def is_special(path: Path) -> bool:
+    """Return True if a path is neither a regular file nor a folder; reading a named pipe would wait for its writer."""
+    with suppress(FileNotFoundError):  # deleted meanwhile, or a broken link
+        mode = path.stat().st_mode
+        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return False
+
+
+def special_file(folder: Path) -> str | None:
+    """Return the damage of the first special file (`is_special`) below a folder; None without one."""
+    return next((f"{path} is no regular file" for path in folder.rglob("*") if is_special(path)), None)
+
+
 def damage_of(folder: Path, *, checked: bool) -> str | None:
-    """Return what is wrong with the files of a folder, beginning with a file's path; None if all are as saved.
+    """Return the first damage of a folder's files, beginning with a file's path; None if all are as saved.
 
     Args:
-      checked: The folder was saved with checksums; a folder of an earlier version has none, and counts as whole.
+      checked: True if the folder was saved with checksums; a folder of an earlier version has none.
     """
     if not folder.is_dir():
         return f"{folder} is missing"
@@ -68,7 +83,7 @@ def _checksums(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 def _checksum(path: Path) -> tuple[int, int]:
     size, checksum = 0, 1
-    block = memoryview(bytearray(_BLOCK))  # one for the whole file, so that reading allocates nothing
+    block = memoryview(bytearray(_BLOCK))  # reused for the file, so that reading allocates nothing
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             size, checksum = size + count, zlib.adler32(block[:count], checksum)

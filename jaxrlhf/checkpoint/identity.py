@@ -7,7 +7,7 @@ from jaxrlhf.checkpoint.pretrained import WEIGHTS
 from jaxrlhf.models.huggingface.gguf_folder import LINK
 from jaxrlhf.models.huggingface.hub import resolve
 
-PLACES, PLACE_BYTES = 1024, 4096
+BLOCKS, BLOCK_BYTES = 1024, 4096
 
 
 def identity(path: str | Path, *, fetch: bool = False) -> dict[str, str] | None:
@@ -30,7 +30,7 @@ def _digest(file: Path) -> str:
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(file, "rb") as content:
-        for place in range(0, size, max(PLACE_BYTES, size // PLACES)):
-            content.seek(place)
-            digest.update(content.read(PLACE_BYTES))
+        for start in range(0, size, max(BLOCK_BYTES, size // BLOCKS)):
+            content.seek(start)
+            digest.update(content.read(BLOCK_BYTES))
     return digest.hexdigest()

@@ -10,15 +10,16 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxrlhf.checkpoint.checksums import special_file
 from jaxrlhf.config import Refusal
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for an error that a thread of orbax logs: the thread that waits for the save gets the error, too."""
+def _is_not_raised(record: logging.LogRecord) -> bool:
+    """Return False for an error that a thread of orbax logs: the error is raised in the thread that waits for it."""
     return record.exc_info is None or "orbax" not in record.pathname
 
 
-logging.getLogger("absl").addFilter(_is_news)  # of orbax, which is imported above
+logging.getLogger("absl").addFilter(_is_not_raised)  # orbax's logger; orbax is imported above
 
 
 class Item(Protocol):
@@ -75,7 +76,7 @@ class TreeItem:
                 f"host {jax.process_index()} does not see the checkpoint directory {directory}; choose a workdir on "
                 "a file system that all hosts share"
             )
-        self.finish()  # the rest of a save that failed in another process
+        self.finish()  # wait for a save that failed in another process
         self._directory = epath.Path(directory)
         args = ocp.args.StandardSave(self._get())
         # Not asyncio.run: its cleanup counts the tasks of all threads, and orbax's tasks change meanwhile.
@@ -143,6 +144,8 @@ def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
       Refusal: There is no readable tree.
     """
     try:
+        if damage := special_file(directory):
+            raise OSError(damage)
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
     except (ValueError, OSError, KeyError) as error:
         raise Refusal(f"{directory} holds no readable arrays ({error}); write the checkpoint again") from error

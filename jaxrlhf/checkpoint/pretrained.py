@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
 from jaxrlhf.config import Refusal
+from jaxrlhf.config.refusal import read_object
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import labels_steps, read_config, read_family
 from jaxrlhf.models.huggingface.hub import resolve
@@ -52,7 +53,7 @@ def load_pretrained(
     target = jax.tree.map(
         lambda x, sharding, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), shapes, shardings, dtypes
     )
-    saved = {name: part for name, part in target.items() if name not in _unsaved(path, head)}
+    saved = {name: part for name, part in target.items() if name not in _zero_parameters(path, head)}
     arrays = {name: keep(name, array) for name, array in read_each(_weights(path), saved)}
 
     def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> Any:
@@ -72,12 +73,12 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
     """
     if not is_converted(path):
         return check_params(path, config, head)
-    unsaved, folder = _unsaved(path, head), _weights(path)
-    held = stored_shapes(folder)
+    zeros, folder = _zero_parameters(path, head), _weights(path)
+    stored = stored_shapes(folder)
     for place, wanted in jax.tree.leaves_with_path(param_shapes(config, head)):
         name = path_name(place)
-        found = list(held[name].shape) if name in held else "none"
-        if name not in unsaved and found != list(wanted.shape):
+        found = list(stored[name].shape) if name in stored else "none"
+        if name not in zeros and found != list(wanted.shape):
             raise Refusal(
                 f"array {name!r} in {folder} has shape {found}, but config.json and the requested head expect "
                 f"{list(wanted.shape)}; convert the checkpoint again"
@@ -109,19 +110,19 @@ def export_converted(
       Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
-    held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    vision = any(name.startswith("vision.") for name in held)
+    stored, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    vision = any(name.startswith("vision.") for name in stored)
     config, (_, head) = read_config(path, vision=vision), read_family(path)
     check_pretrained(path, config, head)
 
     def place(path: tuple, _: Any) -> jax.ShapeDtypeStruct:
-        found = held[path_name(path)]
-        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=whole)
+        array = stored[path_name(path)]
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
 
     target = jax.tree.map_with_path(place, param_shapes(config, head))
     arrays = read_each(_weights(path), target)
-    kept = dtype or _kept_dtypes(path)
-    save_each(arrays, config, head, directory, dtype=kept, source=path, progress=progress)
+    converted = dtype or read_object(_weights(path) / _DTYPES, "convert the checkpoint again")  # by tensor name
+    save_each(arrays, config, head, directory, dtype=converted, source=path, progress=progress)
 
 
 def convert(
@@ -153,55 +154,46 @@ def convert(
         )
     found = resolve(source, weights=True)
     shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
-    layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)
+    layout = jax.tree.map(lambda x: NamedSharding(mesh, _sharded(x.shape, mesh.size)), shapes)
     params = load_params(found, config, head, layout, dtype=dtype, progress=progress)
     dtypes = read_dtypes(found, vision=vision)
     if dtype is not None:
         dtypes = dict.fromkeys(dtypes, dtype)
-    _meet("the directory is new for all")
+    _barrier("the directory is checked")
     _weights(directory).mkdir(parents=True, exist_ok=True)
-    _meet("all see the directory")
+    _barrier("the directory is created")
     item = TreeItem(lambda: params, lambda _: None)
     item.save(_weights(directory))
     item.finish()
-    _meet("all have written")
+    _barrier("the arrays are written")
     item.merge()
     if jax.process_index() == 0:
         (_weights(directory) / _DTYPES).write_text(json.dumps(dtypes, indent=0, sort_keys=True) + "\n")
         copy_description(found, directory)
-    _meet("the checkpoint is complete")
-
-
-def _kept_dtypes(path: str | Path) -> dict[str, str]:
-    """Return the dtype in which each tensor was converted, by its name."""
-    file = _weights(path) / _DTYPES
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refusal(f"{file} is missing or damaged ({error}); convert the checkpoint again") from error
+    _barrier("the checkpoint is complete")
 
 
 def _weights(path: str | Path) -> Path:
     return Path(path).expanduser().absolute() / WEIGHTS  # orbax takes absolute paths only
 
 
-def _unsaved(path: str | Path, head: Head) -> set[str]:
-    """Return the parameters that are needed but not saved, and start at zero."""
+def _zero_parameters(path: str | Path, head: Head) -> set[str]:
+    """Return the parameters that are absent from the checkpoint and start at zero."""
     directory, saved = Path(path).expanduser(), read_family(path)[1]
     check_head(directory, head, saved)
     return {"head"} if head != saved and saved == "lm" else set()
 
 
-def _spread(shape: tuple[int, ...], devices: int) -> PartitionSpec:
+def _sharded(shape: tuple[int, ...], devices: int) -> PartitionSpec:
     """Return a sharding that splits the longest dimension that is divisible by the number of devices."""
     even = [size if size % devices == 0 else 0 for size in shape]
     chosen = even.index(max(even)) if max(even) else len(shape)
     return PartitionSpec(*[None] * chosen, "device") if chosen < len(shape) else PartitionSpec()
 
 
-def _meet(point: str) -> None:
+def _barrier(name: str) -> None:
     """Wait for the other processes."""
     if jax.process_count() > 1:
         from jax.experimental.multihost_utils import sync_global_devices
 
-        sync_global_devices(point)
+        sync_global_devices(name)

@@ -13,7 +13,6 @@ from jaxrlhf.config import (
     ModelReward,
     Nnx,
     PolicyGradient,
-    Preference,
     Pretrained,
     Refusal,
     Training,
@@ -299,12 +298,13 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
     elif given := [*written_layouts(config), *(["offload"] if config.offload else [])]:
         notes.append(f"{', '.join(given)} as configured; with --afresh the plan command searches everything")
     notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    row = config.algorithm.together * config.rollout.width
     for role, training in config.trained.items():
-        if training.tokens_per_microbatch < longest:
+        if training.tokens_per_microbatch < row:
+            below = "the longest sequence" if config.algorithm.together == 1 else "a pair of the longest sequences"
             notes.append(
-                f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} is below the longest sequence; the "
-                f"plan uses {longest} for each device with its own rows"
+                f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} is below {below}; the "
+                f"plan uses {row} for each device with its own rows"
             )
     what = "responses" if generates(config) else "solutions"
     unknown = [name for name in ("prompt", "response") if getattr(lengths, f"{name}_tokens") is None]

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrlhf.data.tokenizer import TextBytes, TokenBytes
+from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply
-from jaxrlhf.serving.texts import before_stop
+from jaxrlhf.serving.texts import TextStream, before_stop
 
 Likely = Sequence[tuple[int, float]]
 """Ids of likely tokens, the likeliest first, with their log-probabilities."""
@@ -29,9 +29,9 @@ def tool_calls(reply: Reply, key: int, *, delta: bool = False) -> list[dict[str,
     calls = []
     ids: set[str] = set()
     for index, call in enumerate(reply.calls):
-        # Nine letters or digits, as Mistral's templates require.
-        made = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
-        call_id = call.call_id if call.call_id and call.call_id not in ids else made
+        call_id = call.call_id
+        if not call_id or call_id in ids:  # nine letters or digits, as Mistral's templates require
+            call_id = hashlib.sha256(f"{key}:{index}".encode()).hexdigest()[:9]
         ids.add(call_id)
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False).encode(errors="replace").decode()
         function = {"name": call.name, "arguments": arguments}
@@ -49,35 +49,34 @@ def message(reply: Reply, stop: str | None, key: int) -> dict[str, Any]:
     return {**answer, "tool_calls": calls} if calls else answer
 
 
-def chat_logprobs(
-    bytes_of: TokenBytes,
-    tokens: Sequence[int],
-    logps: Sequence[float],
-    likely: Sequence[Likely] | None = None,
-    *,
-    first: bool = True,
-) -> dict[str, Any]:
-    """Return the log-probabilities of a chat's tokens at the sampling temperature.
+class ChatLogprobs:
+    """Stream of the log-probabilities of a chat's reply, at the sampling temperature."""
 
-    Args:
-      likely: Likeliest tokens in each token's place; None gives none.
-      first: Whether these tokens are the first tokens of the answer.
-    """
+    def __init__(self, tokens: TokenBytes) -> None:
+        self._tokens, self._first = tokens, True
 
-    def entry(token: int, logp: float, *, first: bool) -> dict[str, Any]:
-        own = bytes_of.of(token, first=first) or bytes_of.name(token).encode()
-        return {"token": own.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(own)}
+    def add(
+        self, tokens: Sequence[int], logps: Sequence[float], likely: Sequence[Likely] | None = None
+    ) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens.
 
-    entries = []
-    for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
-        here = first and not place
-        others = [entry(*other, first=here) for other in (likely[place] if likely is not None else ())]
-        entries.append({**entry(token, logp, first=here), "top_logprobs": others})
-    return {"content": entries, "refusal": None}
+        Args:
+          likely: Likeliest tokens in each token's place; None gives none.
+        """
+        entries = []
+        for place, (token, logp) in enumerate(zip(tokens, logps, strict=True)):
+            others = [self._entry(*other) for other in (likely[place] if likely is not None else ())]
+            entries.append({**self._entry(token, logp), "top_logprobs": others})
+            self._first = False
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logp: float) -> dict[str, Any]:
+        text = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
+        return {"token": text.decode(errors="replace"), "logprob": _finite(logp), "bytes": list(text)}
 
 
 class TextLogprobs:
-    """Stream of a completion's log-probabilities; offsets count characters of the choice's text.
+    """Stream of the log-probabilities of a completion; offsets count characters of the choice's text.
 
     All tokens of one character have the offset of the character. A token that is no valid text is written as its bytes,
     such as `bytes:\\xe6`, and a control token as the vocabulary writes it.
@@ -87,8 +86,7 @@ class TextLogprobs:
     """
 
     def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
-        self._tokens, self._text, self._offset = tokens, TextBytes(), 0
-        self._first = all(map(tokens.is_special, prompt))
+        self._tokens, self._text, self._offset = tokens, TextStream(tokens, (), prompt), 0
 
     def add(
         self, tokens: Sequence[int], logps: Sequence[float | None], likely: Sequence[Likely] | None = None
@@ -108,8 +106,7 @@ class TextLogprobs:
             else:
                 others.append(None)
             offsets.append(self._offset)
-            self._offset += len(self._text.add(self._tokens.of(token, first=self._first)))
-            self._first = self._first and self._tokens.is_special(token)
+            self._offset += len(self._text.add([token]))
         return {
             "tokens": texts,
             "token_logprobs": [None if logp is None else _finite(logp) for logp in logps],
@@ -118,11 +115,11 @@ class TextLogprobs:
         }
 
     def _written(self, token: int) -> str:
-        own = self._tokens.of(token, first=self._first) or self._tokens.name(token).encode()
+        text = self._tokens.of(token, first=self._text.at_start) or self._tokens.name(token).encode()
         try:
-            return own.decode()
+            return text.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
 
 def event(body: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxrlhf.serving.errors import ApiError, invalid, server_error
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
 from jaxrlhf.serving.served import ServedModel, check_model
 from jaxrlhf.serving.sessions import ServedSession, SessionBook
-from jaxrlhf.serving.wire import chat_request, completion_request
+from jaxrlhf.serving.wire import ChatRequest, CompletionRequest
 
 Handler = Callable[[Request, ServedSession | None], Awaitable[Response]]
 
@@ -37,7 +37,7 @@ class WebApp:
     ) -> None:
         self._model, self._token, self._book, self._names = model, token, book, names
         self._http = HttpCounts()
-        self._drawing: set[asyncio.Future[Any]] = set()
+        self._sampling: set[asyncio.Future[Any]] = set()
         self._stopped = False
         paths: list[tuple[str, str, Handler]] = [
             ("/v1/models", "GET", self._models),
@@ -57,8 +57,8 @@ class WebApp:
     def stop(self) -> None:
         """Answer open and new requests that the server is stopping; call this in the server's thread."""
         self._stopped = True
-        for drawing in [*self._drawing]:
-            drawing.cancel()
+        for sampling in [*self._sampling]:
+            sampling.cancel()
 
     def _served(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         path = path.replace("{session}", "*")
@@ -104,13 +104,14 @@ class WebApp:
 
     async def _chat(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
-        return await self._answered(request, lambda: chat_answer(self._model, chat_request(body), session))
+        return await self._answered(request, lambda: chat_answer(self._model, ChatRequest.read(body), session))
 
     async def _completion(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
-        return await self._answered(request, lambda: completion_answer(self._model, completion_request(body), session))
+        read = CompletionRequest.read
+        return await self._answered(request, lambda: completion_answer(self._model, read(body), session))
 
-    async def _answered(self, request: Request, make: Callable[[], ApiAnswer]) -> Response:
+    async def _answered(self, request: Request, prepare: Callable[[], ApiAnswer]) -> Response:
         """Sample an answer, unless too many requests are open; a closed connection cancels the answer."""
         if self._stopped:
             raise _stopping()
@@ -122,54 +123,55 @@ class WebApp:
         streams = False
         try:
             # Templates and tokenizers are slow: a thread lets the server handle other requests meanwhile.
-            answer = await asyncio.to_thread(make)
-            if answer.wanted.stream:
+            answer = await asyncio.to_thread(prepare)
+            if answer.request.stream:
                 streams = True
-                return StreamingResponse(self._counted(answer), media_type="text/event-stream")
-            drawing = self._begun(whole(answer))
-            leaving = asyncio.ensure_future(_disconnected(request))
+                return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+            sampling = self._start(whole(answer))
+            disconnected = asyncio.ensure_future(_disconnected(request))
             try:
-                await asyncio.wait((drawing, leaving), return_when=asyncio.FIRST_COMPLETED)
-                if drawing.cancelled():
+                await asyncio.wait((sampling, disconnected), return_when=asyncio.FIRST_COMPLETED)
+                if sampling.cancelled():
                     raise _stopping()
-                if not drawing.done():
+                if not sampling.done():
                     raise ClientDisconnect
-                return JSONResponse(drawing.result())
+                return JSONResponse(sampling.result())
             finally:
-                leaving.cancel()
-                drawing.cancel()
+                disconnected.cancel()
+                sampling.cancel()
         finally:
             if not streams:
                 self._http.under_way -= 1
 
-    def _begun(self, drawing: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    def _start(self, sampling: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         """Start a task that is cancelled when the server stops."""
         if self._stopped:
-            drawing.close()
+            sampling.close()
             raise _stopping()
-        task = asyncio.ensure_future(drawing)
-        self._drawing.add(task)
-        task.add_done_callback(self._drawing.discard)
+        task = asyncio.ensure_future(sampling)
+        self._sampling.add(task)
+        task.add_done_callback(self._sampling.discard)
         return task
 
-    async def _counted(self, answer: ApiAnswer) -> Any:
-        came: asyncio.Queue[bytes | None] = asyncio.Queue()
+    async def _stream(self, answer: ApiAnswer) -> AsyncIterator[bytes]:
+        """Yield the events of an answer, which a task samples; the answer counts as under way until the end."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-        async def draw() -> None:
-            async with aclosing(events(answer)) as drawn:
-                async for made in drawn:
-                    came.put_nowait(made)
+        async def sample() -> None:
+            async with aclosing(events(answer)) as sampled:
+                async for sent in sampled:
+                    queue.put_nowait(sent)
 
         try:
-            drawing = self._begun(draw())
-            drawing.add_done_callback(lambda _: came.put_nowait(None))
+            sampling = self._start(sample())
+            sampling.add_done_callback(lambda _: queue.put_nowait(None))
             try:
-                while (made := await came.get()) is not None:
-                    yield made
-                if drawing.cancelled():
+                while (sent := await queue.get()) is not None:
+                    yield sent
+                if sampling.cancelled():
                     yield event(_stopping().body)
             finally:
-                drawing.cancel()
+                sampling.cancel()
         finally:
             self._http.under_way -= 1
 
@@ -207,8 +209,8 @@ class WebApp:
     async def _tokenize(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
         if isinstance(body, dict) and "messages" in body:
-            asked = chat_request({"model": self._model.name, **body})
-            tokens = (await asyncio.to_thread(chat_prompt, self._model, asked, None)).tokens
+            chat = ChatRequest.read({"model": self._model.name, **body})
+            tokens = (await asyncio.to_thread(chat_prompt, self._model, chat, None)).tokens
         elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
             specials = bool(body.get("add_special_tokens", True))
             tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"], specials=specials)

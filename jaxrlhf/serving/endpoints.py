@@ -9,20 +9,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from jaxrlhf.config import Sampling
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.conversations.images import shown
 from jaxrlhf.data.image_prompts import referred
 from jaxrlhf.data.images import check_pixels
-from jaxrlhf.engine import Completion
+from jaxrlhf.engine import Completion, Request
 from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.episode import Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
 from jaxrlhf.serving.errors import TOO_LONG, ApiError, invalid, refusals, server_error, unsupported
-from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, check_model, draw, key_of, score
+from jaxrlhf.serving.served import SampledPart, ServedModel, check_model, hash_of, sample, score
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
-from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
+from jaxrlhf.serving.wire import ChatRequest, CompletionRequest
 
 
 @dataclass
@@ -30,38 +31,38 @@ class ApiAnswer:
     """Answer in progress: its prompts, and the choices sampled so far.
 
     Attributes:
-      prompts: Prompt of each choice.
-      tools, form: Tools and chat format of a chat; None for a text completion.
-      one_call: Whether a reply has at most one tool call.
-      scores: Scores of prompts and responses, by the number of the choice, if the request wants them.
+      prompts, choices: Prompt and engine request of each choice.
+      form, tools: Chat format and tools of a chat; the format of a text completion is None.
       completions, replies: Completions and parsed replies of the finished choices, by the number of the choice.
+      scores: Scores of prompts and responses, by the number of the choice, if the request wants scores.
     """
 
     model: ServedModel
-    wanted: Wanted
+    request: ChatRequest | CompletionRequest
     prompts: list[Prompt]
-    choices: list[Choice]
-    tools: Sequence[ToolSchema] | None
+    choices: list[Request]
+    sampling: Sampling
+    seed: int
     session: ServedSession | None
-    form: ChatFormat | None = None
-    one_call: bool = False
-    scores: list[TokenScores] = field(default_factory=list)
-    answer_id: str = ""
+    answer_id: str
+    form: ChatFormat | None
+    tools: Sequence[ToolSchema]
     created: int = field(default_factory=lambda: int(time.time()))
     completions: dict[int, Completion] = field(default_factory=dict)
     replies: dict[int, Reply] = field(default_factory=dict)
+    scores: list[TokenScores] = field(default_factory=list)
 
     @property
     def usage(self) -> dict[str, int]:
         """Token counts; a prompt with several choices counts once."""
-        asked = sum(len(prompt.tokens) for prompt in self.prompts[:: self.wanted.n])
-        drawn = sum(len(completion.tokens) for completion in self.completions.values())
-        return {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts[:: self.request.n])
+        sampled = sum(len(completion.tokens) for completion in self.completions.values())
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the body of the answer, or of an event."""
-        own = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model.name}
-        return {**own, "choices": list(choices)}
+        header = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model.name}
+        return {**header, "choices": list(choices)}
 
     def opening(self, index: int) -> str:
         """Return the last text before a choice, which may have opened the reply's reasoning."""
@@ -70,22 +71,23 @@ class ApiAnswer:
 
     def key(self, index: int) -> int:
         """Return the number that determines ids of a choice's tool calls; different in every turn of an episode."""
-        return key_of(self.choices[index].request_id, self.choices[index].seed, self.prompts[index].tokens)
+        return hash_of(self.choices[index].request_id, self.seed, self.prompts[index].tokens)
 
-    async def drawn(self) -> AsyncGenerator[DrawnPart, None]:
+    async def sampled(self) -> AsyncGenerator[SampledPart, None]:
         """Sample the choices; store finished choices in the answer, and record the choices in the session, if any."""
-        if self.wanted.max_tokens == 0:
+        if self.request.max_tokens == 0:
             for index, choice in enumerate(self.choices):
-                self._ended(index, Completion(choice.request_id, (), (), truncated=True, version=0))
-                yield DrawnPart(index, completion=self.completions[index])
+                self._finish(index, Completion(choice.request_id, (), (), truncated=True, version=0))
+                yield SampledPart(index, completion=self.completions[index])
             return
         futures: list[Future[Completion]] = []
-        with self.session.under_way() if self.session is not None else nullcontext(futures) as futures:
-            async with aclosing(draw(self.model, self.choices, self.wanted, futures)) as events:
-                async for event in events:
-                    if event.completion is not None:
-                        self._ended(event.index, event.completion)
-                    yield event
+        with self.session.in_progress() if self.session is not None else nullcontext(futures) as futures:
+            parts = sample(self.model, self.choices, self.sampling, seed=self.seed, futures=futures)
+            async with aclosing(parts):
+                async for part in parts:
+                    if part.completion is not None:
+                        self._finish(part.index, part.completion)
+                    yield part
         if self.session is not None:
             self._record(self.session)
 
@@ -93,49 +95,52 @@ class ApiAnswer:
         """Return a choice as the assistant's message."""
         return answers.message(self.replies[index], self.completions[index].stop_text, self.key(index))
 
-    def _ended(self, index: int, completion: Completion) -> None:
+    def _finish(self, index: int, completion: Completion) -> None:
         self.completions[index] = completion
-        if self.tools is not None and self.form is not None:
+        if isinstance(self.request, ChatRequest) and self.form is not None:
             reply = self.form.parse(completion.tokens, self.tools, opening=self.opening(index))
-            self.replies[index] = replace(reply, calls=reply.calls[:1]) if self.one_call else reply
+            calls = reply.calls if self.request.parallel_tool_calls else reply.calls[:1]
+            self.replies[index] = replace(reply, calls=calls)
 
     async def score(self) -> None:
         """Score the prompts with the sampled responses."""
-        done = [(*prompt.tokens, *self.completions[index].tokens) for index, prompt in enumerate(self.prompts)]
-        self.scores = await score(self.model, done, temperature=self.wanted.sampling.temperature)
+        sequences = [(*prompt.tokens, *self.completions[index].tokens) for index, prompt in enumerate(self.prompts)]
+        self.scores = await score(self.model, sequences, temperature=self.sampling.temperature)
 
     def logprobs(self, index: int) -> dict[str, Any]:
         """Return the log-probabilities of a finished choice."""
-        done, prompt, likely = self.completions[index], self.prompts[index].tokens, None
-        tokens: Sequence[int] = done.tokens
-        logps: Any = done.logps
-        start = 0 if self.wanted.echo else len(prompt)
-        if self.wanted.scores:
-            tokens, scores = (*prompt, *done.tokens)[start:], self.scores[index]
-            logps = [None if place == 0 else float(scores.logp_T[place]) for place in range(start, start + len(tokens))]
-            likely = [scores.likely(place, self.wanted.likely) for place in range(start, start + len(tokens))]
-        if self.tools is not None:
-            return answers.chat_logprobs(self.model.token_bytes, tokens, logps, likely)
-        return answers.TextLogprobs(self.model.token_bytes, prompt[:start]).add(tokens, logps, likely)
+        completion, prompt, likely = self.completions[index], self.prompts[index].tokens, None
+        tokens: Sequence[int] = completion.tokens
+        logps: Any = completion.logps
+        start = 0 if self.request.echo else len(prompt)
+        if self.request.wants_scores:
+            tokens, scores = (*prompt, *completion.tokens)[start:], self.scores[index]
+            places = range(start, start + len(tokens))
+            logps = [None if place == 0 else float(scores.logp_T[place]) for place in places]
+            likely = [scores.likely(place, self.request.likely) for place in places]
+        return self.logprobs_stream(prompt[:start]).add(tokens, logps, likely)
+
+    def logprobs_stream(self, prompt: tuple[int, ...]) -> answers.ChatLogprobs | answers.TextLogprobs:
+        """Return a new stream of log-probabilities of the tokens after a prompt."""
+        tokens = self.model.token_bytes
+        return answers.TextLogprobs(tokens, prompt) if self.form is None else answers.ChatLogprobs(tokens)
 
     def text(self, index: int) -> str:
         """Return the text of a finished choice, after its prompt with `echo`."""
-        done, prompt = self.completions[index], self.prompts[index].tokens
-        stream = TextStream(self.model.token_bytes, self.wanted.stop, prompt)
-        text = stream.add(done.tokens) + stream.end(done.stop_text)
-        return self.model.token_bytes.text(prompt) + text if self.wanted.echo else text
+        completion, prompt = self.completions[index], self.prompts[index].tokens
+        stream = TextStream(self.model.token_bytes, self.request.stop, prompt)
+        text = stream.add(completion.tokens) + stream.end(completion.stop_text)
+        return self.model.token_bytes.text(prompt) + text if self.request.echo else text
 
     def _record(self, session: ServedSession) -> None:
         with session.lock:
             session.check_open()
             calls = []
             for index, prompt in enumerate(self.prompts):
-                done = self.completions[index]
-                words: dict[str, Any] = {}
-                if self.tools is not None:
-                    words = {"reply": self.replies[index], "message": self.message(index)}
-                calls.append(session.tree.drew(prompt, done.tokens, done.logps, done.version, **words))
-            session.record(self.answer_id, calls, list(self.completions.values()))
+                message = None if self.form is None else self.message(index)
+                completion, reply = self.completions[index], self.replies.get(index)
+                calls.append(session.tree.record(prompt, completion, reply=reply, message=message))
+            session.record(self.answer_id, calls)
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> Prompt:
@@ -158,10 +163,10 @@ def chat_prompt(model: ServedModel, request: ChatRequest, session: ServedSession
         images = referred(request.images, model.images, place="messages") if request.images else ()
         if session is not None:
             with session.lock:
-                return session.tree.chat(request.messages, request.tools, images)
+                return session.tree.chat_prompt(request.messages, request.tools, images)
         write = partial(form.prompt, request.messages, request.tools)
         tokens, images = shown(images, model.images, write, place="messages")
-        return Prompt(tokens, None, images=images)
+        return Prompt(tokens, images=images)
 
 
 def _form(model: ServedModel, request: ChatRequest) -> ChatFormat:
@@ -173,8 +178,8 @@ def _check_shown(form: ChatFormat, name: str, request: ChatRequest) -> None:
     """Refuse tools that neither the chat template nor a message shows to the policy."""
     if not request.tools or form.family == "embedded" or form.synthetic.shows(request.tools):
         return  # the embedded tokenizer's calls are GSM8K's calculator calls, and its prompts show no tools
-    said = form.template.render(form.template_messages(request.messages), request.tools, open_reply=True)
-    hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in said]
+    prompt = form.template.render(form.template_messages(request.messages), request.tools, open_reply=True)
+    hidden = [called for tool in request.tools if (called := str(tool["function"]["name"])) not in prompt]
     if hidden:
         raise unsupported(
             f"the chat template of {name} shows no tools, and no message names {', '.join(hidden)}; describe "
@@ -191,14 +196,14 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
     """
     prompt = chat_prompt(model, request, session)
     form = _form(model, request)
-    if request.wanted.likely and prompt.images:
+    if request.likely and prompt.images:
         raise unsupported("top_logprobs: likely tokens beside images are not computed; leave it out", "top_logprobs")
-    if request.one_call and request.tools and session is not None:
+    if request.tools and not request.parallel_tool_calls and session is not None:
         raise unsupported(
             "parallel_tool_calls=false: a session trains on all calls that the policy wrote; leave it out",
             "parallel_tool_calls",
         )
-    if request.wanted.schema is not None:
+    if request.response_format is not None:
         opening = form.opening(prompt.tokens)
         if form.parse(form.tokenizer.encode("{}", add_special_tokens=False), opening=opening).content.strip() != "{}":
             raise unsupported(
@@ -206,77 +211,81 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
                 "off by chat_template_kwargs",
                 "response_format",
             )
-    stops = (*form.stop_tokens, *model.stop_tokens)
-    answer = _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
-    return replace(answer, form=form, one_call=request.one_call)
+    return _answer(model, request, [prompt], session, form, request.tools)
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
     """Prepare the answer to a completion request; raises the errors of `chat_answer`."""
     prompts = []
-    for given in request.prompts:
-        tokens = model.tokens_of(given) if isinstance(given, str) else given
-        if session is None:
-            prompts.append(Prompt(tokens, None))
-            continue
-        with session.lock:
-            prompts.append(session.tree.plain(tokens, given if isinstance(given, str) else None))
-    return _answer(model, request.wanted, prompts, model.stop_tokens, None, session, "cmpl")
+    for given in request.prompt:
+        text = given if isinstance(given, str) else None
+        tokens = given if text is None else model.tokens_of(text)
+        with nullcontext() if session is None else session.lock:
+            prompts.append(Prompt(tokens) if session is None else session.tree.completion_prompt(tokens, text))
+    return _answer(model, request, prompts, session)
 
 
 def _answer(
     model: ServedModel,
-    wanted: Wanted,
+    request: ChatRequest | CompletionRequest,
     prompts: list[Prompt],
-    stops: tuple[int, ...],
-    tools: Sequence[ToolSchema] | None,
     session: ServedSession | None,
-    prefix: str,
+    form: ChatFormat | None = None,
+    tools: Sequence[ToolSchema] = (),
 ) -> ApiAnswer:
-    check_model(model, wanted.model)
+    check_model(model, request.model)
     if session is not None:
-        _check_trains(wanted, "logprobs" if tools is None else "top_logprobs")
-    count = len(prompts) * wanted.n
+        _check_trainable(request)
+    count = len(prompts) * request.n
     if count > model.limits.choices:
         raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
-    most = None if session is None else session.most_tokens(count)
-    wanted_tokens = wanted.max_tokens if most is None else min(most, wanted.max_tokens or most)
+    most = None if session is None else session.tokens_per_choice(count)
+    wanted = request.max_tokens if most is None else min(most, request.max_tokens or most)
     try:
-        rooms = [
-            model.room(prompt.tokens, wanted_tokens if most is None else None, most=wanted_tokens) for prompt in prompts
+        limits = [
+            model.response_limit(prompt.tokens, wanted if most is None else None, most=wanted) for prompt in prompts
         ]
     except ApiError as error:
         if session is not None and error.code == TOO_LONG:
-            session.refuse("context")
+            session.count_refusal("context")
         raise
-    stops = () if wanted.ignore_eos else tuple(dict.fromkeys(stops))
-    seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
-    if session is not None and session.sampling is not None:
-        wanted = replace(wanted, sampling=session.sampling)
+    stops = () if request.ignore_eos else (*(form.stop_tokens if form is not None else ()), *model.stop_tokens)
+    control = [model.control_ids[text] for text in request.stop if text in model.control_ids]
+    texts = tuple(text for text in request.stop if text not in model.control_ids)
     choices, each = [], []
-    for prompt, room in zip(prompts, rooms, strict=True):
-        keys = list(range(wanted.n)) if session is None else session.begin(prompt.seen, wanted.n)
-        for key in keys:
-            drawn_by = (seed, key) if session is None else (session.seed, key)
-            goes_on = prompt.before is not None
-            constraint = None if wanted.schema is None else model.grammars.constraint(wanted.schema, stops)
-            choices.append(
-                Choice(prompt.tokens, room, *drawn_by, stops, session is not None, prompt.images, goes_on, constraint)
+    for prompt, limit in zip(prompts, limits, strict=True):
+        for request_id in range(request.n) if session is None else session.start_choices(prompt.key, request.n):
+            schema = request.response_format
+            choice = Request(
+                request_id,
+                prompt.tokens,
+                max_tokens=limit,
+                stop_tokens=tuple(dict.fromkeys((*stops, *control))),
+                stop_texts=texts or None,
+                keep=session is not None,
+                images=prompt.images,
+                has_replies=prompt.before is not None,
+                constraint=None if schema is None else model.grammars.constraint(schema, stops),
             )
+            choices.append(choice)
             each.append(prompt)
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id=answer_id)
+    sampling, seed = request.sampling, secrets.randbits(32) if request.seed is None else request.seed % 2**32
+    if session is not None:
+        sampling, seed = session.sampling or sampling, session.seed
+    answer_id = f"{'cmpl' if form is None else 'chatcmpl'}-{secrets.token_hex(12)}"
+    return ApiAnswer(model, request, each, choices, sampling, seed, session, answer_id, form, tools)
 
 
-def _check_trains(wanted: Wanted, likely_name: str) -> None:
+def _check_trainable(request: ChatRequest | CompletionRequest) -> None:
     """Refuse fields that a session cannot answer, because its calls become training sequences."""
     likely = "a session records the log-probabilities of its own tokens only"
+    masks = "the masks of a grammar would be needed to train, and are not recorded"
     for name, given, reason in (
-        ("response_format", wanted.schema is not None, "the masks of a grammar would be needed to train, and are not"),
-        ("ignore_eos", wanted.ignore_eos, "a session's answers end as the run's settings say"),
-        ("max_tokens", wanted.max_tokens == 0, "an answer of no token trains nothing"),
-        ("echo", wanted.echo, likely),
-        (likely_name, wanted.likely > 0, likely),
+        ("response_format", request.response_format is not None, masks),
+        ("ignore_eos", request.ignore_eos, "a session's answers end as the run's settings say"),
+        ("max_tokens", request.max_tokens == 0, "an answer of no token trains nothing"),
+        ("echo", request.echo, likely),
+        (request.likely_field, request.likely > 0, likely),
     ):
         if given:
             raise unsupported(f"{name}: {reason}; leave it out", name)
@@ -284,45 +293,41 @@ def _check_trains(wanted: Wanted, likely_name: str) -> None:
 
 async def whole(answer: ApiAnswer) -> dict[str, Any]:
     """Sample all choices and return the complete answer."""
-    async with aclosing(answer.drawn()) as events:
-        async for _ in events:
+    async with aclosing(answer.sampled()) as parts:
+        async for _ in parts:
             pass
-    if answer.wanted.scores:
+    if answer.request.wants_scores:
         await answer.score()
     choices = []
-    for index in range(len(answer.choices)):
-        done = answer.completions[index]
-        choice: dict[str, Any] = {
-            "index": index,
-            "logprobs": answer.logprobs(index) if answer.wanted.logprobs else None,
-        }
-        if answer.tools is not None:
+    for index, completion in sorted(answer.completions.items()):
+        logprobs = answer.logprobs(index) if answer.request.wants_logprobs else None
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs}
+        if answer.form is not None:
             choice["message"] = answer.message(index)
-            choice["finish_reason"] = answers.finish_reason(done, answer.replies[index])
         else:
-            choice |= {"text": answer.text(index), "finish_reason": answers.finish_reason(done)}
-        if answer.wanted.token_ids:
-            choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
+            choice["text"] = answer.text(index)
+        choice["finish_reason"] = answers.finish_reason(completion, answer.replies.get(index))
+        if answer.request.return_token_ids:
+            choice |= {"token_ids": list(completion.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
         choices.append(choice)
-    body = answer.envelope(answers.TEXT if answer.tools is None else answers.CHAT, choices)
+    body = answer.envelope(answers.TEXT if answer.form is None else answers.CHAT, choices)
     return {**body, "usage": answer.usage}
 
 
 async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events; an error becomes the last event."""
-    chat = answer.tools is not None
-    kind = answers.CHUNK if chat else answers.TEXT
+    kind = answers.TEXT if answer.form is None else answers.CHUNK
     try:
-        said = [_Said(answer, index) for index in range(len(answer.choices))]
-        if chat:
-            for index in range(len(said)):
+        streams = [_ChoiceStream(answer, index) for index in range(len(answer.choices))]
+        if answer.form is not None:
+            for index in range(len(streams)):
                 first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                 yield answers.event(answer.envelope(kind, [first]))
-        async with aclosing(answer.drawn()) as drawn:
-            async for event in drawn:
-                for choice in said[event.index].events(event):
+        async with aclosing(answer.sampled()) as parts:
+            async for part in parts:
+                for choice in streams[part.index].events(part):
                     yield answers.event(answer.envelope(kind, [choice]))
-        if answer.wanted.usage:
+        if answer.request.stream_options.get("include_usage"):
             yield answers.event({**answer.envelope(kind, []), "usage": answer.usage})
         yield answers.DONE
     except ApiError as error:
@@ -331,53 +336,47 @@ async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
         yield answers.event(server_error(error).body)
 
 
-class _Said:
+class _ChoiceStream:
     """Stream state of a choice: converts sampled tokens to choices of events."""
 
     def __init__(self, answer: ApiAnswer, index: int) -> None:
-        self._answer, self._index = answer, index
-        stops = answer.wanted.stop
-        self._bytes, prompt = answer.model.token_bytes, answer.prompts[index].tokens
-        self._text, self._logprobs = TextStream(self._bytes, stops, prompt), answers.TextLogprobs(self._bytes, prompt)
+        self._answer, self._request, self._index = answer, answer.request, index
+        stops, prompt = answer.request.stop, answer.prompts[index].tokens
+        self._text, self._logprobs = TextStream(answer.model.token_bytes, stops, prompt), answer.logprobs_stream(prompt)
         self._reply: ReplyStream | None = None
-        if answer.tools is not None and answer.form is not None:
+        if answer.form is not None:
             self._reply = ReplyStream(answer.form, answer.tools, answer.opening(index), stops)
-        self._first = True
 
-    def events(self, event: DrawnPart) -> list[dict[str, Any]]:
+    def events(self, part: SampledPart) -> list[dict[str, Any]]:
         """Return the event choices for new tokens, or for the end of the choice."""
-        made = [self._tokens(event)] if event.tokens else []
-        return made + self._end(event.completion) if event.completion is not None else made
+        choices = [self._tokens(part)] if part.tokens else []
+        return choices if part.completion is None else [*choices, self._end(part.completion)]
 
-    def _tokens(self, event: DrawnPart) -> dict[str, Any]:
+    def _tokens(self, part: SampledPart) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": self._index, "finish_reason": None, "logprobs": None}
         if self._reply is None:
-            choice["text"] = self._text.add(event.tokens)
-            if self._answer.wanted.logprobs:
-                choice["logprobs"] = self._logprobs.add(event.tokens, event.logps)
+            choice["text"] = self._text.add(part.tokens)
         else:
-            choice["delta"] = _delta(self._reply.add(event.tokens))
-            if self._answer.wanted.logprobs:
-                first, self._first = self._first, False
-                choice["logprobs"] = answers.chat_logprobs(self._bytes, event.tokens, event.logps, first=first)
-        if self._answer.wanted.token_ids:
-            choice["token_ids"] = list(event.tokens)
+            choice["delta"] = _delta(self._reply.add(part.tokens))
+        if self._request.wants_logprobs:
+            choice["logprobs"] = self._logprobs.add(part.tokens, part.logps)
+        if self._request.return_token_ids:
+            choice["token_ids"] = list(part.tokens)
         return choice
 
-    def _end(self, done: Completion) -> list[dict[str, Any]]:
-        choice: dict[str, Any] = {"index": self._index, "logprobs": None}
-        if self._answer.wanted.token_ids:
+    def _end(self, completion: Completion) -> dict[str, Any]:
+        reply = self._answer.replies.get(self._index)
+        finish_reason = answers.finish_reason(completion, reply)
+        choice: dict[str, Any] = {"index": self._index, "logprobs": None, "finish_reason": finish_reason}
+        if self._request.return_token_ids:
             choice["prompt_token_ids"] = list(self._answer.prompts[self._index].tokens)
-        if self._reply is None:
-            return [{**choice, "text": self._text.end(done.stop_text), "finish_reason": answers.finish_reason(done)}]
-        reply = self._answer.replies[self._index]
-        delta = _delta(self._reply.end(reply, done.stop_text))
-        calls = answers.tool_calls(reply, self._answer.key(self._index), delta=True)
-        if calls:
+        if self._reply is None or reply is None:
+            return {**choice, "text": self._text.end(completion.stop_text)}
+        delta = _delta(self._reply.end(reply, completion.stop_text))
+        if calls := answers.tool_calls(reply, self._answer.key(self._index), delta=True):
             delta["tool_calls"] = calls
-        return [{**choice, "delta": delta, "finish_reason": answers.finish_reason(done, reply)}]
+        return {**choice, "delta": delta}
 
 
-def _delta(said: dict[str, str]) -> dict[str, Any]:
-    names = {"reasoning": "reasoning_content", "content": "content"}
-    return {names[name]: text for name, text in said.items()}
+def _delta(added: dict[str, str]) -> dict[str, Any]:
+    return {"reasoning_content" if name == "reasoning" else name: text for name, text in added.items()}

@@ -41,7 +41,7 @@ class Response:
     def __init__(self) -> None:
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
         self._future: Future[Completion] = Future()
-        self._drawn, self._over = 0, False
+        self._count, self._ended = 0, False
 
     def follow(self, future: Future[Completion]) -> None:
         self._future = future
@@ -54,16 +54,16 @@ class Response:
 
     def next(self) -> tuple[int, int, int]:
         """Wait for the next token; return the token, 1 (0 after the end), and the number of tokens so far."""
-        token = None if self._over else self._tokens.get()
+        token = None if self._ended else self._tokens.get()
         if token is None:
-            if not self._over and not self._future.cancelled():
+            if not self._ended and not self._future.cancelled():
                 self._future.result()  # raises an error of the engine, which would otherwise look like the end
-            self._over = True
-            return 0, 0, self._drawn
-        self._drawn += 1
-        return token, 1, self._drawn
+            self._ended = True
+            return 0, 0, self._count
+        self._count += 1
+        return token, 1, self._count
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         self._future.cancel()
 
 
@@ -72,11 +72,11 @@ class JetStreamEngine(engine_api.Engine):
 
     Args:
       sampling: Sampling settings of all requests.
-      seed: Integer in [0, 2**32). Seed, number of the request and prompt determine a response.
+      seed: Integer in [0, 2**32). Seed, id of the request and prompt determine a response.
     """
 
     def __init__(self, model: ServedModel, sampling: Sampling, *, seed: int) -> None:
-        self._model, self._sampling, self._seed, self._numbers = model, sampling, seed, count()
+        self._model, self._sampling, self._seed, self._ids = model, sampling, seed, count()
 
     def prefill(
         self,
@@ -91,20 +91,20 @@ class JetStreamEngine(engine_api.Engine):
         prompt = tuple(tokens[1:] if tokens[:1] == [BEGINNING] else tokens)
         response, model = Response(), self._model
         try:
-            room = model.room(prompt, None)
-            request = Request(next(self._numbers), prompt, max_tokens=room, stop_tokens=model.stop_tokens)
-            asked = model.service.submit(request, self._sampling, seed=self._seed, on_tokens=response.take)
+            limit = model.response_limit(prompt, None)
+            request = Request(next(self._ids), prompt, max_tokens=limit, stop_tokens=model.stop_tokens)
+            future = model.service.submit(request, self._sampling, seed=self._seed, on_tokens=response.take)
         except (ApiError, Refusal) as error:  # an error would end JetStream's process, so answer with no tokens
             logger.warning("a request cannot be answered: %s", error)
-            asked = Future()
-            asked.cancel()
-        response.follow(asked)
+            future = Future()
+            future.cancel()
+        response.follow(future)
         return response
 
     def insert(self, prefix: Response, decode_state: list[Response | None], slot: int) -> list[Response | None]:
         """Fill a slot; cancel the slot's previous response if it is unfinished."""
-        if (before := decode_state[slot]) is not None:
-            before.drop()
+        if (previous := decode_state[slot]) is not None:
+            previous.cancel()
         decode_state[slot] = prefix
         return decode_state
 
@@ -112,8 +112,8 @@ class JetStreamEngine(engine_api.Engine):
         self, params: None, decode_state: list[Response | None]
     ) -> tuple[list[Response | None], engine_api.ResultTokens]:
         """Return the next token of every slot."""
-        drawn_S3 = np.array([(0, 0, 0) if one is None else one.next() for one in decode_state], np.int32)
-        return decode_state, engine_api.ResultTokens(drawn_S3, (0, 1), (1, 2), (2, 3), 1)
+        tokens_S3 = np.array([(0, 0, 0) if one is None else one.next() for one in decode_state], np.int32)
+        return decode_state, engine_api.ResultTokens(tokens_S3, (0, 1), (1, 2), (2, 3), 1)
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> list[Response | None]:
         return [None] * self.max_concurrent_decodes

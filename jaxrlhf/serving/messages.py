@@ -33,15 +33,15 @@ def message_of(given: dict[str, Any], number: int, images: list[str]) -> dict[st
     return message
 
 
-def one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def merged_systems(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge consecutive system messages into one message each; developer messages are system messages here."""
-    told: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for message in messages:
-        if told and message["role"] == told[-1]["role"] == "system":
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
+        if merged and message["role"] == merged[-1]["role"] == "system":
+            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n\n{message['content']}"}
         else:
-            told.append(message)
-    return tuple(told)
+            merged.append(message)
+    return merged
 
 
 def _content(given: Any, place: str, images: list[str] | None = None) -> str:
@@ -101,8 +101,12 @@ def _calls(given: Any, place: str) -> list[dict[str, Any]]:
     return calls
 
 
-def tool_of(given: dict[str, Any], number: int) -> dict[str, Any]:
-    function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
-    return {"type": "function", "function": {key: value for key, value in function.items() if key != "strict"}}
+def tools_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert tools to the form of chat templates; `strict` has no effect here and is left out."""
+    tools = []
+    for number, tool in enumerate(given):
+        function = tool["function"] if isinstance(tool.get("function"), dict) else {}
+        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
+            raise invalid(f"tools[{number}] must be of type 'function' and have function.name", "tools")
+        tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
+    return tools

@@ -1,21 +1,22 @@
 """Server metrics in Prometheus' text format."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from jaxrlhf.engine.service import EngineService, ServiceCounts
 
 _HELP = {
-    "requests": "Choices asked of the engine.",
+    "requests": "Choices requested from the engine.",
     "completed": "Choices that were completed.",
-    "cancelled": "Choices that were cancelled, by a cut connection or a time-out.",
-    "failed": "Choices that the engine failed at.",
+    "cancelled": "Choices that were cancelled, by a closed connection or a time-out.",
+    "failed": "Choices that failed in the engine.",
     "sampled_tokens": "Tokens sampled.",
     "prompt_tokens": "Tokens of prompts that were prefilled.",
-    "cached_tokens": "Tokens of prompts that were in the cache.",
+    "cached_tokens": "Tokens of prompts that were found in the cache.",
     "queue_s": "Seconds that choices waited for a slot, summed.",
-    "busy_slots": "Slots that drew tokens, summed over dispatches.",
-    "slots": "Slots there were, summed over dispatches.",
+    "busy_slots": "Slots that sampled tokens, summed over dispatches.",
+    "slots": "All slots, summed over dispatches.",
 }
 
 
@@ -29,19 +30,17 @@ class HttpCounts:
 
 def prometheus(service: EngineService, http: HttpCounts) -> str:
     """Return all metrics of a server in Prometheus' text format."""
-    lines = []
+    lines: list[str] = []
+
+    def add(metric: str, kind: str, meaning: str, values: Mapping[str, float]) -> None:
+        lines.extend([f"# HELP jaxrlhf_{metric} {meaning}", f"# TYPE jaxrlhf_{metric} {kind}"])
+        lines.extend(f"jaxrlhf_{metric}{labels} {value}" for labels, value in values.items())
+
     for name in (each.name for each in fields(ServiceCounts)):
-        metric = f"jaxrlhf_{name.removesuffix('_s')}_{'seconds_' if name.endswith('_s') else ''}total"
-        lines += [f"# HELP {metric} {_HELP[name]}", f"# TYPE {metric} counter"]
-        lines.append(f"{metric} {getattr(service.counts, name)}")
-    lines += ["# HELP jaxrlhf_waiting Choices without a response yet.", "# TYPE jaxrlhf_waiting gauge"]
-    lines.append(f"jaxrlhf_waiting {service.waiting}")
-    lines += ["# HELP jaxrlhf_http_under_way Requests under way.", "# TYPE jaxrlhf_http_under_way gauge"]
-    lines.append(f"jaxrlhf_http_under_way {http.under_way}")
-    lines += [
-        "# HELP jaxrlhf_http_answers_total Answers by path and status.",
-        "# TYPE jaxrlhf_http_answers_total counter",
-    ]
-    for (path, status), count in sorted(http.answers.items()):
-        lines.append(f'jaxrlhf_http_answers_total{{path="{path}",status="{status}"}} {count}')
+        metric = f"{name.removesuffix('_s')}_seconds_total" if name.endswith("_s") else f"{name}_total"
+        add(metric, "counter", _HELP[name], {"": getattr(service.counts, name)})
+    add("waiting", "gauge", "Choices without a response yet.", {"": service.waiting})
+    add("http_under_way", "gauge", "Requests under way.", {"": http.under_way})
+    answers = {f'{{path="{path}",status="{status}"}}': n for (path, status), n in sorted(http.answers.items())}
+    add("http_answers_total", "counter", "Answers by path and status.", answers)
     return "\n".join(lines) + "\n"

@@ -4,31 +4,29 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Diverged, Image
-from jaxrlhf.config import Refusal
+from jaxrlhf.batch import Diverged
+from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.tokenizer import TokenBytes
 from jaxrlhf.engine import Completion, EngineService, Request
-from jaxrlhf.engine.constraints import TokenConstraint
 from jaxrlhf.engine.scoring import TokenScores
 from jaxrlhf.serving.errors import ApiError, invalid, too_long, unsupported
 from jaxrlhf.serving.grammars import JsonGrammars
-from jaxrlhf.serving.wire import Wanted
 
-_MOST_FORMS = 8
-_OWN_VARIABLES = {
+_MAX_FORMS = 8
+_SERVER_VARIABLES = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
     *("tokenizer", "chat", "conversation", "day", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token", "pad_token"),
@@ -75,26 +73,22 @@ class ServedModel:
         """
         if not variables:
             return self.form
-        key = json.dumps(dict(variables), sort_keys=True)
-        if (found := self._forms.get(key)) is not None:
-            return found
         for name in variables:
-            if name in _OWN_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
+            if name in _SERVER_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", self.form.template.source):
                 raise unsupported(
                     f"the chat template of {self.name} has no variable {name!r} to set; leave it out", name
                 )
+        key = json.dumps(dict(variables), sort_keys=True)
         try:
-            made = ChatFormat(self.tokenizer, {**variables, **(self._day or {})}, self.images)
+            return self._cached_form(key)
         except Refusal as error:
             raise invalid(f"with {key:.80} {error}", next(iter(variables))) from error
-        self._forms[key] = made
-        while len(self._forms) > _MOST_FORMS:
-            self._forms.pop(next(iter(self._forms)), None)
-        return made
 
     @cached_property
-    def _forms(self) -> dict[str, ChatFormat]:
-        return {}
+    def _cached_form(self) -> Callable[[str], ChatFormat]:
+        """Function of variables, as JSON, that returns a chat format; the last formats are kept."""
+        day = self._day or {}
+        return lru_cache(_MAX_FORMS)(lambda key: ChatFormat(self.tokenizer, json.loads(key) | day, self.images))
 
     @property
     def _day(self) -> dict[str, Any] | None:
@@ -120,8 +114,8 @@ class ServedModel:
         return ControlTokens(self.tokenizer).ids
 
     @cached_property
-    def most_bytes(self) -> int:
-        """Number of bytes of the longest text that may fit the context: as many of the longest tokens as fit."""
+    def max_bytes(self) -> int:
+        """Number of bytes of the longest text that may fit the context: a full context of the longest token."""
         longest = max(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab())
         return longest * self.service.engine.context_tokens
 
@@ -132,7 +126,7 @@ class ServedModel:
           ApiError: The texts are too long.
         """
         total = sum(len(text) for text in texts)
-        if total > self.most_bytes:
+        if total > self.max_bytes:
             context = self.service.engine.context_tokens
             raise too_long(
                 f"texts of {total} characters, which cannot fit the context of {context} tokens; shorten them"
@@ -150,12 +144,12 @@ class ServedModel:
         self.check_fits([text])
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=specials))
 
-    def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
-        """Return the number of tokens that a response to a prompt may have.
+    def response_limit(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
+        """Return the largest number of tokens of a response to a prompt.
 
         Args:
-          wanted: Number of tokens that the request asks for; None is as many as fit.
-          most: Further upper limit; a larger limit than fits is lowered, while a larger `wanted` is refused.
+          wanted: Limit of the request, refused if it does not fit; None is as many as fit.
+          most: Further limit, lowered if it does not fit.
 
         Raises:
           ApiError: The prompt is empty, or prompt and response do not fit the context.
@@ -163,15 +157,15 @@ class ServedModel:
         engine = self.service.engine
         if not prompt:
             raise ApiError("the prompt has no tokens; give at least one", code="empty_prompt", param="prompt")
-        left = engine.context_tokens - len(prompt)
-        if left < (wanted != 0):
+        rest = engine.context_tokens - len(prompt)
+        if rest < (wanted != 0):
             raise too_long(f"a prompt of {len(prompt)} tokens, and the context is {engine.context_tokens}; shorten it")
-        if wanted is not None and wanted > min(left, engine.response_tokens):
+        if wanted is not None and wanted > min(rest, engine.response_tokens):
             raise too_long(
                 f"a prompt of {len(prompt)} tokens and max_tokens={wanted}; the context is {engine.context_tokens} and "
                 f"a response has {engine.response_tokens} at most"
             )
-        return min(n for n in (left, engine.response_tokens, wanted, most) if n is not None)
+        return min(n for n in (rest, engine.response_tokens, wanted, most) if n is not None)
 
 
 def check_model(model: ServedModel, wanted: str) -> None:
@@ -182,29 +176,7 @@ def check_model(model: ServedModel, wanted: str) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Response to sample.
-
-    Attributes:
-      seed, request_id: Integers that determine the response, together with the prompt.
-      keep: Whether the KV cache is kept for a next turn.
-      has_replies: Whether the prompt has earlier replies; see `Request`.
-      constraint: Constraint of the response; None is free.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    seed: int
-    request_id: int
-    stop_tokens: tuple[int, ...]
-    keep: bool = False
-    images: tuple[Image, ...] = ()
-    has_replies: bool = False
-    constraint: TokenConstraint | None = None
-
-
-@dataclass(frozen=True)
-class DrawnPart:
+class SampledPart:
     """Event of a choice: tokens that were sampled together, or at the end the completion.
 
     Attributes:
@@ -217,9 +189,9 @@ class DrawnPart:
     completion: Completion | None = None
 
 
-async def draw(
-    model: ServedModel, choices: Sequence[Choice], wanted: Wanted, futures: list[Future[Completion]]
-) -> AsyncGenerator[DrawnPart, None]:
+async def sample(
+    model: ServedModel, choices: Sequence[Request], sampling: Sampling, *, seed: int, futures: list[Future[Completion]]
+) -> AsyncGenerator[SampledPart, None]:
     """Sample choices together; closing the iterator cancels unfinished choices.
 
     Args:
@@ -229,63 +201,48 @@ async def draw(
       ApiError: The time limit passed, the engine failed, or a choice was cancelled by other code.
     """
     loop = asyncio.get_running_loop()
-    came: asyncio.Queue[DrawnPart | Future[Completion]] = asyncio.Queue()
-    control = [model.control_ids[text] for text in wanted.stop if text in model.control_ids]
-    texts = tuple(text for text in wanted.stop if text not in model.control_ids)
+    events: asyncio.Queue[SampledPart | Future[Completion]] = asyncio.Queue()
 
-    def tell(event: Any) -> None:
+    def send(event: Any) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(came.put_nowait, event)
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
     try:
-        async with _in_time(model.limits):
+        async with _time_limit(model.limits):
             for index, choice in enumerate(choices):
-                request = Request(
-                    choice.request_id,
-                    choice.prompt,
-                    max_tokens=choice.max_tokens,
-                    stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
-                    stop_texts=texts or None,
-                    keep=choice.keep,
-                    images=choice.images,
-                    has_replies=choice.has_replies,
-                    constraint=choice.constraint,
-                )
-                future = model.service.submit(
-                    request,
-                    wanted.sampling,
-                    seed=choice.seed,
-                    on_tokens=lambda tokens, logps, index=index: tell(DrawnPart(index, tuple(tokens), tuple(logps))),  # type: ignore[misc]
-                )
-                futures.append(future)
-                future.add_done_callback(tell)
-            left = set(range(len(futures)))
-            while left:
-                event = await came.get()
-                if isinstance(event, DrawnPart):
+
+                def on_tokens(tokens: Sequence[int], logps: Sequence[float], index: int = index) -> None:
+                    send(SampledPart(index, tuple(tokens), tuple(logps)))
+
+                futures.append(model.service.submit(choice, sampling, seed=seed, on_tokens=on_tokens))
+                futures[-1].add_done_callback(send)
+            unfinished = set(range(len(futures)))
+            while unfinished:
+                event = await events.get()
+                if isinstance(event, SampledPart):
                     yield event
-                else:
-                    index = next(index for index in left if futures[index] is event)
-                    left.discard(index)
-                    done = event.result()
+                    continue
+                index = next(index for index in unfinished if futures[index] is event)
+                unfinished.discard(index)
+                completion = event.result()
+                if completion.stop_text not in (choices[index].stop_texts or ()):
                     # A stop text of the engine that the request does not name is part of the response.
-                    yield DrawnPart(
-                        index, completion=done if done.stop_text in texts else replace(done, stop_text=None)
-                    )
+                    completion = replace(completion, stop_text=None)
+                yield SampledPart(index, completion=completion)
     finally:
         for future in futures:
             future.cancel()
 
 
 async def score(model: ServedModel, sequences: Sequence[Sequence[int]], *, temperature: float) -> list[TokenScores]:
-    """Score sequences of tokens; raises the errors of `draw`."""
-    async with _in_time(model.limits):
+    """Score sequences of tokens; raises the errors of `sample`."""
+    async with _time_limit(model.limits):
         futures = [model.service.score(tokens, temperature=temperature) for tokens in sequences]
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
 
 @asynccontextmanager
-async def _in_time(limits: ServingLimits) -> AsyncGenerator[None, None]:
+async def _time_limit(limits: ServingLimits) -> AsyncGenerator[None, None]:
     """Limit the time of an answer, and convert the engine's errors to `ApiError`."""
     try:
         async with asyncio.timeout(limits.request_s):
@@ -305,6 +262,6 @@ async def _in_time(limits: ServingLimits) -> AsyncGenerator[None, None]:
         raise ApiError(str(error), status=500, kind="server_error", code="diverged") from error
 
 
-def key_of(*parts: Any) -> int:
+def hash_of(*parts: Any) -> int:
     """Return a number in [0, 2**32), a hash of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")

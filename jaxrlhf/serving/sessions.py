@@ -17,9 +17,9 @@ from jaxrlhf.engine import Completion
 from jaxrlhf.episode import Reply
 from jaxrlhf.serving.call_tree import CallTree, Fork, RecordedCall
 from jaxrlhf.serving.errors import ApiError, invalid
-from jaxrlhf.serving.served import ServedModel, key_of
+from jaxrlhf.serving.served import ServedModel, hash_of
 
-ENDED_REMEMBERED = 10_000
+REMEMBERED_ENDED = 10_000
 """Number of ended sessions that are remembered; late calls of older sessions count as calls of unknown sessions."""
 
 
@@ -74,23 +74,23 @@ class ServedSession:
         self._calls = self._tokens = 0
         self._closed = False
         self._futures: list[list[Future[Completion]]] = []
-        self._asked: Counter[tuple[Any, ...]] = Counter()
-        self._kept: set[int] = set()
+        self._prompt_counts: Counter[tuple[int, ...]] = Counter()
+        self._cached: set[int] = set()
 
     def check_open(self) -> None:
         """Raise `ApiError` if the episode has ended."""
         if self._closed:
             raise _ended()
 
-    def refuse(self, limit: str) -> None:
+    def count_refusal(self, limit: str) -> None:
         """Count a request that a limit refuses."""
         with self.lock:
             self.refused[limit] += 1
 
-    def begin(self, prompt: tuple[int, ...], choices: int) -> list[int]:
-        """Start choices of a prompt; return their request numbers, which seed the sampling together with `seed`.
+    def start_choices(self, prompt: tuple[int, ...], choices: int) -> list[int]:
+        """Start choices of a prompt; return their request ids, which seed the sampling together with `seed`.
 
-        A number is a function of the episode, the prompt, and how often the prompt was requested before.
+        An id is a function of the episode, the prompt, and how often the prompt was requested before.
 
         Raises:
           ApiError: The episode has ended or reached a limit.
@@ -106,35 +106,35 @@ class ServedSession:
                     message = f"the episode's limit of {limit} {what} is reached"
                     raise ApiError(message, status=403, code=f"limit_{what}")
             self._calls += choices
-            first = self._asked[prompt]
-            self._asked[prompt] += choices
-            keys = [key_of(self.episode, prompt, first + copy) for copy in range(choices)]
-            self._kept.update(keys)
-            return keys
+            first = self._prompt_counts[prompt]
+            self._prompt_counts[prompt] += choices
+            ids = [hash_of(self.episode, prompt, first + copy) for copy in range(choices)]
+            self._cached.update(ids)
+            return ids
 
     @contextmanager
-    def under_way(self) -> Iterator[list[Future[Completion]]]:
+    def in_progress(self) -> Iterator[list[Future[Completion]]]:
         """Yield a list for the futures of a request; the futures are cancelled when the episode ends."""
         futures: list[Future[Completion]] = []
         with self.lock:  # otherwise a `close` just before would miss these futures
             self.check_open()
-            self.tree.at_once |= any(not future.done() for others in self._futures for future in others)
+            self.tree.parallel |= any(not future.done() for others in self._futures for future in others)
             self._futures.append(futures)
         try:
             yield futures
         finally:
             self._futures.remove(futures)
 
-    def most_tokens(self, choices: int) -> int | None:
+    def tokens_per_choice(self, choices: int) -> int | None:
         """Return the token limit of each of `choices` choices; None is unlimited."""
         left = None if self.limits.tokens is None else max(1, (self.limits.tokens - self._tokens) // choices)
         limits = [n for n in (left, self.limits.call_tokens) if n is not None]
         return min(limits, default=None)
 
-    def record(self, answer_id: str, calls: list[RecordedCall], completions: list[Completion]) -> None:
-        """Note the calls of a complete answer; `tree` has the calls already."""
+    def record(self, answer_id: str, calls: list[RecordedCall]) -> None:
+        """Record the calls of a complete answer, which are in `tree` already."""
         self.answers[answer_id] = calls
-        self._tokens += sum(len(completion.tokens) for completion in completions)
+        self._tokens += sum(len(call.logps) for call in calls)
 
     def set_reward(self, body: Any) -> None:
         """Set the `reward` of a request body, for the episode or for the answer named by `response_id`."""
@@ -162,17 +162,14 @@ class ServedSession:
             future.cancel()
         with self.lock:
             sequences, paths = self.tree.sequences()
-            rewards: dict[tuple[int, int], float] = {}
-            paid: set[RecordedCall] = set()
+            places: dict[RecordedCall, tuple[int, int]] = {}
             for row, path in enumerate(paths):
                 for turn, call in enumerate(path):
-                    if call.reward is not None and call not in paid:
-                        paid.add(call)
-                        rewards[row, turn] = call.reward
+                    places.setdefault(call, (row, turn))
+            rewards = {place: call.reward for call, place in places.items() if call.reward is not None}
             replies = tuple(tuple(call.reply for call in path) for path in paths)
-            told = self.reward, len(self.tree.calls), self.tree.forks, self.refused
-            recorded = RecordedEpisode(sequences, replies, rewards, *told)
-            return recorded, self._kept
+            counts = len(self.tree.calls), self.tree.forks, self.refused
+            return RecordedEpisode(sequences, replies, rewards, self.reward, *counts), self._cached
 
 
 def _ended() -> ApiError:
@@ -228,10 +225,10 @@ class SessionBook:
             session = self._by_episode.pop(episode)
             del self._by_id[session.session_id]
             self._ended[session.session_id] = None
-            while len(self._ended) > ENDED_REMEMBERED:
+            while len(self._ended) > REMEMBERED_ENDED:
                 del self._ended[next(iter(self._ended))]
-        recorded, kept = session.close()
-        for request_id in kept:
+        recorded, cached = session.close()
+        for request_id in cached:
             self._model.service.release(request_id)
         return recorded
 

@@ -25,13 +25,13 @@ class BeforeStops:
             return ""
         self._held += text
         whole = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        begun = [
+        partial = [
             len(self._held) - n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])
         ]
         self._stopped = bool(whole)
-        cut = min(whole + begun, default=len(self._held))
-        said, self._held = self._held[:cut], self._held[cut:]
-        return said
+        cut = min(whole + partial, default=len(self._held))
+        sent, self._held = self._held[:cut], self._held[cut:]
+        return sent
 
 
 class TextStream:
@@ -41,28 +41,31 @@ class TextStream:
 
     Args:
       prompt: Tokens before the choice.
+
+    Attributes:
+      at_start: Whether only control tokens came before the next token. A tokenizer may decode the first token of a text
+        in another way, such as without its leading space.
     """
 
     def __init__(self, tokens: TokenBytes, stops: Sequence[str], prompt: Sequence[int]) -> None:
         self._tokens, self._bytes, self._before = tokens, TextBytes(), BeforeStops(stops)
-        # A tokenizer may decode the first token of a text in another way, such as without its leading space.
-        self._first = all(map(tokens.is_special, prompt))
+        self.at_start = all(map(tokens.is_special, prompt))
         self._parts: list[str] = []
-        self._said = 0
+        self._sent = 0
 
     def add(self, new: Sequence[int]) -> str:
         """Add tokens; return the text that can be sent now."""
         for token in new:
-            self._parts.append(self._bytes.add(self._tokens.of(token, first=self._first)))
-            self._first = self._first and self._tokens.is_special(token)
-        said = self._before.add("".join(self._parts[-len(new) :]) if new else "")
-        self._said += len(said)
-        return said
+            self._parts.append(self._bytes.add(self._tokens.of(token, first=self.at_start)))
+            self.at_start = self.at_start and self._tokens.is_special(token)
+        sent = self._before.add("".join(self._parts[-len(new) :]) if new else "")
+        self._sent += len(sent)
+        return sent
 
     def end(self, stop: str | None) -> str:
         """Return the remaining text, up to the stop text that ended the choice, if any."""
         whole = before_stop("".join(self._parts) + self._bytes.end(), stop)
-        return whole[self._said :]
+        return whole[self._sent :]
 
 
 class ReplyStream:
@@ -72,7 +75,7 @@ class ReplyStream:
         self._words = form.stream(tools, opening=opening)
         self._stop_tokens = form.stop_tokens
         self._before = {name: BeforeStops(stops) for name in ("reasoning", "content")}
-        self._said = {name: list[str]() for name in self._before}
+        self._sent = {name: list[str]() for name in self._before}
         self._held: tuple[int, ...] = ()
 
     def add(self, tokens: Sequence[int]) -> dict[str, str]:
@@ -82,18 +85,18 @@ class ReplyStream:
         new = (*self._held, *tokens)
         # A stop token that ends the reply is not part of its text.
         self._held = new[-1:] if new and new[-1] in self._stop_tokens else ()
-        known = self._words.add(new[: len(new) - len(self._held)])
-        made = {name: self._before[name].add(text) for name, text in zip(self._before, known, strict=True)}
-        for name, text in made.items():
-            self._said[name].append(text)
-        return {name: text for name, text in made.items() if text}
+        certain = self._words.add(new[: len(new) - len(self._held)])
+        sent = {name: self._before[name].add(text) for name, text in zip(self._before, certain, strict=True)}
+        for name, text in sent.items():
+            self._sent[name].append(text)
+        return {name: text for name, text in sent.items() if text}
 
     def end(self, reply: Reply, stop: str | None) -> dict[str, str]:
         """Return the remaining reasoning and content."""
-        left = {}
+        rest = {}
         for name, whole in (("reasoning", reply.reasoning), ("content", reply.content)):
-            text, said = before_stop(whole, stop), "".join(self._said[name])
-            if not text.startswith(said):
-                raise AssertionError(f"the {name} was sent as {said[-80:]!r}, and is {text[:80]!r}")
-            left[name] = text[len(said) :]
-        return {name: text for name, text in left.items() if text}
+            text, sent = before_stop(whole, stop), "".join(self._sent[name])
+            if not text.startswith(sent):
+                raise AssertionError(f"the {name} was sent as {sent[-80:]!r}, and is {text[:80]!r}")
+            rest[name] = text[len(sent) :]
+        return {name: text for name, text in rest.items() if text}

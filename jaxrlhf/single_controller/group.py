@@ -36,11 +36,11 @@ class Pending(Future[Value]):
         super().__init__()
         self.call = call
         self._loading = threading.Lock()
-        self._here: tuple[Value] | None = None
+        self._loaded: tuple[Value] | None = None
 
-    def where(self) -> Value | RemoteValue:
+    def value_or_handle(self) -> Value | RemoteValue:
         """Wait for the call; return the value, or its `RemoteValue` if the value is not in this process yet."""
-        return super().result() if self._here is None else self._here[0]
+        return super().result() if self._loaded is None else self._loaded[0]
 
     def result(self, timeout: float | None = None) -> Value:
         """Wait for the call, bring its value to this process and return the value."""
@@ -48,9 +48,9 @@ class Pending(Future[Value]):
         if not isinstance(value, RemoteValue):
             return value
         with self._loading:
-            if self._here is None:
-                self._here = (value.load(),)
-        return self._here[0]
+            if self._loaded is None:
+                self._loaded = (value.load(),)
+        return self._loaded[0]
 
 
 @dataclass(eq=False)
@@ -70,8 +70,7 @@ class OpenCall:
     waits_for: str = ""
     since_s: float = field(default_factory=time.perf_counter)
 
-    def becomes(self, state: Literal["waits", "runs"], waits_for: str = "") -> None:
-        """Change the state."""
+    def set_state(self, state: Literal["waits", "runs"], waits_for: str = "") -> None:
         self.state, self.waits_for, self.since_s = state, waits_for, time.perf_counter()
 
 
@@ -79,11 +78,11 @@ class Timeline:
     """Timeline of calls on all device queues; the queue of a pool's devices is a lane.
 
     Attributes:
-      moved_s: Time at which a call was last submitted, started or ended, in `time.perf_counter` seconds.
+      changed_s: Time at which a call was last submitted, started or ended, in `time.perf_counter` seconds.
     """
 
     def __init__(self) -> None:
-        self.moved_s = time.perf_counter()
+        self.changed_s = time.perf_counter()
         self._open: list[OpenCall] = []
         self._calls: list[Call] = []
         self._running: dict[str, float] = {}
@@ -95,26 +94,26 @@ class Timeline:
         call = OpenCall(role, verb, lane)
         with self._lock:
             self._open.append(call)
-            self.moved_s = call.since_s
+            self.changed_s = call.since_s
         return call
 
-    def left(self, call: OpenCall) -> None:
+    def ended(self, call: OpenCall) -> None:
         """Record that a call has ended, or was cancelled."""
         with self._lock:
             if call in self._open:
                 self._open.remove(call)
-            self.moved_s = time.perf_counter()
+            self.changed_s = time.perf_counter()
 
     def open_calls(self) -> list[OpenCall]:
         """Return copies of the calls that have not ended, in the order of submission."""
         with self._lock:
             return [replace(call) for call in self._open]
 
-    def began(self, lane: str, start_s: float) -> None:
+    def started(self, lane: str, start_s: float) -> None:
         """Record the start of a call on a lane; a lane runs one call at a time."""
         with self._lock:
             self._running[lane] = start_s
-            self.moved_s = start_s
+            self.changed_s = start_s
 
     def add(self, call: Call) -> None:
         """Record a finished call."""
@@ -158,8 +157,8 @@ class DeviceQueue:
                 ready = tuple(_awaited(arg, call) for arg in args)
                 named = {name: _awaited(arg, call) for name, arg in kwargs.items()}
                 start = time.perf_counter()
-                call.becomes("runs")
-                self._timeline.began(self._name, start)
+                call.set_state("runs")
+                self._timeline.started(self._name, start)
                 try:
                     value = function(role, method, ready, named)
                 except Exception as error:
@@ -172,11 +171,11 @@ class DeviceQueue:
             else:
                 pending.set_result(value)
             finally:
-                self._timeline.left(call)
+                self._timeline.ended(call)
 
         def cancelled(done: Future[None]) -> None:
             if done.cancelled():
-                self._timeline.left(call)
+                self._timeline.ended(call)
                 pending.cancel()
                 pending.set_running_or_notify_cancel()  # wakes waiting threads
 
@@ -193,8 +192,8 @@ def _awaited(value: object, call: OpenCall) -> object:
     if not isinstance(value, Future):
         return value
     if not value.done():
-        call.becomes("waits", value.call if isinstance(value, Pending) else "a value of the controller")
-    return value.where() if isinstance(value, Pending) else value.result()
+        call.set_state("waits", value.call if isinstance(value, Pending) else "a value of the controller")
+    return value.value_or_handle() if isinstance(value, Pending) else value.result()
 
 
 class Group:
@@ -214,23 +213,23 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
-_GENERATING = worker_methods(GenerationWorker).keys()
+_GENERATION_METHODS = worker_methods(GenerationWorker).keys()
 
 
 class DelegatesGeneration(ABC):
-    """Actor that calls the rollout group to generate, and `_trains` for all other methods."""
+    """Actor that calls the rollout group to generate, and `_actor` for all other methods."""
 
     _rollout: Group
-    _trains: Any
+    _actor: Any
 
     @abstractmethod
-    def _sent(self) -> Pending[Any]:
+    def _version(self) -> Pending[Any]:
         """Return the version of the weights to generate with, as a future that waits for their transfer."""
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
-        if name in _GENERATING:
-            return lambda *args, **kwargs: getattr(self._rollout, name)(*args, versions=self._sent(), **kwargs)
-        return getattr(self._trains, name)
+        if name in _GENERATION_METHODS:
+            return lambda *args, **kwargs: getattr(self._rollout, name)(*args, versions=self._version(), **kwargs)
+        return getattr(self._actor, name)
 
 
 class ActorWithRolloutPool(DelegatesGeneration):
@@ -240,24 +239,24 @@ class ActorWithRolloutPool(DelegatesGeneration):
     pool is free while the rollout group generates.
 
     Args:
-      fetching: Returns the rollout group on its current processes, with a queue of its own: the group's calls run
+      fetch_group: Returns the rollout group on its current processes, with a separate queue: the group's calls run
         concurrently with generation.
     """
 
-    def __init__(self, actor: Group, rollout: Group, fetching: Callable[[], Group]) -> None:
-        self._trains, self._rollout, self._fetching = actor, rollout, fetching
+    def __init__(self, actor: Group, rollout: Group, fetch_group: Callable[[], Group]) -> None:
+        self._actor, self._rollout, self._fetch_group = actor, rollout, fetch_group
         self._fetches = itertools.count()
-        self._newest: Pending[Any] | None = None
-        self._there: Pending[Any] | None = None
+        self._sent: Pending[Any] | None = None  # version of the newest weights; None after an update
+        self._loaded: Pending[Any] | None = None  # version of the weights on the rollout's devices
         self._wanted: tuple[Any, Group] | None = None
-        self._asked: list[Any] = []
-        self._waiting, self.launches = 0, 1
+        self._offered: list[Any] = []
+        self._max_waiting, self.launches = 0, 1
         self._order = threading.Lock()  # orders updates and offers of weights
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
         with self._order:
-            self._newest = None
-            updated: Pending[Any] = self._trains.update_actor(*args, **kwargs)
+            self._sent = None
+            updated: Pending[Any] = self._actor.update_actor(*args, **kwargs)
             return updated
 
     def snapshot(self, *, waiting: int) -> "ActorSnapshot":
@@ -268,49 +267,50 @@ class ActorWithRolloutPool(DelegatesGeneration):
         Args:
           waiting: Maximum number of such actors that have not started to generate; each keeps a copy of the weights.
         """
-        self._waiting = 2 * waiting + 1  # between two such actors the newest weights may be offered, for an evaluation
-        if self._there is None:
-            self._sent()
+        # Between two such actors the newest weights may be offered for an evaluation.
+        self._max_waiting = 2 * waiting + 1
+        if self._loaded is None:
+            self._version()
         launches, known = self.launches, self._wanted
         if known is None:  # from the second time on the splits are known, so that no offer waits for generation
-            fetching = self._fetching()
-            self._wanted = known = self._rollout.wanted_weights().result(), fetching
-        wanted, fetching = known
-        fetched = fetching.fetch_weights(self._offer(wanted), number=next(self._fetches))
+            group = self._fetch_group()
+            self._wanted = known = self._rollout.wanted_weights().result(), group
+        wanted, group = known
+        fetched = group.fetch_weights(self._offer(wanted), number=next(self._fetches))
         return ActorSnapshot(self, self._rollout, fetched, launches)
 
     def _offer(self, wanted: Any) -> Pending[Any]:
-        if wanted not in self._asked:
-            self._asked.append(wanted)
-        return self._trains.offer_weights(wanted, waiting=self._waiting)
+        if wanted not in self._offered:
+            self._offered.append(wanted)
+        return self._actor.offer_weights(wanted, waiting=self._max_waiting)
 
     def send_again(self) -> None:
         """Send all of the newest weights to a rollout group that was relaunched, perhaps with fewer hosts."""
         self.launches += 1
-        self._newest = self._there = self._wanted = None
-        asked, self._asked = self._asked, []
-        for wanted in asked:  # the processes that would fetch these offers are gone
-            self._trains.withdraw_weights(wanted)
-        self._sent()
+        self._sent = self._loaded = self._wanted = None
+        offered, self._offered = self._offered, []
+        for wanted in offered:  # the processes that would fetch these offers are gone
+            self._actor.withdraw_weights(wanted)
+        self._version()
 
     def load(self, fetched: Pending[Any]) -> Pending[Any]:
         """Move fetched weights to the rollout's devices; return their version."""
-        self._there = self._rollout.load_fetched(fetched)
-        return self._there
+        self._loaded = self._rollout.load_fetched(fetched)
+        return self._loaded
 
-    def _sent(self) -> Pending[Any]:
+    def _version(self) -> Pending[Any]:
         """Send the newest weights if the rollout's devices have others; return the version, as a future."""
-        if self._newest is None or self._newest is not self._there:
-            # Brought to this process: a value on a host that dies would end the pool that reads the value.
+        if self._sent is None or self._sent is not self._loaded:
+            # Loaded into this process: a value on a host that dies would end the pool that reads the value.
             wanted = self._rollout.wanted_weights().result()
             with self._order:
-                self._newest = self._there = sent = self._rollout.load_weights(self._offer(wanted))
+                self._sent = self._loaded = sent = self._rollout.load_weights(self._offer(wanted))
             return sent
-        return self._newest
+        return self._sent
 
 
 class ActorSnapshot(DelegatesGeneration):
-    """Actor as of one moment: generates with the weights of that moment, and is the current actor in all else.
+    """Actor that generates with the weights of the moment of the snapshot; other methods are the current actor's.
 
     No other caller may generate on the rollout's devices between this actor's first and last call.
 
@@ -321,13 +321,13 @@ class ActorSnapshot(DelegatesGeneration):
       launches: Number of launches of the rollout group when the weights were fetched.
     """
 
-    def __init__(self, apart: ActorWithRolloutPool, rollout: Group, fetched: Pending[Any], launches: int) -> None:
-        self._trains, self._rollout = apart, rollout
+    def __init__(self, actor: ActorWithRolloutPool, rollout: Group, fetched: Pending[Any], launches: int) -> None:
+        self._actor, self._rollout = actor, rollout
         self._fetched, self._launches = fetched, launches
-        self._versions: Pending[Any] | None = None
+        self._loaded: Pending[Any] | None = None
 
-    def _sent(self) -> Pending[Any]:
-        if self._versions is None:
-            there = self._launches == self._trains.launches
-            self._versions = self._trains.load(self._fetched) if there else self._trains._sent()
-        return self._versions
+    def _version(self) -> Pending[Any]:
+        if self._loaded is None:
+            relaunched = self._launches != self._actor.launches
+            self._loaded = self._actor._version() if relaunched else self._actor.load(self._fetched)
+        return self._loaded

@@ -24,7 +24,7 @@ from jaxrlhf.workers.summary import SummaryRow, pool_rows
 
 @dataclass(frozen=True)
 class Built:
-    """Description of a host's workers for the controller.
+    """Summary of a host's workers for the controller.
 
     Attributes:
       places: Coordinates of the process in each role's group.
@@ -60,7 +60,7 @@ class Host:
         gc.collect()  # a worker and its compiled programs refer to each other
         self.workers = self.builder.workers(phase)
         places = {role: worker.place for role, worker in self.workers.items()}
-        self._items = {name: item for worker in self._counting() for name, item in worker.items().items()}
+        self._items = {name: item for worker in self._stateful() for name, item in worker.items().items()}
         return Built(places, tuple(self._items))
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -68,12 +68,12 @@ class Host:
         worker, builder = self.workers[role], self.builder
         function = getattr(worker, method)
         named = {name: loaded(value) for name, value in kwargs.items()}
-        own = tuple(map(loaded, function.protocol.distribute(args, worker.place)))
+        parts = tuple(map(loaded, function.protocol.distribute(args, worker.place)))
         with jax.profiler.TraceAnnotation(f"{role}.{method}"):
             if role == "reward" and not builder.config.rewards.by_model:  # it uses no device
-                return function(*own, **named)
+                return function(*parts, **named)
             with DevicePeak(builder.on.pool.devices) as peak:
-                result = function(*own, **named)
+                result = function(*parts, **named)
         self._peaks[method] = max(self._peaks.get(method, 0), peak.bytes)
         if builder.on.pool.devices[0].platform == "cpu":  # accelerators have their own memory
             return_free_memory()
@@ -81,21 +81,21 @@ class Host:
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """Return the programs that were lowered instead of run, for described devices; names are `role.program`."""
-        found: dict[str, jax.stages.Lowered] = {}
+        lowered: dict[str, jax.stages.Lowered] = {}
         if self.builder.sampler is not None:
             engine = self.builder.sampler.engine
             programs = engine.compiled.lowered if isinstance(engine, Engine) else {}
-            found |= {f"generation.{name}": program for name, program in programs.items()}
+            lowered |= {f"generation.{name}": program for name, program in programs.items()}
         for role, worker in self.workers.items():
-            found |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}
-        return found
+            lowered |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}
+        return lowered
 
     def start_trace(self, folder: Path) -> None:
         """Start the profiler for this process and its devices; several processes write to separate subfolders."""
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # tracing every Python call would make the host's part many times larger
-        own = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
-        jax.profiler.start_trace(own, profiler_options=options)
+        options.python_tracer_level = 0  # events of every Python call would make the trace many times larger
+        folder = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
+        jax.profiler.start_trace(folder, profiler_options=options)
 
     def stop_trace(self) -> None:
         """Stop the profiler and write the trace."""
@@ -116,14 +116,15 @@ class Host:
 
     def counters(self) -> dict[str, int]:
         """Return the counters for a checkpoint: updates so far, the policy's version, and padded sizes for images."""
-        return {name: count for worker in self._counting() for name, count in worker.counters().items()}
+        return {name: count for worker in self._stateful() for name, count in worker.counters().items()}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Continue from a checkpoint's counters."""
-        for worker in self._counting():
+        for worker in self._stateful():
             worker.set_counters(counters)
 
-    def _counting(self) -> list[Any]:
+    def _stateful(self) -> list[Any]:
+        """Return the workers with state in a checkpoint."""
         return [worker for worker in self.workers.values() if hasattr(worker, "counters")]
 
     def item(self, name: str, method: str, *args: Any) -> Any:

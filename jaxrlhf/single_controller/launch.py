@@ -1,5 +1,6 @@
 """Launch of a run's pools from its configuration."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,11 +51,11 @@ def launch(
     ranks: list[Ranks] = []
     feed = CompletionFeed()
     try:
-        for pool, own in split_devices(config, devices or jax.devices()):
+        for pool, pool_devices in split_devices(config, devices or jax.devices()):
             builder = Builder(
                 config,
                 tokenizer,
-                ResourcePool(pool.name, tuple(own)),
+                ResourcePool(pool.name, tuple(pool_devices)),
                 pool.roles,
                 progress=progress,
                 reward_output=output,
@@ -86,15 +87,12 @@ def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[P
     pools = placed(config, devices=len(devices))
     wanted = sum(pool.devices for pool in pools)
     if wanted > len(devices):
-        asked = f"devices={wanted}" if not config.pools else f"pools of {[pool.devices for pool in pools]} devices"
+        requested = f"devices={wanted}" if not config.pools else f"pools of {[pool.devices for pool in pools]} devices"
         raise Refusal(
-            f"{asked} exceeds the {len(devices)} {devices[0].platform} devices that JAX reports; lower the number, "
+            f"{requested} exceeds the {len(devices)} {devices[0].platform} devices that JAX reports; lower the number, "
             f"or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
         )
-    if any(pool.devices > 1 for pool in pools):  # else nobody waits for a collective
+    if any(pool.devices > 1 for pool in pools):  # otherwise there are no collectives
         _check_threads(devices[:wanted])
-    found, start = [], 0
-    for pool in pools:
-        found.append((pool, devices[start : start + pool.devices]))
-        start += pool.devices
-    return found
+    ends = itertools.accumulate(pool.devices for pool in pools)
+    return [(pool, devices[end - pool.devices : end]) for pool, end in zip(pools, ends, strict=True)]

@@ -139,23 +139,24 @@ class Roles:
             queue, host_queue = DeviceQueue(ranks.name, self.timeline), DeviceQueue(ON_HOST, self.timeline)
             self._queues += [queue, host_queue]
             for role in ranks.built[0].places:
-                # Reward functions run concurrently with the models; a reward model takes its turn on the devices.
+                # Reward functions run concurrently with the models; a reward model runs on the devices.
                 chosen = host_queue if role == "reward" and not phase.config.rewards.by_model else queue
                 groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
                 if role == ROLLOUT:  # its next weights are fetched while it generates
-                    self._queues.append(DeviceQueue(ON_HOST, self.timeline))
-                    fetching = partial(_group_as_launched, role, ranks, self._queues[-1])
+                    fetches = DeviceQueue(ON_HOST, self.timeline)
+                    self._queues.append(fetches)
+                    fetch_group = partial(_group_as_launched, role, ranks, fetches)
         self._groups = sorted(groups)
         vars(self).update(groups)
         if ROLLOUT in groups:
-            vars(self)["actor"] = ActorWithRolloutPool(groups["actor"], groups[ROLLOUT], fetching)
+            vars(self)["actor"] = ActorWithRolloutPool(groups["actor"], groups[ROLLOUT], fetch_group)
 
-    if not TYPE_CHECKING:  # else every misspelled role would have a type
+    if not TYPE_CHECKING:  # otherwise every misspelled role would have a type
 
         def __getattr__(self, role: str) -> NoReturn:
-            there = vars(self).get("_groups", [])
+            groups = vars(self).get("_groups", [])
             raise AttributeError(
-                f"this stage has no role {role!r}, as declared by the algorithm's roles; it has {there}"
+                f"this stage has no role {role!r}, as declared by the algorithm's roles; it has {groups}"
             )
 
     @property
@@ -230,13 +231,13 @@ class Roles:
         """Profile every process and its devices within the block.
 
         Args:
-          folder: Folder of the traces; hosts of a cluster write to subfolders named after pools, on their own machines.
+          folder: Folder of the traces; hosts of a cluster write to subfolders named after pools, on their machines.
         """
         traced = [(self._pools[0], folder)]  # pools of this process share its trace
         if self._on_hosts:
             traced = [(ranks, folder.absolute() / ranks.name) for ranks in self._pools]
-        for ranks, own in traced:
-            ranks.on_all("start_trace", own)
+        for ranks, traces in traced:
+            ranks.on_all("start_trace", traces)
         try:
             yield
         except BaseException:

@@ -30,8 +30,8 @@ from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
 from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostNotStarted
 from jaxrlhf.single_controller.ray.processes import HostProcesses
-from jaxrlhf.single_controller.ray.stored import Stored, hand_on_images, store_images
-from jaxrlhf.tracking import default_console
+from jaxrlhf.single_controller.ray.stored import Stored, keep_images_in_store, register_image_handles
+from jaxrlhf.tracking import say
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.summary import SummaryRow
@@ -66,15 +66,15 @@ class Gathered(RemoteValue):
 
     def load_rows(self, start: int, stop: int) -> Any:
         """Load a range of rows; only parts with such rows are transferred."""
-        found, first = [], 0
+        rows, first = [], 0
         for part in self.parts:
             assert part.rows is not None, "the number of rows must be known for every part"
             last = first + part.rows
             if first < stop and start < last:
                 cut = slice(max(start - first, 0), min(stop, last) - first)
-                found.append(jax.tree.map(lambda leaf, cut=cut: leaf[cut], part.load()))
+                rows.append(jax.tree.map(lambda leaf, cut=cut: leaf[cut], part.load()))
             first = last
-        return join(found)
+        return join(rows)
 
 
 STATELESS = {ROLLOUT, REWARD.name}
@@ -103,7 +103,7 @@ class RayRanks(Ranks):
     ) -> None:
         super().__init__(name)
         self._launch, self._progress, self._relaunches = launch, progress, relaunches
-        self._most, self._multiple = hosts, multiple
+        self._hosts, self._multiple = hosts, multiple
         self._processes, self._relaunching = launch(hosts=hosts), threading.RLock()
         self._phase: Phase | None = None
         self._closed = False
@@ -127,10 +127,9 @@ class RayRanks(Ranks):
             if not self._relaunches:
                 return False
             self._relaunches -= 1
-            text = f"{failed}\nrelaunching pool {self.name!r}; {self._relaunches} more relaunches are allowed"
-            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{failed}\nrelaunching pool {self.name!r}; {self._relaunches} more relaunches are allowed")
             self._processes.close()
-            self._processes = self._launched_again()
+            self._processes = self._relaunched()
             if self._closed:  # another thread closed the pool meanwhile
                 self._processes.close()
                 return False
@@ -138,9 +137,9 @@ class RayRanks(Ranks):
                 super().build(self._phase)
             return True
 
-    def _launched_again(self) -> HostProcesses:
+    def _relaunched(self) -> HostProcesses:
         """Launch as many processes as at the start, or fewer if the cluster lacks resources for all."""
-        hosts = self._most
+        hosts = self._hosts
         while True:
             try:
                 return self._launch(hosts=hosts)
@@ -148,8 +147,7 @@ class RayRanks(Ranks):
                 fewer = (hosts - 1) // self._multiple * self._multiple
                 if self._closed or not fewer:
                     raise
-                text = f"{failed}\nrelaunching pool {self.name!r} with {fewer} of {self._most} hosts"
-                default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+                say(f"{failed}\nrelaunching pool {self.name!r} with {fewer} of {self._hosts} hosts")
                 hosts = fewer
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -168,32 +166,32 @@ class RayRanks(Ranks):
         kwargs: Mapping[str, object],
     ) -> Gathered:
         protocol = self.protocols[role][method]
-        with self._showing_progress():
+        with self._polled_progress():
             results = processes.call("call", role, method, args, kwargs, label=f"{role}.{method}")
         places = [built.places[role] for built in self.built]
         leading = [result for result, place in zip(results, places, strict=True) if protocol.leads(place)]
         return Gathered(tuple(leading), protocol.name)
 
     @contextmanager
-    def _showing_progress(self) -> Iterator[None]:
+    def _polled_progress(self) -> Iterator[None]:
         """Report the first host's progress within the block."""
         done = threading.Event()
 
-        def ask() -> None:
+        def poll() -> None:
             shown = None
             while not done.wait(PROGRESS_S):
-                latest = self._processes.peek("progress")
-                if latest is not None and latest.latest != shown:
-                    shown = latest.latest
+                progress = self._processes.peek("progress")
+                if progress is not None and progress.latest != shown:
+                    shown = progress.latest
                     self._progress(*shown)
 
-        asking = threading.Thread(target=ask, name=f"progress of {self.name}", daemon=True)
-        asking.start()
+        polling = threading.Thread(target=poll, name=f"progress of {self.name}", daemon=True)
+        polling.start()
         try:
             yield
         finally:
             done.set()
-            asking.join()
+            polling.join()
 
     def close(self) -> None:
         self._closed = True
@@ -215,9 +213,9 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
     import ray
 
     compilation_cache.turn_on()
-    hand_on_images()
-    store_images()
-    own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
+    register_image_handles()
+    keep_images_in_store()
+    reward_output = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
     builder = Builder(
         config,
         tokenizer_of(config),
@@ -225,7 +223,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
         pool.roles,
         rank=(rank, hosts),
         progress=LatestProgress(),
-        reward_output=own,
+        reward_output=reward_output,
         address=ray.util.get_node_ip_address(),
     )
     return Host(builder)
@@ -271,7 +269,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     ranks: list[Ranks] = []
     try:
         carry_configuration_files()
-        hand_on_images()
+        register_image_handles()
         folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
         output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
         for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
@@ -283,7 +281,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
                 log_directory=folder / LOGS,
             )
             relaunches = cluster.restarts if STATELESS.issuperset(pool.roles) else 0
-            replica = config.actor.layout.replica_devices  # the hosts of a generating pool hold whole replicas
+            replica = config.actor.layout.replica_devices  # the hosts of a rollout pool hold whole replicas
             sizes = {
                 "hosts": pool.devices // cluster.devices_per_host,
                 "multiple": replica // math.gcd(replica, cluster.devices_per_host),

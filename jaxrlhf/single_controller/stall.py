@@ -1,4 +1,4 @@
-"""Report of a run in which nothing moves: which call waits for what, and since when."""
+"""Report of a run without progress: the calls, what each call waits for, and since when."""
 
 import os
 import sys
@@ -14,17 +14,17 @@ from jaxrlhf.config import Stall
 from jaxrlhf.processes.descendants import descendants, kill
 from jaxrlhf.single_controller.group import OpenCall, Timeline
 
-_LONGEST_PAUSE_S = 5.0
-_OWN_FRAMES = 8
+_MAX_INTERVAL_S = 5.0
+_STACK_FRAMES = 8
 """Innermost frames of a thread that a report shows."""
 
 
 class StallWatch:
-    """Watch over a phase, in a thread: reports when no call starts or ends and no progress is made for a set time.
+    """Thread that reports when, for a set time, no call of a phase starts or ends and none makes progress.
 
     Args:
-      task: Returns what the controller does at the moment, with the number of the step.
-      report: Takes the text of a report; the default prints to standard error.
+      task: Returns the current task of the controller, with the number of the step.
+      report: Receives the text of a report; the default prints to standard error.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class StallWatch:
         report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         self._settings, self._timeline, self._task, self._report = settings, timeline, task, report
-        self._beat_s = time.perf_counter()
-        self._over = threading.Event()
+        self._progress_s = time.perf_counter()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
 
     def beat(self) -> None:
         """Record progress within a call."""
-        self._beat_s = time.perf_counter()
+        self._progress_s = time.perf_counter()
 
     def __enter__(self) -> Self:
         if self._settings.after_s is not None:
@@ -52,21 +52,21 @@ class StallWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._closed.set()
 
     def _watch(self) -> None:
         after_s = self._settings.after_s
         assert after_s is not None
         reported_s, task, task_s = 0.0, "", 0.0
-        while not self._over.wait(min(_LONGEST_PAUSE_S, after_s / 4)):
+        while not self._closed.wait(min(_MAX_INTERVAL_S, after_s / 4)):
             if (now := self._task()) != task:
                 task, task_s = now, time.perf_counter()
-            moved_s = max(self._timeline.moved_s, self._beat_s, task_s)
-            still_s = time.perf_counter() - max(moved_s, reported_s)
+            changed_s = max(self._timeline.changed_s, self._progress_s, task_s)
+            still_s = time.perf_counter() - max(changed_s, reported_s)
             if still_s < after_s:
                 continue
             reported_s = time.perf_counter()
-            self._report(stall_report(reported_s - moved_s, task, self._timeline.open_calls()))
+            self._report(stall_report(reported_s - changed_s, task, self._timeline.open_calls()))
             if self._settings.then == "end":
                 kill(descendants(os.getpid(), b""))
                 os._exit(1)
@@ -87,7 +87,7 @@ def stall_report(still_s: float, task: str, calls: list[OpenCall]) -> str:
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             lines.append(f"  thread {names.get(ident, ident)}:")
-            frames = traceback.extract_stack(frame)[-_OWN_FRAMES:]
+            frames = traceback.extract_stack(frame)[-_STACK_FRAMES:]
             lines += [f"    {each.filename}:{each.lineno} {each.name}" for each in frames]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-# Metrics, and the format of their values in the line of a step.
+# Metrics of a step's line, and the formats of their values.
 COLUMNS: Mapping[str, str] = {
     "supervised/loss": "loss {:.4f}",
     "preference/loss": "loss {:.4f}",
@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, str] = {
 }
 PLAIN_WIDTH = 120
 """Width in characters of tables in logs and notebooks."""
-LEAST_NOTE_WIDTH = 40
+MIN_NOTE_WIDTH = 40
 """Smallest width in characters of notes next to their rows."""
 
 
@@ -54,9 +54,8 @@ class SettingsTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = list(zip(*((section, name, str(value)) for section, name, value, _ in self._rows), strict=True))
-        taken = sum(max(map(len, column), default=0) + 2 for column in columns)
-        fits = options.max_width - taken >= LEAST_NOTE_WIDTH
-        yield from self._wide() if fits else self._narrow()
+        width = sum(max(map(len, column), default=0) + 2 for column in columns)
+        yield from self._wide() if options.max_width - width >= MIN_NOTE_WIDTH else self._narrow()
 
     def _wide(self) -> RenderResult:
         table = Table(title=self._title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -65,9 +64,9 @@ class SettingsTable:
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("note", style="dim")
         for number, (section, name, value, note) in enumerate(self._rows):
-            if number and self._begins(number):
+            if number and self._starts_section(number):
                 table.add_row()
-            cells = (section if self._begins(number) else "", name, str(value), note)
+            cells = (section if self._starts_section(number) else "", name, str(value), note)
             table.add_row(*map(Text, cells))
         yield table
 
@@ -76,19 +75,18 @@ class SettingsTable:
             yield Text(self._title, style="italic")
         width = max(len(name) for _, name, _, _ in self._rows)
         for number, (section, name, value, note) in enumerate(self._rows):
-            if self._begins(number):
+            if self._starts_section(number):
                 yield Text(f"{chr(10) if number else ''}{section}", style="bold")
             yield Text(f"  {name:<{width}}  {value}")
             if note:
                 yield Padding(Text(note, style="dim"), (0, 0, 0, 6))
 
-    def _begins(self, number: int) -> bool:
-        """Return whether a section starts with the row."""
+    def _starts_section(self, number: int) -> bool:
         return number == 0 or self._rows[number - 1][0] != self._rows[number][0]
 
 
 class RunConsole:
-    """Progress display of a run; a logger of metrics.
+    """Progress display of a run, and a logger of its metrics.
 
     On a terminal, bars stay below the lines. Elsewhere (continuous integration, files, notebooks) there are only
     the lines.
@@ -194,11 +192,11 @@ class BytesBar:
 
 
 class _Output(Console):
-    """Console that lets the program continue when its output is no longer read; the run's files have all of it."""
+    """Console that lets the program continue after a broken pipe; the run's files have the whole output."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for other code that prints
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that `print` works, too
 
 
 def default_console() -> Console:

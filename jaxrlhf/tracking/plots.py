@@ -31,7 +31,7 @@ def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | No
     """Draw the learning curve of a `metrics.jsonl` into a PNG; panels without data are left out.
 
     Raises:
-      Refusal: The file holds none of the metrics that are drawn.
+      Refusal: The file has no metrics of any panel.
     """
     path = Path(png)
     draw_learning_curve(metrics, title=title).savefig(path, dpi=130)
@@ -40,7 +40,7 @@ def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | No
 
 def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Figure:
     """Draw the learning curve as a matplotlib figure."""
-    from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
+    from matplotlib.figure import Figure  # unlike pyplot, it chooses no backend and keeps no state
     from matplotlib.ticker import MaxNLocator
 
     curves = read_curves(metrics)

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one per line in the order of their `step`, that survive kills and resumed runs."""
+"""Files of JSON objects, one per line in the order of their `step`, which survive kills and resumed runs."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class RecordFile:
         are removed. None starts a new file.
 
     Raises:
-      Refusal: The file to continue holds something else.
+      Refusal: The file to continue has other content.
     """
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
@@ -53,9 +53,9 @@ class RecordFile:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file; after a kill or on a full disk, the previous file is intact."""
-    written = path.with_suffix(".tmp")
-    written.write_text(json.dumps(content, indent=2) + "\n")
-    written.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def read_records(path: Path | str) -> Iterator[dict[str, Any]]:
@@ -79,7 +79,7 @@ def jsonable(value: Any) -> Any:
 
 
 def _end_of_step(path: Path, step: int) -> int:
-    """Return the offset in bytes after the last record that is not beyond `step`."""
+    """Return the offset in bytes after the last record up to `step`."""
     end = 0
     for record, after in _scan(path):
         if record["step"] > step:
@@ -101,12 +101,12 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 if not file.peek(1) and not isinstance(error, RecursionError):  # the last line
                     return
-                said = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
+                damage = f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}"
                 if not found:  # maybe a file that no run wrote, which must not be continued
-                    raise Refusal(said) from error
-                warnings.warn(f"{said}; skipping the line", stacklevel=2)
+                    raise Refusal(damage) from error
+                warnings.warn(f"{damage}; skipping the line", stacklevel=2)
                 continue
-            if not line.endswith(b"\n"):  # only its line break is missing: the next record would join it
+            if not line.endswith(b"\n"):  # without its line break, the next record would be on the same line
                 return
             found = True
             yield record, end

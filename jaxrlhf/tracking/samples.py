@@ -27,7 +27,7 @@ class Sample:
       response_length: Number of tokens of the response, its end-of-sequence included.
       truncated: True if the length limit ended the response.
       logp_gap: Mean over the response's tokens of |trainer's logp - sampler's logp|; None if not measured.
-      tokens: Lists with an entry for each token that the policy chose: its `text`, the trainer's `logp`, the difference
+      tokens: Lists with an entry for each sampled token: its `text`, the trainer's `logp`, the difference
         to the sampler's logp (`gap`), and the `entropy` of its distribution, if known; None if not recorded.
       answer: Reference answer, if there is one.
       episode: Episode with its `messages`, `turns` (reward, seconds and calls of each), reason to end (`stop`) and
@@ -56,15 +56,19 @@ class SampleFile(RecordFile):
 
 
 def read_samples(path: Path | str, *, n: int) -> list[Sample]:
-    """Read `n` samples of the last step, spread over its responses, so that their prompts differ."""
+    """Read `n` samples of the last step, evenly spaced, so that their prompts differ."""
     last: list[dict] = []
     for record in read_records(path):
         if last and record["step"] != last[0]["step"]:
             last.clear()
         last.append(record)
-    chosen = last if len(last) <= n else [last[i * len(last) // n] for i in range(n)]
     known = {known.name for known in fields(Sample)}
-    return [Sample(**{name: value for name, value in record.items() if name in known}) for record in chosen]
+    return [Sample(**{name: value for name, value in record.items() if name in known}) for record in spread(last, n)]
+
+
+def spread(items: Sequence[Any], n: int) -> Sequence[Any]:
+    """Return `n` items at even distances; all items if there are fewer."""
+    return items if len(items) <= n else [items[i * len(items) // n] for i in range(n)]
 
 
 def show_samples(samples: Sequence[Sample], *, source: str | None = None, console: Console | None = None) -> None:
@@ -79,36 +83,36 @@ def show_samples(samples: Sequence[Sample], *, source: str | None = None, consol
         if console.is_terminal or console.is_jupyter:
             body = Group(Text(visible(sample.prompt), style="dim"), Rule(style="dim"), Text(visible(sample.response)))
             if sample.episode is not None:
-                body = Group(*(_spoken(message) for message in sample.episode["messages"]))
+                body = Group(*(_formatted(message) for message in sample.episode["messages"]))
             console.print(
                 Panel(body, title=Text(_caption(sample, source)), title_align="left", border_style=_colour(sample))
             )
         else:
             plain = f"--- {_caption(sample, source)}\n{visible(sample.prompt)}\n>>>\n{visible(sample.response)}\n"
             if sample.episode is not None:
-                spoken = "\n".join(_spoken(message).plain for message in sample.episode["messages"])
-                plain = f"--- {_caption(sample, source)}\n{spoken}\n"
+                conversation = "\n".join(_formatted(message).plain for message in sample.episode["messages"])
+                plain = f"--- {_caption(sample, source)}\n{conversation}\n"
             console.print(Text(plain), soft_wrap=True)
 
 
-def _spoken(message: Mapping[str, Any]) -> Text:
+def _formatted(message: Mapping[str, Any]) -> Text:
     """Format a message of a conversation: the policy's messages in full color, all others dimmed."""
-    said = [str(message.get("content") or "")]
+    parts = [str(message.get("content") or "")]
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         match call:
             case {"function": {"name": name, "arguments": arguments}}:
-                said.append(f"{name}({json.dumps(arguments, ensure_ascii=False)})")
+                parts.append(f"{name}({json.dumps(arguments, ensure_ascii=False)})")
             case _:  # an environment may have other forms of calls
-                said.append(json.dumps(call, ensure_ascii=False))
+                parts.append(json.dumps(call, ensure_ascii=False))
     if message.get("reasoning_content"):
-        said.insert(0, f"<think>{message['reasoning_content']}</think>")
+        parts.insert(0, f"<think>{message['reasoning_content']}</think>")
     style = "" if message["role"] == "assistant" else "dim"
-    return Text(visible(f"{message['role']}: {' '.join(part for part in said if part)}"), style=style)
+    return Text(visible(f"{message['role']}: {' '.join(part for part in parts if part)}"), style=style)
 
 
 def visible(text: str) -> str:
-    """Escape control characters, which may do anything to a terminal, and lone surrogates with backslashes."""
+    """Escape control characters, which a terminal would obey, and lone surrogates with backslashes."""
     return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
 
 
@@ -117,8 +121,8 @@ def _caption(sample: Sample, source: str | None) -> str:
     answer = "" if sample.answer is None else f" · answer {sample.answer}"
     cut = " (cut)" if sample.truncated else ""
     turns = "" if sample.episode is None else f" · {len(sample.episode['turns'])} turns, {sample.episode['stop']}"
-    of = source or f"step {sample.step}"
-    return visible(f"{of} · {score}{answer} · {sample.response_length} tokens{cut}{turns}")
+    origin = source or f"step {sample.step}"
+    return visible(f"{origin} · {score}{answer} · {sample.response_length} tokens{cut}{turns}")
 
 
 def _colour(sample: Sample) -> str:

@@ -28,13 +28,13 @@ def lines_of(step: StepCalls) -> Lines:
     calls = sorted(step.calls, key=lambda call: call.start_s)
     lanes = list(dict.fromkeys(call.lane for call in calls))
     roles = dict.fromkeys((call.lane, call.role) for call in calls)
-    places = sorted(roles, key=lambda place: lanes.index(place[0]))
+    lines = sorted(roles, key=lambda line: lanes.index(line[0]))
     bars = [
-        Bar(places.index((call.lane, call.role)), call.verb, call.start_s - step.start_s, call.end_s - call.start_s)
+        Bar(lines.index((call.lane, call.role)), call.verb, call.start_s - step.start_s, call.end_s - call.start_s)
         for call in calls
     ]
     pools = {*lanes} - {ON_HOST}
-    names = [role if len(pools) < 2 else f"{role}\n{lane}" for lane, role in places]
+    names = [role if len(pools) < 2 else f"{role}\n{lane}" for lane, role in lines]
     return Lines(names, bars)
 
 

@@ -1,4 +1,4 @@
-"""Time spent by a run: seconds by call, and idle seconds of each pool."""
+"""Time table of a run: seconds by call, and idle seconds of each pool."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -14,12 +14,12 @@ OUTSIDE = "outside steps"
 
 
 class Spent(NamedTuple):
-    """Seconds of one kind of call.
+    """Line of the time table: the seconds of one kind of call.
 
     Attributes:
       lane: Pool, as in `Call`; the last lines have `step` for whole steps, and `OUTSIDE` for time outside of steps.
       name: `role.verb`, or the kind of time if there is no call.
-      calls: Number of calls; None if the time is not of calls.
+      calls: Number of calls; None for time without calls.
       share: Share of the time of all steps; None outside of steps, as are `first_s` and `median_s`.
       first_s: Seconds in the first step, which compiles.
       median_s: Median of the seconds in the steady steps.
@@ -61,9 +61,9 @@ def time_spent(
     """
     lines = []
     for lane in dict.fromkeys(call.lane for step in steps for call in step.calls):
-        own = [[call for call in step.calls if call.lane == lane] for step in steps]
-        for name in dict.fromkeys(_name(call) for calls in own for call in calls):
-            named = [[call for call in calls if _name(call) == name] for calls in own]
+        by_step = [[call for call in step.calls if call.lane == lane] for step in steps]
+        for name in dict.fromkeys(_name(call) for calls in by_step for call in calls):
+            named = [[call for call in calls if _name(call) == name] for calls in by_step]
             count = sum(len(calls) for calls in named)
             seconds = [sum(call.end_s - call.start_s for call in calls) for calls in named]
             lines.append(_in_steps(steps, lane, name, count, seconds))
@@ -71,14 +71,14 @@ def time_spent(
             continue
         idle = [
             step.seconds - _covered_s(_spans(calls), step.start_s, step.end_s)
-            for step, calls in zip(steps, own, strict=True)
+            for step, calls in zip(steps, by_step, strict=True)
         ]
         lines.append(_in_steps(steps, lane, IDLE, None, idle))
     lines.append(_in_steps(steps, "step", "all", len(steps), [step.seconds for step in steps]))
     lines.append(Spent(OUTSIDE, "reading data and models", None, ready_s - start_s))
     for name in dict.fromkeys(_name(call) for call in outside):
-        found = [call for call in outside if _name(call) == name]
-        lines.append(Spent(OUTSIDE, name, len(found), sum(call.end_s - call.start_s for call in found)))
+        calls = [call for call in outside if _name(call) == name]
+        lines.append(Spent(OUTSIDE, name, len(calls), sum(call.end_s - call.start_s for call in calls)))
     known = [*_spans(outside), *((step.start_s, step.end_s) for step in steps)]
     lines.append(Spent(OUTSIDE, "saving, logging", None, end_s - ready_s - _covered_s(known, ready_s, end_s)))
     return lines
@@ -97,15 +97,15 @@ def time_table(lines: Sequence[Spent], *, title: str, caption: str) -> Table:
             table.add_row(*[""] * (7 if number else 0))
         count = "" if line.calls is None else f"{line.calls}"
         share = "" if line.share is None else f"{line.share:.1%}"
-        cells = (line.lane if first else "", line.name, count, _text(line.seconds), share)
-        table.add_row(*map(Text, (*cells, _text(line.first_s), _text(line.median_s))))
+        cells = (line.lane if first else "", line.name, count, _seconds(line.seconds), share)
+        table.add_row(*map(Text, (*cells, _seconds(line.first_s), _seconds(line.median_s))))
     return table
 
 
 def _in_steps(steps: Sequence[StepCalls], lane: str, name: str, calls: int | None, by_step_s: Sequence[float]) -> Spent:
     total = sum(by_step_s)
-    middle = median(by_step_s[-len(steady(steps)) :])
-    return Spent(lane, name, calls, total, total / sum(step.seconds for step in steps), by_step_s[0], middle)
+    median_s = median(by_step_s[-len(steady(steps)) :])
+    return Spent(lane, name, calls, total, total / sum(step.seconds for step in steps), by_step_s[0], median_s)
 
 
 def _name(call: Call) -> str:
@@ -119,13 +119,13 @@ def _spans(calls: Iterable[Call]) -> list[tuple[float, float]]:
 def _covered_s(spans: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
     """Return the seconds between start and end that at least one of the spans covers."""
     covered_s, reached_s = 0.0, start_s
-    for begin_s, stop_s in sorted(spans):
-        begin_s, stop_s = max(begin_s, reached_s), min(stop_s, end_s)
-        if stop_s > begin_s:
-            covered_s += stop_s - begin_s
-            reached_s = stop_s
+    for first_s, last_s in sorted(spans):
+        first_s, last_s = max(first_s, reached_s), min(last_s, end_s)
+        if last_s > first_s:
+            covered_s += last_s - first_s
+            reached_s = last_s
     return covered_s
 
 
-def _text(seconds: float | None) -> str:
+def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.2f} s"

@@ -11,7 +11,7 @@ _END = b"]\n"
 
 
 class Call(NamedTuple):
-    """One completed call of a role's verb; times are `time.perf_counter` seconds.
+    """Completed call of a role's verb; times are `time.perf_counter` seconds.
 
     Attributes:
       lane: Pool of devices that ran the call, one call after another; `ON_HOST` for calls without devices.
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 class StepCalls(NamedTuple):
-    """One step and its calls, in order of their end."""
+    """Step and its calls, in the order of their ends."""
 
     number: int
     start_s: float
@@ -58,7 +58,7 @@ class TimelineFile:
         self._file.write(kept)
         self._file.flush()
         self._lines: dict[str, int] = {}
-        for line in kept.splitlines():  # each role keeps its line, whichever role calls first now
+        for line in kept.splitlines():  # each role keeps its line, in whatever order roles call now
             if line.startswith(b'{"ph": "M"'):
                 event = json.loads(line.removesuffix(b","))
                 self._lines.setdefault(event["args"]["name"], event["tid"])

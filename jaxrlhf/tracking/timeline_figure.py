@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_IN, BAR_HEIGHT = 11.0, 0.66
-_NARROWEST = 0.0025
+_MIN_LENGTH = 0.0025
 """Length of the shortest bar as a share of the step; shorter calls are drawn this long, so that they can be seen."""
 
 
@@ -41,7 +41,7 @@ def timeline_figure(
       line_in: Height of a line in inches.
       waits: True to hatch the lines where they have no bar.
     """
-    from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
+    from matplotlib.figure import Figure  # unlike pyplot, it chooses no backend and keeps no state
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(WIDTH_IN, 1.7 + line_in * len(names)), layout="constrained")
@@ -50,15 +50,15 @@ def timeline_figure(
     hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": "#c8c8c8", "hatch": "////"}
     if waits:
         axes.barh(range(len(names)), seconds, height=BAR_HEIGHT, linewidth=0, zorder=1.5, **hatched)
-    least = _NARROWEST * seconds
+    min_s = _MIN_LENGTH * seconds
     for bar in bars:
         look: dict[str, Any] = {
             "color": colours[bar.verb],
             "edgecolor": "white",
-            "linewidth": 0.5 * (bar.length_s > 4 * least),
+            "linewidth": 0.5 * (bar.length_s > 4 * min_s),
         }
-        length, above = max(bar.length_s, least), 3 if bar.length_s < least else 2
-        axes.barh(bar.line, length, left=bar.start_s, height=BAR_HEIGHT, zorder=above, **look)
+        length, zorder = max(bar.length_s, min_s), 3 if bar.length_s < min_s else 2
+        axes.barh(bar.line, length, left=bar.start_s, height=BAR_HEIGHT, zorder=zorder, **look)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, seconds)
@@ -67,8 +67,8 @@ def timeline_figure(
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    drawn = {bar.verb for bar in bars}
-    patches = [Patch(color=colour, label=verb) for verb, colour in colours.items() if verb in drawn]
+    present = {bar.verb for bar in bars}
+    patches = [Patch(color=colour, label=verb) for verb, colour in colours.items() if verb in present]
     patches += [Patch(label="waits", **hatched)] if waits else []
     figure.legend(handles=patches, loc="outside lower center", ncols=min(7, len(patches)), frameon=False, fontsize=9)
     return figure

@@ -24,7 +24,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Response headers with which the page runs only its own scripts, whatever text a model wrote."""
+"""Response headers that let the page run only its own scripts, whatever text a model generates."""
 
 
 class ViewServer(HttpServer):
@@ -48,11 +48,11 @@ def view_app(files: RunFiles) -> Starlette:
         return files.steps(request.query_params["run"], request.query_params["kind"])
 
     def samples(request: Request) -> Any:
-        asked = request.query_params
-        return files.samples(asked["run"], asked["kind"], int(asked["step"]))
+        query = request.query_params
+        return files.samples(query["run"], query["kind"], int(query["step"]))
 
-    answers: dict[str, Callable[[Request], Any]] = {
-        "explanations": lambda _: [one._asdict() for one in explanations()],
+    endpoints: dict[str, Callable[[Request], Any]] = {
+        "explanations": lambda _: [row._asdict() for row in explanations()],
         "runs": lambda _: {"root": str(files.root), "runs": files.runs()},
         "metrics": metrics,
         "steps": steps,
@@ -60,7 +60,7 @@ def view_app(files: RunFiles) -> Starlette:
         "settings": lambda request: files.settings(request.query_params["run"]),
         "timeline": lambda request: files.timeline(request.query_params["run"]),
     }
-    routes = [Route(f"/api/{name}", _json(answer)) for name, answer in answers.items()]
+    routes = [Route(f"/api/{name}", _json(answer)) for name, answer in endpoints.items()]
     routes += [Route("/" if file == "index.html" else f"/{file}", _file(PAGE / file)) for file in _page_files()]
     return Starlette(
         routes=routes,
@@ -76,23 +76,23 @@ def _file(path: Path) -> Callable[[Request], Response]:
     return lambda _: FileResponse(path, headers=HEADERS)
 
 
-class _Answer(JSONResponse):
-    """JSON of any content: numbers that are not finite are null, and names that are no Unicode are escaped."""
+class _AnyJson(JSONResponse):
+    """JSON of any content: numbers that are not finite are null, and lone surrogates are escaped."""
 
     def render(self, content: Any) -> bytes:
         try:
             return json.dumps(content, allow_nan=False).encode()
-        except ValueError:  # much slower, and rare
+        except ValueError:  # rare, because `jsonable` is much slower
             return json.dumps(jsonable(content)).encode()
 
 
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
     def respond(request: Request) -> Response:
         try:
-            return _Answer(answer(request), headers=HEADERS)
+            return _AnyJson(answer(request), headers=HEADERS)
         except FileNotFoundError as error:
-            return _Answer({"error": f"not there: {error}"}, 404, HEADERS)
+            return _AnyJson({"error": f"not found: {error}"}, 404, HEADERS)
         except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-            return _Answer({"error": f"not understood: {error!r:.500}"}, 400, HEADERS)
+            return _AnyJson({"error": f"invalid request: {error!r:.500}"}, 400, HEADERS)
 
     return respond

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
-_OPEN = re.compile(r"\*|<\w+>")
+_PLACEHOLDER = re.compile(r"\*|<\w+>")
 """Placeholder in a metric's name, which stands for several names."""
 
 
@@ -42,5 +42,5 @@ def _explanation(row: str) -> Explanation:
 
 
 def _pattern(name: str) -> str:
-    parts = [re.sub(r"[.+?^$()|\[\]\\]", r"\\\g<0>", part) for part in _OPEN.split(name)]
+    parts = [re.sub(r"[.+?^$()|\[\]\\]", r"\\\g<0>", part) for part in _PLACEHOLDER.split(name)]
     return "[\\w@-]+".join(parts)

@@ -4,6 +4,7 @@ import json
 import re
 import stat
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMEL
 
 SAMPLE_FILES = {"samples": SAMPLES, "evaluation": EVALUATION}
 LATEST_EVENTS = 5000
-"""Most calls of a timeline that are shown: the last calls."""
+"""Number of calls of a timeline that are shown: the last calls."""
 _STEP = re.compile(rb'^\{"step": (-?\d+)\b')
 
 
@@ -30,7 +31,7 @@ class RunFiles:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise Refusal(f"{root} is no folder; name the one that has the workdirs of runs, such as runs/")
+            raise Refusal(f"{root} is no folder; give the folder that has the workdirs of runs, such as runs/")
         self.root = root.resolve()
         self._metrics: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         self._indices: dict[Path, StepIndex] = {}
@@ -56,7 +57,7 @@ class RunFiles:
                         "has": [name for name, file in SAMPLE_FILES.items() if (metrics.parent / file).is_file()],
                     }
                 )
-            except FileNotFoundError:  # deleted just now
+            except FileNotFoundError:  # deleted meanwhile
                 continue
             except (Refusal, OSError, RecursionError, KeyError, TypeError) as error:
                 reason = f"{metrics}: {reason_of(error)}"
@@ -133,48 +134,48 @@ class RunFiles:
 class StepIndex:
     """Offsets of the steps in a file of samples, so that one step of a large file can be read alone.
 
-    Every call indexes the lines that were added. A file that a resumed run truncated is indexed anew.
+    Every call indexes the lines that were added. A file that a resumed run truncated is indexed again.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._begins: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
         self._end = 0
         self._last_line = b""
         self._lock = threading.Lock()  # requests come in several threads
 
     def sizes(self) -> dict[int, int]:
         """Return the size of each step in bytes."""
-        return {step: end - begin for step, (begin, end) in self._places().items()}
+        return {step: end - start for step, (start, end) in self._ranges().items()}
 
     def read(self, step: int) -> list[dict[str, Any]]:
         """Return the records of a step."""
-        begin, end = self._places().get(step, (0, 0))
+        start, end = self._ranges().get(step, (0, 0))
         with open(self._file, "rb") as file:
-            file.seek(begin)
-            found = map(_record, file.read(end - begin).splitlines())
-            return [record for record in found if record is not None]
+            file.seek(start)
+            records = map(_record, file.read(end - start).splitlines())
+            return [record for record in records if record is not None]
 
-    def _places(self) -> dict[int, tuple[int, int]]:
+    def _ranges(self) -> dict[int, tuple[int, int]]:
         """Return the offsets of the start and the end of each step."""
         with self._lock:
             self._update()
-            begins = [*self._begins.values(), self._end]
-            return {step: (begin, begins[i + 1]) for i, (step, begin) in enumerate(self._begins.items())}
+            offsets = [*self._starts.values(), self._end]
+            return dict(zip(self._starts, pairwise(offsets), strict=True))
 
     def _update(self) -> None:
         with open(self._file, "rb") as file:
             file.seek(max(self._end - len(self._last_line), 0))
             if file.read(len(self._last_line)) != self._last_line:  # truncated by a resumed run
-                self._begins, self._end, self._last_line = {}, 0, b""
+                self._starts, self._end, self._last_line = {}, 0, b""
                 file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):  # being written
                     break
                 found = _STEP.match(line)
                 record = {"step": int(found[1])} if found else _record(line)
-                if record is not None:  # else it belongs to the step before
-                    self._begins.setdefault(record["step"], self._end)
+                if record is not None:  # a damaged line belongs to the step before
+                    self._starts.setdefault(record["step"], self._end)
                 self._end += len(line)
                 self._last_line = line
 

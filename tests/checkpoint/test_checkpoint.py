@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept, what comes back from them, and what is refused."""
+"""Checkpoints: preservation, restores, and refusals."""
 
 import json
 import re
@@ -18,7 +18,7 @@ STATE = {"step": 3, "state": {"kl_coefficient": 0.1 + 0.2}, "loader": {"epoch": 
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens `Checkpoints` of one directory and closes what is left open."""
+    """Function that opens `Checkpoints` of one directory; all are closed at the end."""
     opened = []
 
     def open_again(**settings) -> Checkpoints:
@@ -31,7 +31,7 @@ def opened(tmp_path):
 
 
 def tree(seed=0):
-    """Parameters of odd bits and shapes, as a model and its optimizer have them."""
+    """Parameters of several dtypes and shapes, with random bits."""
     rng = np.random.default_rng(seed)
     return {
         "embed": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32),
@@ -41,7 +41,7 @@ def tree(seed=0):
 
 
 def held_in(trees):
-    """An item for each of these trees, which takes its place when restored."""
+    """Return an item for each tree; a restore replaces the tree."""
 
     def item(name):
         return TreeItem(lambda: trees[name], lambda tree: trees.__setitem__(name, tree))
@@ -54,7 +54,7 @@ def held(**trees):
 
 
 def like(tree, sharding=None):
-    """What to restore into."""
+    """Return the targets of a restore."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
 
 
@@ -66,7 +66,7 @@ def assert_same_bits(tree, expected):
     jax.tree.map(lambda a, b: check(jnp.atleast_1d(a), jnp.atleast_1d(b)), tree, expected)
 
 
-def test_everything_comes_back(opened):
+def test_arrays_and_state_round_trip(opened):
     trees = {"actor": tree(0), "actor_optimizer": [tree(1), ()]}
     writer = opened()
     assert (writer.latest(), writer.steps()) == (None, [])
@@ -82,7 +82,7 @@ def test_everything_comes_back(opened):
     assert all(array.is_deleted() for array in old)  # there was memory for one tree
 
 
-def test_any_reader_of_orbax_understands_it(opened, tmp_path):
+def test_checkpoint_is_readable_by_orbax(opened, tmp_path):
     writer = opened()
     writer.save(3, held(actor=tree()), STATE)
     writer.close()
@@ -94,7 +94,7 @@ def test_any_reader_of_orbax_understands_it(opened, tmp_path):
     assert restored["host"]["state"] == STATE
 
 
-def test_a_reader_writes_nothing_and_warns_of_nothing(opened, tmp_path, caplog):
+def test_read_only_access_writes_nothing(opened, tmp_path, caplog):
     writer = opened()
     writer.save(3, held(actor=tree()), STATE)
     writer.close()
@@ -109,7 +109,7 @@ def test_a_reader_writes_nothing_and_warns_of_nothing(opened, tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
 
 
-def test_a_part_can_be_restored_alone(opened):
+def test_one_item_can_be_restored_alone(opened):
     checkpoints = opened()
     checkpoints.save(1, held(actor=tree(0), critic=tree(1)), STATE)
     checkpoints.wait()
@@ -130,7 +130,7 @@ def test_arrays_may_be_overwritten_once_save_returns(opened):
     assert_same_bits(restored["actor"], expected)
 
 
-def test_another_layout_gets_the_same_bits(opened):
+def test_restore_into_another_layout(opened):
     devices = np.array(jax.devices()).reshape(4, 2)
     mesh = Mesh(devices, ("fsdp", "tensor"))
     stored = tree(0)
@@ -159,7 +159,7 @@ def test_another_layout_gets_the_same_bits(opened):
 
 
 def saves(opened, metrics, **settings):
-    """Steps left after saves with these metrics, each by a run that was started anew."""
+    """Return the steps kept after saves with these metrics, each by another `Checkpoints`."""
     for step, metric in enumerate(metrics, start=1):
         checkpoints = opened(**settings)
         checkpoints.save(step, held(actor={"x": jnp.ones(2)}), STATE, metric=metric)
@@ -167,23 +167,23 @@ def saves(opened, metrics, **settings):
     return opened(**settings).steps()
 
 
-def test_the_newest_are_kept(opened):
+def test_newest_checkpoints_are_kept(opened):
     assert saves(opened, [0.9, 0.1, 0.2, 0.3], keep_last=2) == [3, 4]
 
 
-def test_the_best_are_kept_beside_the_newest(opened):
+def test_best_and_newest_checkpoints_are_kept(opened):
     assert saves(opened, [0.1, 0.9, 0.2, 0.8, 0.3, 0.4], keep_last=1, keep_best=2) == [2, 4, 6]
 
 
-def test_checkpoints_without_a_metric_are_never_the_best(opened):
+def test_checkpoint_without_a_metric_is_never_best(opened):
     assert saves(opened, [None, 0.1, None, None], keep_last=1, keep_best=1) == [2, 4]
 
 
-def test_a_metric_that_is_nan_is_none(opened):
+def test_nan_is_no_metric(opened):
     assert saves(opened, [0.2, float("nan"), 0.1, 0.1], keep_last=1, keep_best=1) == [1, 4]
 
 
-def test_unfinished_saves_are_cleared_away(opened, tmp_path):
+def test_unfinished_saves_are_removed(opened, tmp_path):
     checkpoints = opened()
     checkpoints.save(1, held(actor=tree()), STATE)
     checkpoints.close()
@@ -201,7 +201,7 @@ def test_unfinished_saves_are_cleared_away(opened, tmp_path):
 
 
 class Disturbed:
-    """An item of `tree()` with something else in the place of some methods."""
+    """Return an item of `tree()` with some methods replaced."""
 
     def __init__(self, **methods):
         self.item = TreeItem(tree, lambda tree: None)
@@ -218,7 +218,7 @@ def failing(method):
     return Disturbed(**{method: fail})
 
 
-def test_a_save_that_fails_at_once(opened):
+def test_save_that_fails_immediately(opened):
     checkpoints = opened(keep_last=1)
     checkpoints.save(1, held(actor=tree(1)), STATE)
     with pytest.raises(OSError, match="No space left"):
@@ -228,7 +228,7 @@ def test_a_save_that_fails_at_once(opened):
 
 @pytest.mark.parametrize("method", ["finish", "merge"])
 @pytest.mark.parametrize("then", ["wait", "save", "close"])
-def test_a_save_that_fails_later(opened, method, then):
+def test_save_that_fails_later(opened, method, then):
     checkpoints = opened(keep_last=1)
     checkpoints.save(1, held(actor=tree(1)), STATE)
     checkpoints.save(2, {"actor": failing(method), **held(critic=tree(2))}, STATE)
@@ -240,7 +240,7 @@ def test_a_save_that_fails_later(opened, method, then):
     assert_only_step_1_and_a_next_save_works(opened(keep_last=1) if then == "close" else checkpoints)
 
 
-def test_a_second_failure_is_noted(opened):
+def test_second_failure_is_noted(opened):
     checkpoints = opened()
     checkpoints.save(1, {"actor": failing("finish"), "critic": failing("finish")}, STATE)
     with pytest.raises(OSError, match="No space left") as raised:
@@ -258,7 +258,7 @@ def assert_only_step_1_and_a_next_save_works(checkpoints):
     assert {path.name for path in checkpoints.directory.iterdir()} == {"step_2"}
 
 
-def test_saving_goes_on_beside_the_training(opened, tmp_path):
+def test_saving_is_asynchronous(opened, tmp_path):
     written = threading.Event()
     slow = Disturbed(finish=lambda: [written.wait(timeout=60), slow.item.finish()])
     checkpoints = opened()
@@ -269,7 +269,7 @@ def test_saving_goes_on_beside_the_training(opened, tmp_path):
     assert (tmp_path / "checkpoints" / "step_1").exists()
 
 
-def test_a_host_without_the_directory(refused, tmp_path):
+def test_host_without_the_directory(refused, tmp_path):
     with refused():
         TreeItem(tree, lambda tree: None).save(tmp_path / "actor")
 
@@ -303,14 +303,14 @@ def test_other_arrays(refused, stored, changes):
         stored.read(5, {"actor": like({**tree(), **changes})})
 
 
-def test_a_refused_restore_touches_no_array(refused, stored):
+def test_refused_restore_changes_no_array(refused, stored):
     trees = {"actor": tree(1), "critic": tree(2)}
     with refused():
         stored.restore(5, held_in(trees))
     assert_same_bits(trees, {"actor": tree(1), "critic": tree(2)})
 
 
-def test_array_left_over(refused, stored):
+def test_stored_array_without_a_target(refused, stored):
     target = {name: array for name, array in like(tree()).items() if name != "count"}
     with refused():
         stored.read(5, {"actor": target})
@@ -339,7 +339,7 @@ def zeroed(file, _):
 @pytest.mark.parametrize(
     "damage", [flipped, cut, zeroed, lambda file, _: file.unlink()], ids=["bit", "cut", "zero", "gone"]
 )
-def test_a_damaged_file_is_named_and_no_array_is_touched(damage, stored, tmp_path):
+def test_damaged_file_is_named_and_no_array_is_changed(damage, stored, tmp_path):
     folder = tmp_path / "checkpoints" / "step_5"
     files = sorted(path for item in ("actor", "host") for path in (folder / item).rglob("*") if path.is_file())
     files = [path for path in files if path.name != "commit_success.txt"]  # empty of meaning here
@@ -359,7 +359,7 @@ def test_a_damaged_file_is_named_and_no_array_is_touched(damage, stored, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_hundred_flipped_bits_are_all_noticed(stored, tmp_path):
+def test_flipped_bits_are_detected(stored, tmp_path):
     files = [path for path in (tmp_path / "checkpoints" / "step_5" / "actor").rglob("*") if path.is_file()]
     files = [path for path in files if path.name != "commit_success.txt"]
     dice, sizes = np.random.default_rng(0), np.array([path.stat().st_size for path in files])
@@ -372,7 +372,7 @@ def test_two_hundred_flipped_bits_are_all_noticed(stored, tmp_path):
         file.write_bytes(content)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path):
+def test_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path):
     folder = tmp_path / "checkpoints" / "step_5"
     (folder / "actor" / "checksums.json").unlink()
     state = json.loads((folder / "host" / "metadata").read_text())
@@ -380,7 +380,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_checksums(stored, tmp_path):
     assert stored.restore(5, held(actor=tree())) == STATE
 
 
-def test_a_damaged_checkpoint_that_is_set_aside_leaves_its_step_free(stored, opened, tmp_path):
+def test_step_of_a_moved_checkpoint_can_be_saved_again(stored, opened, tmp_path):
     assert stored.set_aside(5) == tmp_path / "checkpoints_damaged" / "step_5"
     assert stored.latest() is None
     stored.save(5, held(actor=tree()), STATE)
@@ -388,7 +388,7 @@ def test_a_damaged_checkpoint_that_is_set_aside_leaves_its_step_free(stored, ope
     assert stored.set_aside(5) == tmp_path / "checkpoints_damaged" / "step_5_again"
 
 
-def test_damage_of_a_metric_names_the_file(stored, opened, tmp_path):
+def test_damaged_metric_file_is_named(stored, opened, tmp_path):
     file = tmp_path / "checkpoints" / "step_5" / "metrics" / "metrics"
     file.write_text("")
     with pytest.raises(Damaged, match=f"{re.escape(str(file))} is damaged .*; move .*step_5 to another folder"):

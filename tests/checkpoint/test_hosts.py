@@ -1,4 +1,4 @@
-"""Checkpoints of arrays in other processes: several hosts a world, several worlds, and a test that holds nothing."""
+"""Checkpoints of arrays in other processes: worlds of one or several hosts, and a test process without arrays."""
 
 import multiprocessing
 import socket
@@ -35,8 +35,8 @@ class World:
     """Host processes joined by `jax.distributed`.
 
     Args:
-      hosts: How many.
-      devices: Of each.
+      hosts: Number of hosts.
+      devices: Number of devices of each host.
     """
 
     def __init__(self, hosts: int, devices: int) -> None:
@@ -64,7 +64,7 @@ class World:
         self.turn = threading.Lock()
 
     def call(self, method: str, *arguments: object) -> list:
-        """What all hosts answer.
+        """Return the answers of all hosts.
 
         Raises:
           RuntimeError: A host is dead or does not answer; or whatever is raised there.
@@ -112,7 +112,7 @@ class World:
 
 
 class WorldItem:
-    """A tree that the hosts of a world hold."""
+    """Item of a tree on the hosts of a world."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -122,7 +122,7 @@ class WorldItem:
 
 
 class Disturbed:
-    """An item to which something happens before one of its methods is called."""
+    """Item that calls a function before one of its methods."""
 
     def __init__(self, item: WorldItem, method: str, happens: Callable[[], object]) -> None:
         self.item, self.method, self.happens = item, method, happens
@@ -138,7 +138,7 @@ class Disturbed:
 
 @pytest.fixture
 def start():
-    """Starts worlds and ends them."""
+    """Function that starts worlds; they are ended at the end."""
     worlds = []
 
     def start_world(hosts: int, devices: int) -> World:
@@ -166,7 +166,7 @@ def checkpoints(tmp_path):
 
 
 def tree(seed: int) -> dict[str, np.ndarray]:
-    """Odd bits in different dtypes."""
+    """Return a tree of several dtypes with random bits."""
     rng = np.random.default_rng(seed)
     return {
         "embed": rng.standard_normal((16, 8), np.float32),
@@ -176,7 +176,7 @@ def tree(seed: int) -> dict[str, np.ndarray]:
 
 
 def assert_holds(world: World, name: str, expected: dict) -> None:
-    """Every shard of every host has the bits of its part of the tree."""
+    """Assert that every shard of every host equals its part of the tree."""
     for shards in world.call("shards", name):
         assert shards.keys() == expected.keys()
         for key, parts in shards.items():
@@ -192,13 +192,13 @@ def assert_same_bits(restored: dict, expected: dict) -> None:
 
 
 def like(tree: dict, devices: int = 1, **splits: tuple[str | None, ...]) -> dict:
-    """What to restore into, on this process's first devices as the mesh axis `x`."""
+    """Return the targets of a restore, on this process's first devices as the mesh axis `x`."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
     layout = {key: NamedSharding(mesh, PartitionSpec(*splits.get(key, ()))) for key in tree}
     return {key: jax.ShapeDtypeStruct(tree[key].shape, tree[key].dtype, sharding=layout[key]) for key in tree}
 
 
-def test_two_hosts_write_what_one_reads_and_back(pair, checkpoints):
+def test_two_hosts_and_one_host_read_each_others_checkpoints(pair, checkpoints):
     item = pair.hold("actor", tree(1), ROWS_AND_COLUMNS)
     overwritten = threading.Event()
     checkpoints.save(1, {"actor": Disturbed(item, "finish", partial(overwritten.wait, ANSWERS_S))}, STATE)
@@ -230,7 +230,7 @@ def test_two_hosts_convert_load_and_export_a_model(pair, tmp_path):
             assert (tmp_path / place / file.name).read_bytes() == file.read_bytes()
 
 
-def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
+def test_hosts_refuse_other_arrays_before_any_change(pair, checkpoints):
     item = pair.hold("actor", tree(1), ROWS_AND_COLUMNS)
     checkpoints.save(1, {"actor": item}, STATE)
     wider = {**tree(2), "embed": np.zeros((16, 16), np.float32)}
@@ -241,7 +241,7 @@ def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
     assert_holds(pair, "other", wider)
 
 
-def test_two_worlds_and_the_test_write_one_step(pair, start, checkpoints):
+def test_two_pools_and_this_process_write_one_step(pair, start, checkpoints):
     single = start(hosts=1, devices=2)
     mine = {"reference": placed(tree(3), ((4, 2), {"embed": ("x", "y")}))}
     items = {
@@ -270,7 +270,7 @@ def test_two_worlds_and_the_test_write_one_step(pair, start, checkpoints):
         assert_same_bits(restored[name], tree(seed))
 
 
-def test_a_full_disk_of_one_host(pair, checkpoints):
+def test_full_disk_of_one_host(pair, checkpoints):
     checkpoints.save(1, {"actor": pair.hold("actor", tree(1), ROWS_AND_COLUMNS)}, STATE)
     checkpoints.wait()
     big = {**tree(2), "embed": np.random.default_rng(2).standard_normal((1024, 512), np.float32)}
@@ -290,7 +290,7 @@ def test_a_full_disk_of_one_host(pair, checkpoints):
     assert_holds(pair, "actor", big)
 
 
-def test_a_host_killed_three_times_in_the_middle_of_a_save(start, tmp_path):
+def test_host_killed_during_saves(start, tmp_path):
     world = start(hosts=2, devices=2)
     layouts = [ROWS_AND_COLUMNS, COLUMNS]
     # Large enough for files to be under way when `save` returns.

@@ -1,4 +1,4 @@
-"""Checkpoints that runs start from: Hugging Face's, and converted ones, there and back."""
+"""Checkpoints that runs start from: Hugging Face's, converted ones, and exports."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from jaxrlhf.trainer.run import run
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A bfloat16 checkpoint with files beside its weights, some of which nobody here reads."""
+    """Write a bfloat16 checkpoint with further files, some unknown to the package."""
     directory = write(tmp_path_factory.mktemp("source"), build("qwen2").to(torch.bfloat16))
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -43,7 +43,7 @@ def converted(source, tmp_path_factory):
     scope="module", params=["1GB", pytest.param("20KB", marks=pytest.mark.seeds)], ids=["one-file", "several"]
 )
 def mixed(request, tmp_path_factory):
-    """A bfloat16 model with float32 biases of queries, and others of another dtype in one layer only."""
+    """Write a bfloat16 model with float32 biases of queries, and another dtype in one layer only."""
     model = build("qwen2").to(torch.bfloat16)
     layers = model.model.layers
     for layer in layers:
@@ -56,7 +56,7 @@ def mixed(request, tmp_path_factory):
 
 
 def tensors(directory):
-    """Of all files, by name."""
+    """Return the digests of all files, by name."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -68,7 +68,7 @@ def same_tensors(ours, theirs):
 
 
 def split_over_all(config, head):
-    """Every parameter's longest dimension over eight devices where it splits evenly."""
+    """Shard the longest evenly divisible dimension of each parameter over eight devices."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
 
     def place(shape):
@@ -85,7 +85,7 @@ def same(ours, theirs):
         np.testing.assert_array_equal(mine, yours)
 
 
-def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, capsys):
+def test_conversion_round_trip(source, converted, tmp_path, capsys):
     run_module("export", converted, tmp_path / "back")
     assert "GB" in capsys.readouterr().out
     names = {file.name for file in source.iterdir()}
@@ -96,14 +96,14 @@ def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, caps
 
 
 def test_labels_of_tokens_are_not_converted(refused, tmp_path):
-    """Their two rows and biases would become one row."""
+    """A conversion would store one row instead of two, and no biases."""
     source = write(tmp_path / "labels", build("qwen2", "ForTokenClassification"))
     with refused():
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_another_dtype_on_the_way_back(source, converted, tmp_path):
+def test_export_in_another_dtype(source, converted, tmp_path):
     run_module("export", converted, tmp_path / "back", "--dtype", "float32")
     before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "back"))
     assert {tensor.dtype for tensor in after.values()} == {np.dtype(np.float32)}
@@ -113,7 +113,7 @@ def test_another_dtype_on_the_way_back(source, converted, tmp_path):
 
 @pytest.mark.slow
 def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
-    """Through memory and through orbax; a file of them all has the same bytes."""
+    """Conversions in memory and through orbax give files with equal bytes."""
     assert {str(tensor.dtype) for tensor in tensors(mixed).values()} == {"bfloat16", "float32", "float16"}
     config = models.read_config(mixed)
     models.save_params(models.load_params(mixed, config, "lm"), config, tmp_path / "saved", source=mixed)
@@ -128,7 +128,7 @@ def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
                 assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_the_dtype_that_was_converted_to_stays_and_directories_may_be_relative(source, tmp_path, monkeypatch):
+def test_converted_dtype_is_kept_and_directories_may_be_relative(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_module("convert", source, "models/converted", "--dtype", "float32")
     run_module("export", "models/converted", "back")
@@ -137,17 +137,17 @@ def test_the_dtype_that_was_converted_to_stays_and_directories_may_be_relative(s
     assert all(np.array_equal(tensor.astype(np.float32), back[name]) for name, tensor in tensors(source).items())
 
 
-def test_a_converted_checkpoint_that_does_not_say_its_dtypes(converted, tmp_path):
+def test_converted_checkpoint_without_dtypes(converted, tmp_path):
     shutil.copytree(converted, tmp_path / "converted")
     (tmp_path / "converted/weights/dtypes.json").unlink()
-    with pytest.raises(ValueError, match=r"dtypes\.json is missing or damaged .*; convert the checkpoint again"):
+    with pytest.raises(ValueError, match=r"dtypes\.json cannot be read .*no such file.*; convert the checkpoint again"):
         export_converted(tmp_path / "converted", tmp_path / "back")
     assert not list((tmp_path / "back").glob("*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_both_kinds_load_the_same_parameters(source, converted, head, monkeypatch):
+def test_both_formats_load_equal_parameters(source, converted, head, monkeypatch):
     config = models.read_config(converted)
     assert config == models.read_config(source)
     layout, begun, make = split_over_all(config, head), [], jax.make_array_from_callback
@@ -166,8 +166,8 @@ def test_both_kinds_load_the_same_parameters(source, converted, head, monkeypatc
 
 @pytest.mark.seeds
 @pytest.mark.usefixtures("programs", "undrawn")
-def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
-    """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
+def test_run_from_a_converted_checkpoint_is_equal(tmp_path):
+    """Actor, reference, critic and tokenizer come from the converted checkpoint."""
     about = write_policy(tmp_path / "source") / "tokenizer_config.json"
     about.write_text(about.read_text() + "\n")  # no longer as transformers would write it
     run_module("convert", tmp_path / "source", tmp_path / "converted")

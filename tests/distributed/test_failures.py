@@ -1,4 +1,4 @@
-"""Every way for host processes to go wrong, and what is left behind: nothing."""
+"""Failures of host processes, after which no process is left."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def connection():
 
 @pytest.fixture
 def pool(tmp_path):
-    """Starts pools, and sees that nothing of them is left."""
+    """Function that starts pools; no process of a pool may be left at the end."""
     pools = []
 
     def start(name="models", factory=ray_world.World, *, hosts=2, cluster=CLUSTER):
@@ -45,7 +45,7 @@ def pool(tmp_path):
 
 
 def caught(kind, world, *args, **kwargs):
-    """The error of a call, and its seconds."""
+    """Return the error of a call, and its seconds."""
     start = time.monotonic()
     with pytest.raises(kind) as info:
         world.call(*args, label="actor.update_actor", **kwargs)
@@ -59,7 +59,7 @@ def caught(kind, world, *args, **kwargs):
         pytest.param(1.0, 0.0, 0.8, marks=pytest.mark.seeds, id="it had answered"),
     ],
 )
-def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, death_s):
+def test_death_is_reported_instead_of_its_consequences(pool, error_s, answer_s, death_s):
     world = pool()
     error, seconds = caught(HostDied, world, "lose_peer", error_s, answer_s, death_s)
     assert seconds < 15
@@ -70,14 +70,14 @@ def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, d
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_there_is_not_declared_dead(pool):
+def test_living_peer_is_not_reported_dead(pool):
     error, seconds = caught(JaxRuntimeError, pool(), "lose_peer", 0.0, 0.0, 1000.0)
     assert seconds < 5
     assert "Connection closed by peer" in str(error)
 
 
 @pytest.mark.seeds
-def test_a_crash_is_told_with_its_stack(pool):
+def test_crash_is_reported_with_its_stack(pool):
     world = pool(hosts=1)
     error, seconds = caught(HostDied, world, "strike", 0, "crash")
     assert seconds < 15
@@ -86,7 +86,7 @@ def test_a_crash_is_told_with_its_stack(pool):
 
 
 @pytest.mark.slow
-def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
+def test_sleeping_host_is_distinguished_from_waiting_hosts(pool):
     world = pool(cluster=replace(CLUSTER, call_timeout_s=4.0))
     error, seconds = caught(HostHung, world, "strike", 1, "sleep_for_ever")
     assert 4 <= seconds < 12
@@ -102,7 +102,7 @@ def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
 
 
 @pytest.mark.slow
-def test_an_exception_keeps_its_type_and_other_threads_hear_of_it(pool):
+def test_exception_keeps_its_type_and_reaches_other_threads(pool):
     world = pool()
     heard = []
 
@@ -134,7 +134,7 @@ def test_an_exception_keeps_its_type_and_other_threads_hear_of_it(pool):
         pytest.param("leave", "SystemExit: goodbye", marks=pytest.mark.seeds),
     ],
 )
-def test_an_exception_that_cannot_travel_is_told(pool, what, text):
+def test_unpicklable_exception_is_reported(pool, what, text):
     error, _ = caught(RuntimeError, pool(hosts=1), "strike", 0, what)
     assert type(error) is RuntimeError
     assert str(error) == text
@@ -148,19 +148,19 @@ def test_an_exception_that_cannot_travel_is_told(pool, what, text):
         pytest.param("refuse", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_refusal_on_a_host_is_one_here(pool, what, refusal):
+def test_refusal_on_a_host_is_a_refusal_here(pool, what, refusal):
     error, _ = caught(ValueError, pool(hosts=1), "strike", 0, what)
     assert isinstance(error, Refusal) == refusal
 
 
 @pytest.mark.seeds
-def test_a_result_that_cannot_travel_is_an_exception(pool):
+def test_unpicklable_result_is_an_exception(pool):
     error, _ = caught(TypeError, pool(factory=lambda rank, hosts: threading, hosts=1), "Lock")
     assert "pickle" in str(error)
 
 
 @pytest.mark.seeds
-def test_what_the_factory_raises_is_raised(pool):
+def test_exception_of_the_factory_is_raised(pool):
     def factory(rank, hosts):
         raise ValueError(f"no weights for {rank} of {hosts}")
 
@@ -170,7 +170,7 @@ def test_what_the_factory_raises_is_raised(pool):
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_while_it_starts(pool):
+def test_host_dies_while_starting(pool):
     def factory(rank, hosts):
         print("about to go")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_a_host_that_dies_while_it_starts(pool):
 
 
 @pytest.mark.seeds
-def test_a_host_that_does_not_start_in_time(pool):
+def test_host_start_times_out(pool):
     def factory(rank, hosts):
         time.sleep(1000)
 
@@ -190,7 +190,7 @@ def test_a_host_that_does_not_start_in_time(pool):
 
 
 @pytest.mark.slow
-def test_a_pool_starts_again_beside_another(pool, tmp_path):
+def test_pool_is_relaunched_next_to_another(pool, tmp_path):
     other = pool("rewards", hosts=1)
     first = pool()
     os.kill(first.hosts[0].pid, signal.SIGKILL)  # it is idle, and the next call finds it
@@ -206,7 +206,7 @@ def test_a_pool_starts_again_beside_another(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_result_is_lost_with_its_host(pool):
+def test_result_is_lost_with_its_host(pool):
     world, other = pool(hosts=1), pool("rewards", hosts=1)
     [stored] = world.call("ramp", 1 << 20, label="actor.ramp")
     world.close()
@@ -241,7 +241,7 @@ print(len(ray_world.marked(os.environ["RAY_TEST_MARK"])), flush=True)
 
 
 @pytest.mark.slow
-def test_no_process_is_left_whatever_ends_the_controller(tmp_path):
+def test_no_process_outlives_the_controller(tmp_path):
     # Of a cluster that is killed, agents look for the rest as long as this says; a minute, if nothing does.
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1] / "support"),

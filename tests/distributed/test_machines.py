@@ -1,4 +1,4 @@
-"""Host processes on a cluster of several machines, which are several of Ray's nodes on this one."""
+"""Host processes on a cluster of several machines, simulated by several Ray nodes on one machine."""
 
 import os
 import time
@@ -20,7 +20,7 @@ NODES = 3
 
 
 class Placed(ray_world.World):
-    """Also says where it is."""
+    """Host that also returns its machine."""
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -56,7 +56,7 @@ def results(pool, method):
 
 
 @pytest.mark.slow
-def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
+def test_hosts_are_spread_over_machines(cluster, tmp_path):
     start = partial(HostProcesses, factory=Placed, cluster=cluster, log_directory=tmp_path)
     with closing(start("one", hosts=1)) as one, closing(start("two", hosts=2)) as two:
         assert len({*results(one, "node"), *results(two, "node")}) == NODES
@@ -67,13 +67,13 @@ def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
 
 
 @pytest.mark.seeds
-def test_more_hosts_than_machines_share_them(cluster, tmp_path):
+def test_more_hosts_than_machines(cluster, tmp_path):
     with closing(HostProcesses("many", Placed, hosts=NODES + 1, cluster=cluster, log_directory=tmp_path)) as pool:
         assert len(set(results(pool, "node"))) == NODES
 
 
 @pytest.mark.slow
-def test_accelerators_are_asked_of_ray(cluster, tmp_path):
+def test_accelerators_are_ray_resources(cluster, tmp_path):
     gpus = RayCluster(address=cluster.address, devices_per_host=2)
     assert platform(gpus) == "cuda"
     with closing(HostProcesses("gpus", Placed, hosts=1, cluster=gpus, log_directory=tmp_path)) as pool:
@@ -86,7 +86,7 @@ def test_accelerators_are_asked_of_ray(cluster, tmp_path):
 
 
 @pytest.mark.seeds
-def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypatch):
+def test_stopped_host_is_found_and_ended(cluster, tmp_path, monkeypatch):
     pool = HostProcesses("far", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
     pids = [host.pid for host in pool.hosts]
     # As if they were on machines whose processes cannot be seen from here.
@@ -103,7 +103,7 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
 
 
 @pytest.mark.seeds
-def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
+def test_missing_resources_of_a_growing_cluster_are_awaited(cluster, tmp_path):
     large = RayCluster(address=cluster.address, devices_per_host=8, platform="cuda", start_timeout_s=1.0)
     message = (
         r"requires 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 12, GPU 12, .* became free within 1 s"
@@ -113,7 +113,7 @@ def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lost_machine_ends_the_pool(machines, cluster, tmp_path, monkeypatch):
+def test_lost_machine_ends_the_pool(machines, cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "END_S", 1.0)  # Ray gives up the room on it only when several heartbeats are missing
     pool = HostProcesses("doomed", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
     lost = results(pool, "node")[1]

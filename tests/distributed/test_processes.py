@@ -1,4 +1,4 @@
-"""Host processes started by Ray: one JAX world, data from host to host, failures that speak."""
+"""Host processes started by Ray: one JAX world, transfers from host to host, messages of failures."""
 
 import os
 import pickle
@@ -61,7 +61,7 @@ def results(world, method, *args, **kwargs):
     return [stored.load() for stored in world.call(method, *args, label=f"world.{method}", **kwargs)]
 
 
-def test_the_cluster_says_what_it_is(connection):
+def test_connection_describes_the_cluster(connection):
     assert connection.nodes == 1
     assert connection.owned
     assert connection.dashboard.startswith("http://") or "pip install 'ray[default]'" in connection.dashboard
@@ -78,7 +78,7 @@ def test_the_cluster_says_what_it_is(connection):
         ({"RAY_AUTH_MODE": "token"}, "connected"),
     ],
 )
-def test_a_local_cluster_asks_for_a_token(connection, changes, says):
+def test_local_cluster_requires_a_token(connection, changes, says):
     program = f"""
 from jaxrlhf.config import RayCluster, Refusal
 from jaxrlhf.single_controller.ray.cluster import connect
@@ -101,7 +101,7 @@ def test_without_ray_its_extra_is_named(monkeypatch):
         launch_on_ray(get_config(), CLUSTER, progress=lambda *_: None, workdir=None)
 
 
-def test_a_call_after_the_end_of_the_connection_starts_no_cluster():
+def test_call_after_disconnect_starts_no_cluster():
     code = "from jaxrlhf.single_controller.ray.cluster import _ray; _ray().put(1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "Ray has not been started yet" in done.stderr
@@ -115,7 +115,7 @@ def test_hosts_are_one_jax_world(world):
     assert [host.rank for host in world.hosts] == [0, 1]
 
 
-def test_hosts_are_ranked_as_jax_says(connection, tmp_path, monkeypatch):
+def test_ranks_of_hosts_are_jaxs(connection, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "HostProcess", ray_world.Reversed)
     with closing(HostProcesses("slice", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path)) as slice_:
         facts = results(slice_, "facts")
@@ -128,7 +128,7 @@ def test_hosts_are_ranked_as_jax_says(connection, tmp_path, monkeypatch):
             assert "printed this" in own.splitlines()
 
 
-def test_the_environment_is_there_before_jax(world):
+def test_environment_is_set_before_jax_starts(world):
     for fact in results(world, "facts"):
         assert fact["devices"] == (4, 2, "cpu")
         assert fact["rank_promotion"] == "raise"
@@ -136,11 +136,11 @@ def test_the_environment_is_there_before_jax(world):
         assert fact["directory"] == os.getcwd()
 
 
-def test_hosts_give_way_to_nobody(world):
+def test_hosts_have_normal_priority(world):
     assert [fact["niceness"] for fact in results(world, "facts")] == [os.nice(0)] * 2
 
 
-def test_the_environment_holds_no_secrets(connection, monkeypatch):
+def test_recorded_environment_has_no_secrets(connection, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/models")
     variables = environment(CLUSTER)
@@ -148,7 +148,7 @@ def test_the_environment_holds_no_secrets(connection, monkeypatch):
     assert "hf_secret" not in str(variables)
 
 
-def test_what_hosts_print_is_in_their_logs(world, logs):
+def test_printed_output_of_hosts_is_logged(world, logs):
     results(world, "write", "this")
     for rank, host in enumerate(world.hosts):
         log = (logs / f"models-{rank}.log").read_text()
@@ -158,11 +158,11 @@ def test_what_hosts_print_is_in_their_logs(world, logs):
 
 @pytest.fixture
 def passing(monkeypatch):
-    """Array bytes that this process has got from Ray and given to it."""
+    """Array bytes that this process receives from Ray and sends to Ray."""
     return ray_world.traffic(monkeypatch.setattr)
 
 
-def test_results_go_from_host_to_host(world, passing):
+def test_results_are_sent_from_host_to_host(world, passing):
     count = 16 << 20
     memory = ray_world.resident_bytes()
     ramps = world.call("ramp", count, label="world.ramp")
@@ -177,7 +177,7 @@ def test_results_go_from_host_to_host(world, passing):
         assert not result["writeable"]
 
 
-def test_what_the_controller_sends_is_sent_once_and_loaded_from_each_host(world, passing):
+def test_arguments_are_sent_once_and_loaded_by_each_host(world, passing):
     array = np.ones(1 << 20, np.uint8)
     [(first, nested), _] = results(world, "echo", array, {"deep": [array, (array,)]})
     assert first.sum() == nested["deep"][1][0].sum() == 1 << 20
@@ -185,7 +185,7 @@ def test_what_the_controller_sends_is_sent_once_and_loaded_from_each_host(world,
     assert passing["get"] == 2 << 20  # from each host
 
 
-def test_calls_of_several_threads_overlap_and_are_seen(world):
+def test_calls_of_several_threads_overlap(world):
     stored = []
     thread = threading.Thread(target=lambda: stored.extend(world.call("sleep", 1.5, label="reward.compute")))
     thread.start()
@@ -237,7 +237,7 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
         ("tpu", 1, "requires 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
     ],
 )
-def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path, platform, hosts, message):
+def test_missing_resources_are_refused_immediately(connection, tmp_path, platform, hosts, message):
     cluster = RayCluster(devices_per_host=2, platform=platform)
     ray.cluster_resources()  # the first question to a new cluster waits for the cluster, not for what is refused
     start = time.monotonic()
@@ -262,7 +262,7 @@ def test_failures_pickle(kind):
         (ValueError("UNAVAILABLE: no"), False),
     ],
 )
-def test_a_lost_peer_is_told_from_an_error_of_ones_own(error, lost):
+def test_lost_peer_is_distinguished_from_own_error(error, lost):
     wrapped = RuntimeError("could not save")
     wrapped.__cause__ = error
     assert may_have_lost_peer(error) == may_have_lost_peer(wrapped) == lost
@@ -278,11 +278,11 @@ def test_a_lost_peer_is_told_from_an_error_of_ones_own(error, lost):
         ({"restarts": -1}, "0 or more"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         RayCluster(**settings)
 
 
 @pytest.mark.parametrize("address", [None, "auto", "10.0.0.1:6379", "[fd00::1]:6379", "head.example.org:6379"])
-def test_addresses_that_can_work_are_taken(address):
+def test_valid_addresses_are_accepted(address):
     assert RayCluster(address=address).address == address

@@ -1,4 +1,4 @@
-"""Runs whose hosts are killed at random moments, or sleep for ever: a word in time, or the same numbers."""
+"""Runs whose hosts are killed at random moments, or hang: an error in time, or equal numbers after a restart."""
 
 import os
 import random
@@ -45,7 +45,7 @@ CLUSTER = RayCluster(devices_per_host=1, platform="cpu", call_timeout_s=300.0)
 # Two worlds of one process: JAX keeps compiled programs of the first process of a world alone.
 POOLS = (Pool("policy", 1, ("actor",)), Pool("value", 1, ("critic", "reference", "reward")))
 MOMENTS = {"start": 1, "generate_sequences": 2, "update_actor": 2, "save": 6, "any call": 20}
-"""Calls that a host is killed in, or soon after; and how many of them to choose from after a launch."""
+"""Calls during or after which a host is killed, and the number of calls after a launch to choose from."""
 SMALLEST = """
 from learning_run import learning
 from jaxrlhf.config import GRPO
@@ -57,7 +57,7 @@ def get_config():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
-    """Every process of a test has a mark in its environment, Ray's own and those of reward functions included."""
+    """Mark the environment of every process of a test, including Ray's processes and those of reward functions."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("RAY_TEST_MARK", mark)
     yield
@@ -73,7 +73,7 @@ def tiny(workdir, **cluster):
 
 @pytest.fixture(scope="module")
 def undisturbed(programs, tmp_path_factory):
-    """The run in this process."""
+    """Return the run in this process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     jaxrlhf.run(placed(workdir, steps=STEPS, pools=POOLS))
     return workdir
@@ -81,7 +81,7 @@ def undisturbed(programs, tmp_path_factory):
 
 @dataclass
 class Kill:
-    """One kill -9, and what came of it."""
+    """One kill -9, and its consequences."""
 
     call: str
     host: HostId
@@ -95,7 +95,7 @@ class Kill:
 
 
 class Killer:
-    """Kills a host of each launch of a run, at a moment that a seed chooses, while there are seeds."""
+    """Killer of a host of each launch of a run, at a moment sampled with the next seed."""
 
     def __init__(self, patch: pytest.MonkeyPatch, seeds: list[int]) -> None:
         self.kills: list[Kill] = []
@@ -143,7 +143,7 @@ class Killer:
 @pytest.mark.parametrize(
     "seeds", [pytest.param([2], marks=pytest.mark.slow), pytest.param([*range(5)], marks=pytest.mark.seeds)], ids=str
 )
-def test_killed_again_and_again_and_restarted(seeds, undisturbed, tmp_path, monkeypatch):
+def test_run_resumes_after_repeated_kills(seeds, undisturbed, tmp_path, monkeypatch):
     connection = connect(CLUSTER)
     killer = Killer(monkeypatch, seeds)
     jaxrlhf.run(tiny(tmp_path, restarts=len(seeds)))
@@ -162,7 +162,7 @@ def test_killed_again_and_again_and_restarted(seeds, undisturbed, tmp_path, monk
 
 
 def assert_same_run(workdir: Path, expected: Path) -> None:
-    """To the last bit."""
+    """Assert that two results are bitwise equal."""
     assert numbers(workdir / "metrics.jsonl") == numbers(expected / "metrics.jsonl")
     for name in ("samples.jsonl", "evaluation.jsonl"):
         assert (workdir / name).read_bytes() == (expected / name).read_bytes()
@@ -171,7 +171,7 @@ def assert_same_run(workdir: Path, expected: Path) -> None:
 
 
 class Sniper:
-    """Kills the host of a pool as it is asked for certain calls: the so many-th of each method.
+    """Killer of a pool's host at certain calls: the n-th call of each method.
 
     Attributes:
       struck: Methods in whose calls a host was killed.
@@ -210,7 +210,7 @@ GENERATION = (Pool("policy", 1, ("actor", "critic", "reference", "reward")), Poo
 
 
 @pytest.mark.parametrize(("cause", "attempts"), [(TransferError("10.0.0.1:5", "nothing"), 2), (KeyError("role"), 1)])
-def test_a_call_beside_a_failed_transfer_is_no_other_failure(cause, attempts, tmp_path, monkeypatch):
+def test_call_during_a_failed_transfer_reports_the_same_failure(cause, attempts, tmp_path, monkeypatch):
     made = []
 
     def attempt(*_, **__):
@@ -227,7 +227,7 @@ def test_a_call_beside_a_failed_transfer_is_no_other_failure(cause, attempts, tm
 
 
 class Launched:
-    """Processes of a pool that was launched; `number` counts the launches."""
+    """Processes of a launched pool; `number` counts the launches."""
 
     def __init__(self, number):
         self.hosts, self.closed = (HostId("generation", 0, pid=number),), False
@@ -239,7 +239,7 @@ class Launched:
         self.closed = True
 
 
-def test_a_pool_that_is_closed_while_it_is_launched_anew_leaves_no_processes():
+def test_pool_closed_during_a_relaunch_leaves_no_processes():
     launches = []
 
     def launch(*, hosts):
@@ -258,7 +258,7 @@ def test_a_pool_that_is_closed_while_it_is_launched_anew_leaves_no_processes():
     assert died.value.host is launches[0].hosts[0], "no call goes to processes that were launched after it"
 
 
-def test_a_pool_comes_back_with_as_many_hosts_as_there_is_room_for():
+def test_relaunched_pool_has_as_many_hosts_as_fit():
     asked = []
 
     def launch(*, hosts):
@@ -273,7 +273,7 @@ def test_a_pool_comes_back_with_as_many_hosts_as_there_is_room_for():
 
 
 @pytest.mark.slow
-def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undisturbed, tmp_path, monkeypatch):
+def test_generation_pool_is_relaunched_during_the_run(undisturbed, tmp_path, monkeypatch):
     sniper = Sniper(monkeypatch, "generation", {"generate_sequences": 3, "load_weights": 3, "take_metrics": 4})
     jaxrlhf.run(placed(tmp_path, steps=STEPS, pools=GENERATION, cluster=replace(CLUSTER, restarts=3)))
     assert sorted(sniper.struck) == ["generate_sequences", "load_weights", "take_metrics"]
@@ -282,9 +282,7 @@ def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undis
 
 
 @pytest.mark.seeds  # shown above without processes
-def test_a_pool_that_only_generates_comes_back_with_fewer_hosts_where_there_is_no_room_for_all(
-    undisturbed, tmp_path, monkeypatch
-):
+def test_generation_pool_is_relaunched_with_fewer_hosts(undisturbed, tmp_path, monkeypatch):
     sniper, asked, place = Sniper(monkeypatch, "generation", {"generate_sequences": 3}), [], ray_cluster.place
 
     def with_less_room(name, hosts, *args, **kwargs):
@@ -302,7 +300,7 @@ def test_a_pool_that_only_generates_comes_back_with_fewer_hosts_where_there_is_n
 
 
 @pytest.mark.seeds
-def test_responses_under_way_on_a_host_that_died_are_begun_again_by_the_newest_policy(tmp_path, monkeypatch):
+def test_responses_of_a_dead_host_are_restarted_by_the_newest_policy(tmp_path, monkeypatch):
     sniper = Sniper(monkeypatch, "generation", {"continue_sequences": 3, "fetch_weights": 4})
     config = placed(tmp_path, steps=STEPS, pools=GENERATION, cluster=replace(CLUSTER, restarts=2))
     config = replace(config, rollout=replace(config.rollout, staleness=2, over_provision=1.5))
@@ -315,7 +313,7 @@ def test_responses_under_way_on_a_host_that_died_are_begun_again_by_the_newest_p
 
 
 @pytest.mark.seeds
-def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch):
+def test_hung_host_is_found(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_backend, "make_host", odd_hosts.sleeping)
     start = time.monotonic()
     with pytest.raises(HostHung) as info:
@@ -328,7 +326,7 @@ def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_what_the_user_reads_after_a_kill(tmp_path):
+def test_message_after_a_kill(tmp_path):
     config = tmp_path / "smallest.py"
     config.write_text(SMALLEST)
     arguments = f"--config {config} --workdir {tmp_path / 'run'} --cluster ray --devices 2 --steps 500"

@@ -1,4 +1,4 @@
-"""Runs on pictures by two hosts that Ray joins: the numbers of one process, and no pixels through the controller."""
+"""Runs on images by two Ray hosts: the numbers of one process, and no pixels through the controller."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ LAYOUT = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
 
 
 @pytest.mark.seeds
-def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
+def test_pixels_bypass_the_controller(connection, tmp_path, monkeypatch):
     here = run(tmp_path / "here", **settings())
     passing = ray_world.traffic(monkeypatch.setattr)
     there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=LAYOUT, **settings())
@@ -58,7 +58,7 @@ def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeyp
 
 
 @pytest.mark.seeds
-def test_pictures_of_episodes_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
+def test_images_of_episodes_bypass_the_controller(connection, tmp_path, monkeypatch):
     shows = Environment(
         factory="seeing_environments:ShowsHeavy", max_turns=2, turn_tokens=5, cut_turns="close", observation_tokens=48
     )

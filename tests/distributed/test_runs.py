@@ -1,4 +1,4 @@
-"""Runs on hosts joined by Ray: the numbers of one process, and data that goes past the controller."""
+"""Runs on Ray hosts: the numbers of one process, and transfers that bypass the controller."""
 
 import shutil
 from contextlib import contextmanager
@@ -42,19 +42,19 @@ def connection(programs):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A device of this process."""
+    """Return a device of this process."""
     return run(tmp_path_factory.mktemp("here"), steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def apart(here, tmp_path_factory):
-    """From the checkpoint of one process on, with policy, value and generation on a host each."""
+    """Resume the checkpoint of one process, with policy, value and generation on a host each."""
     workdir = cut_after(1, here, tmp_path_factory.mktemp("apart") / "moved")
     return run(workdir, steps=STEPS, pools=pools_of(4, 4, 4), cluster=CLUSTER, **HALVES)
 
 
 def cut_after(last: int, workdir: Path, copy: Path) -> Path:
-    """A copy of a finished run, as it was when no later step had been saved."""
+    """Copy a finished run without the checkpoints of later steps."""
     shutil.copytree(workdir, copy)
     for step in range(last + 1, STEPS + 1):
         shutil.rmtree(copy / "checkpoints" / f"step_{step}")
@@ -68,19 +68,19 @@ def assert_made_anew_after(last: int, workdir: Path, before: Path) -> None:
 
 
 @pytest.mark.seeds  # distributed/test_run_vision.py has it with episodes and pictures
-def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
+def test_two_hosts_equal_one_process(here, tmp_path):
     run(tmp_path, steps=STEPS, cluster=CLUSTER, **WHOLE)
     assert_same_numbers(tmp_path, here)
 
 
 @pytest.mark.slow
-def test_hosts_go_on_from_the_checkpoint_of_a_single_process_on_a_pool_each(here, apart):
+def test_pools_on_hosts_resume_a_checkpoint_of_one_process(here, apart):
     assert_same_numbers(apart, here)
     assert_made_anew_after(1, apart, here)
 
 
 @pytest.mark.slow
-def test_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, apart, tmp_path):
+def test_one_process_resumes_a_checkpoint_of_several_pools(here, apart, tmp_path):
     workdir = cut_after(2, apart, tmp_path / "moved")
     names = {item.name for item in (workdir / "checkpoints" / "step_2").iterdir()}
     assert names >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
@@ -91,7 +91,7 @@ def test_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, a
 
 @contextmanager
 def launched(config):
-    """Its pools and their roles."""
+    """Return the pools of the run and their roles."""
     tokenizer = load_tokenizer(None)
     pools = launch(config, tokenizer, progress=lambda *_: None, workdir=Path(config.workdir))
     try:
@@ -103,7 +103,7 @@ def launched(config):
 
 
 @pytest.mark.slow
-def test_generation_on_another_host_receives_what_it_would_inside_a_process(apart, tmp_path):
+def test_generation_on_another_host_equals_local_generation(apart, tmp_path):
     received = records(apart / "metrics.jsonl")[-1]["transfer/received_bytes"]
     with launched(placed(tmp_path, pools=APART, **HALVES)) as (_, roles):
         roles.rollout.load_weights(roles.actor.offer_weights(roles.rollout.wanted_weights())).result()
@@ -113,13 +113,13 @@ def test_generation_on_another_host_receives_what_it_would_inside_a_process(apar
 
 @pytest.fixture
 def passing(monkeypatch):
-    """Array bytes that this process has got from Ray and given to it, counted outside of the project."""
+    """Array bytes that this process receives from Ray and sends to Ray, counted outside of the package."""
     return ray_world.traffic(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Two pools of a host each, called by hand, with a reward that fails."""
+    """Two pools of one host each, called directly, with a failing reward."""
     rewards = Rewards(parts=(FunctionReward(f"{odd_hosts.__file__}:strange"),), timeout_s=2.0)
     config = placed(tmp_path_factory.mktemp("parts"), pools=SPLIT, cluster=CLUSTER, rewards=rewards, **HALVES)
     loaded = load_problems(config.data, load_tokenizer(None), split="train", max_prompt_tokens=64).problems
@@ -136,7 +136,7 @@ def generate(roles, problems):
 
 
 @pytest.mark.slow
-def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing):
+def test_results_between_groups_bypass_the_controller(parts, passing):
     _, pools, roles, problems = parts
 
     def loaded():
@@ -150,7 +150,7 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
         roles.critic.compute_values(rollout),
     ]
     for call in chained:
-        call.where()
+        call.value_or_handle()
     after = loaded()
     assert passing == {"get": 0, "put": 0}
 
@@ -169,7 +169,7 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
 
 
 @pytest.mark.slow
-def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
+def test_failing_reward_function_on_a_host(parts):
     config, _, roles, problems = parts
     rollout = generate(roles, problems)
     there = roles.reward.compute_reward(problems, rollout).result()
@@ -187,8 +187,8 @@ def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
 
 
 @pytest.mark.seeds  # distributed/test_run_vision.py has episodes with pictures
-def test_episodes_on_two_hosts_are_those_of_one_process(tmp_path):
-    """Each host answers its share of the episodes, with environments in processes of its own."""
+def test_episodes_on_two_hosts_equal_one_process(tmp_path):
+    """Each host runs its share of the episodes, with environments in its own processes."""
     config = replace(
         tiny_episodes.get_config(),
         steps=1,

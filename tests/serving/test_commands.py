@@ -29,7 +29,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(policy):
-    """Address and key that the command prints."""
+    """Address and key, as printed by the command."""
     command = [sys.executable, "-m", "jaxrlhf.serve", str(policy), "--port", "0", *SIZES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | DEVICES) as process:
         assert process.stdout is not None
@@ -43,7 +43,7 @@ def server(policy):
             process.kill()
 
 
-def test_what_is_served_is_what_transformers_generates(server, policy):
+def test_served_completions_equal_transformers(server, policy):
     address, key = server
     assert address.startswith("http://127.0.0.1:")
     model = transformers.AutoModelForCausalLM.from_pretrained(policy)
@@ -59,7 +59,7 @@ def test_what_is_served_is_what_transformers_generates(server, policy):
         client.models.list()
 
 
-def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, capsys):
+def test_chat_keeps_its_history_and_survives_an_error(server, monkeypatch, capsys):
     address, key = server
     asked = iter(["Tom has 3.", "/again", "/new", "x" * 200, "Tom?", ""])
     monkeypatch.setattr(type(default_console()), "input", lambda self, prompt: next(asked))
@@ -67,7 +67,7 @@ def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, c
     chat.main()
     shown = capsys.readouterr().out
     assert "mine:" in shown
-    assert "shorten it" in shown, "an error is said, and the chat goes on"
+    assert "shorten it" in shown, "an error is printed, and the chat continues"
     assert next(asked, None) is None
     monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1"])
     with pytest.raises(Refusal, match="; start it"):
@@ -75,7 +75,7 @@ def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, c
 
 
 class NoModels(BaseHTTPRequestHandler):
-    """A server that lists no models."""
+    """Handler of a server that lists no models."""
 
     def do_GET(self):
         self.send_response(200)
@@ -87,7 +87,7 @@ class NoModels(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_chat_needs_a_model_to_talk_to(monkeypatch):
+def test_chat_refuses_a_server_without_models(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), NoModels) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
@@ -97,7 +97,7 @@ def test_a_chat_needs_a_model_to_talk_to(monkeypatch):
         thread.join()
 
 
-def test_a_chat_serves_a_policy_by_itself(policy):
+def test_chat_serves_a_local_policy(policy):
     command = [sys.executable, "-m", "jaxrlhf.chat", str(policy), *SIZES, "--temperature", "0"]
     asked = {"input": "Tom has 3.\n\n", "stdout": subprocess.PIPE, "text": True, "env": os.environ | DEVICES}
     done = subprocess.run(command, timeout=300, **asked)
@@ -107,7 +107,7 @@ def test_a_chat_serves_a_policy_by_itself(policy):
     assert answer.strip()
 
 
-def test_a_run_is_served_as_it_is_exported(tmp_path):
+def test_served_weights_of_a_run_equal_exported_weights(tmp_path):
     from dataclasses import replace
 
     import jax

@@ -1,4 +1,4 @@
-"""Answers and refusals of a server that were wrong in the field, and others of their kinds."""
+"""Answers and refusals of a server whose engine returns scripted tokens: streams, bytes, messages, fields."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "Hi"}
 
 # Streams
 
-SAID = [
+REPLIES = [
     ("qwen3", F, f"\n\nHi\n\n{CALL}", "Hi", ""),
     ("qwen3", [], "<think>plan</think>\n\nHTML has no </think> tag.", "HTML has no </think> tag.", "plan"),
     ("qwen3", F, f"<think>plan</think>\n\nLet me see. {GONE}", f"Let me see. {GONE}", "plan"),
@@ -48,8 +48,8 @@ SAID = [
 
 
 @pytest.mark.parametrize("group", [1, 2, 8, 1000])
-@pytest.mark.parametrize(("name", "tools", "text", "content", "reasoning"), SAID)
-def test_a_stream_says_what_the_answer_says(name, tools, text, content, reasoning, group):
+@pytest.mark.parametrize(("name", "tools", "text", "content", "reasoning"), REPLIES)
+def test_stream_equals_complete_answer(name, tools, text, content, reasoning, group):
     api = Api(tokenizer_of(name), text, group=group)
     options = {"tools": tools} if tools else {}
     message = api.choice(**options)["message"]
@@ -58,7 +58,7 @@ def test_a_stream_says_what_the_answer_says(name, tools, text, content, reasonin
 
 
 @pytest.mark.parametrize("length", range(24))
-def test_an_analysis_of_any_length_hides_no_answer(length):
+def test_analysis_of_any_length_is_followed_by_the_answer(length):
     text = "<|channel|>analysis<|message|>" + "a " * length
     api = Api(
         tokenizer_of("gpt-oss"), text + "<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>", group=8
@@ -66,7 +66,7 @@ def test_an_analysis_of_any_length_hides_no_answer(length):
     assert api.streamed() == {"content": "So.", "reasoning_content": ("a " * length).strip()}
 
 
-def test_a_stream_parses_the_whole_reply_once(monkeypatch):
+def test_stream_parses_the_complete_reply_once(monkeypatch):
     api = Api(tokenizer_of("qwen3"), "<think>a b c</think>\n\n" + "one two " * 200)
     parsed = []
     parse = api.model.form.parse
@@ -82,14 +82,14 @@ def test_a_stream_parses_the_whole_reply_once(monkeypatch):
         ("<think>plan</think>\n\nSo", None, "So", "plan"),
     ],
 )
-def test_a_stop_text_is_never_said(text, stop, content, reasoning):
+def test_stop_text_is_never_sent(text, stop, content, reasoning):
     api = Api(tokenizer_of("qwen3"), text, stop_text=stop)
     message = api.choice(stop=["STOP"])["message"]
     assert (message["content"], message["reasoning_content"]) == (content, reasoning)
     assert api.streamed(stop=["STOP"]) == {"content": content, "reasoning_content": reasoning}
 
 
-def test_a_cut_header_is_no_content():
+def test_truncated_header_is_no_content():
     for text in ("<|channel|>commentary to=func", "<|channel|>ana", "<|channel|>final"):
         api = Api(tokenizer_of("gpt-oss"), text, truncated=True)
         choice = api.choice()
@@ -101,7 +101,7 @@ def test_a_cut_header_is_no_content():
 
 
 def with_byte_tokens():
-    """Tokenizer of the kind of Llama 2: words with their spaces, and a token for each byte of what has none."""
+    """Tokenizer like Llama 2's: words with their spaces, and a token for each byte of other text."""
     words = ("▁", "▁Hello", "▁world", "▁again", "!", "▁hello", "a", "▁x")
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -123,7 +123,7 @@ def byte_ids(vocabulary, text, *, cut=0):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 9, 100])
 @pytest.mark.parametrize(
-    ("text", "cut", "said"),
+    ("text", "cut", "expected"),
     [
         ("日本語日本語日本語", 0, "日本語日本語日本語"),
         ("é😀日é日", 0, "é😀日é日"),
@@ -131,15 +131,15 @@ def byte_ids(vocabulary, text, *, cut=0):
         ("abc", 0, "abc"),
     ],
 )
-def test_byte_tokens_are_their_text(text, cut, said, group):
+def test_byte_tokens_are_streamed_as_text(text, cut, expected, group):
     tokenizer, vocabulary = with_byte_tokens()
     tokens = byte_ids(vocabulary, text, cut=cut)
     stream = TextStream(TokenBytes(tokenizer), (), (vocabulary["▁Hello"],))
     parts = [stream.add(tokens[at : at + group]) for at in range(0, len(tokens), group)]
-    assert "".join(parts) + stream.end(None) == said
+    assert "".join(parts) + stream.end(None) == expected
     api = Api(tokenizer, tokens, group=group)
-    assert api.completion()["text"] == said
-    assert "".join(choice["text"] for choice in api.events("/v1/completions")) == said
+    assert api.completion()["text"] == expected
+    assert "".join(choice["text"] for choice in api.events("/v1/completions")) == expected
 
 
 @pytest.mark.parametrize("text", ["日本語日本語日本語", "é😀日é日", "hello 日本語日本語", "hello world"])
@@ -151,7 +151,7 @@ def test_pieces_join_to_the_text(text):
 
 
 @pytest.mark.parametrize("text", ["日本", "é", "😀", "plain words"])
-def test_bytes_of_log_probabilities_join_to_the_text(text):
+def test_bytes_of_logprobs_join_to_the_text(text):
     for tokenizer in (embedded_tokenizer(), tokenizer_of("qwen3")):
         api = Api(tokenizer, text)
         entries = api.choice(logprobs=True)["logprobs"]["content"]
@@ -161,7 +161,7 @@ def test_bytes_of_log_probabilities_join_to_the_text(text):
         assert len(entries) == len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_offsets_of_log_probabilities_are_places_of_the_text():
+def test_text_offsets_of_logprobs():
     tokenizer, vocabulary = with_byte_tokens()
     api = Api(tokenizer, [vocabulary[word] for word in ("▁world", "▁again", "!")], group=2)
     choice = api.completion(logprobs=0)
@@ -178,7 +178,7 @@ def test_offsets_of_log_probabilities_are_places_of_the_text():
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "gemma 3", "gpt-oss", "qwen2.5"])
-def test_the_systems_and_the_developers_message_are_one(name):
+def test_system_and_developer_messages_are_merged(name):
     api = Api(tokenizer_of(name), "So.")
     two = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."}, USER]
     assert api.chat(two).status_code == 200
@@ -187,7 +187,7 @@ def test_the_systems_and_the_developers_message_are_one(name):
     assert pair == api.prompt() and "Be brief.\n\nBe kind." in pair
 
 
-def test_a_system_message_that_the_template_leaves_out_is_refused():
+def test_system_message_that_the_template_omits_is_refused():
     chat = [
         {"role": "system", "content": "S1"},
         USER,
@@ -209,7 +209,7 @@ def asked(call_id="abcdefghi", name="f"):
     ]
 
 
-def test_calls_that_a_template_does_not_show_are_written_as_the_policy_writes_them():
+def test_tool_calls_are_rendered_in_the_policys_form_if_the_template_omits_them():
     api = Api(tokenizer_of("gemma 3"), "So.")
     assert api.chat([*asked(), USER]).status_code == 200
     model = "<start_of_turn>model\n```tool_code\nf(a=1)\n```<end_of_turn>\n"
@@ -222,7 +222,7 @@ def test_calls_that_a_template_does_not_show_are_written_as_the_policy_writes_th
 
 
 @pytest.mark.parametrize("name", ["phi 3.5", "gemma 3", "deepseek v3"])
-def test_tools_that_no_prompt_shows_are_refused(name):
+def test_tools_absent_from_the_prompt_are_refused(name):
     api = Api(tokenizer_of(name), "So.")
     answer = api.chat(tools=[tool("get_weather")])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
@@ -252,7 +252,7 @@ KIMI_TOKENS = (
 )
 
 
-def test_a_call_keeps_the_id_that_was_drawn():
+def test_sampled_call_id_is_kept():
     tokenizer = small_tokenizer(KIMI_TOKENS, (), KIMI)
     said = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -267,7 +267,7 @@ def test_a_call_keeps_the_id_that_was_drawn():
     assert f"<|im_assistant|>{said}<|im_end|><|im_tool|>## Return of functions.f:0\n3" in api.prompt()
 
 
-def test_ids_are_made_where_none_is_drawn():
+def test_missing_call_ids_are_generated():
     message = Api(tokenizer_of("qwen3"), CALL + CALL).choice(tools=F)["message"]
     ids = [call["id"] for call in message["tool_calls"]]
     assert len({*ids}) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
@@ -275,7 +275,7 @@ def test_ids_are_made_where_none_is_drawn():
 
 # Fields
 
-TAKEN = [
+NEUTRAL = [
     *({name: value} for name, value in (("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}))),
     *({name: value} for name, value in (("repetition_penalty", 1.0), ("ignore_eos", False), ("ignore_eos", True))),
     *({name: value} for name, value in (("stop_token_ids", []), ("skip_special_tokens", True), ("best_of", None))),
@@ -306,28 +306,16 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("options", TAKEN, ids=lambda options: "-".join(options))
-def test_a_field_that_does_nothing_at_its_value_is_taken(options):
+@pytest.mark.parametrize("options", NEUTRAL, ids=lambda options: "-".join(options))
+def test_neutral_values_are_accepted(options):
     assert Api(tokenizer_of("qwen3"), "So.").choice(**options)["message"]["content"] == "So."
 
 
 @pytest.mark.parametrize(("name", "options"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_a_field_that_would_do_something_is_refused_by_its_name(name, options):
+def test_unsupported_values_are_refused_by_field_name(name, options):
     answer = Api(tokenizer_of("qwen3"), "So.").chat(**options)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert name in answer.json()["error"]["message"]
-
-
-def test_every_field_of_openais_client_is_known():
-    from openai.types import chat, completion_create_params
-
-    from jaxrlhf.serving.wire import chat_request, completion_request
-
-    for params, read, path in (
-        (chat.completion_create_params.CompletionCreateParamsBase, chat_request, {"model": "tiny", "messages": [USER]}),
-        (completion_create_params.CompletionCreateParamsBase, completion_request, {"model": "tiny", "prompt": "a"}),
-    ):
-        read({**dict.fromkeys({*params.__annotations__, "stream"}), **path})
 
 
 def test_variables_of_the_chat_template_are_set():
@@ -346,7 +334,7 @@ def test_variables_of_the_chat_template_are_set():
     assert "Reasoning: medium" in api.prompt()
 
 
-def test_json_is_not_asked_of_a_prompt_that_opens_reasoning(monkeypatch):
+def test_response_format_is_refused_if_the_prompt_opens_reasoning(monkeypatch):
     monkeypatch.setattr(ServedModel, "grammars", SimpleNamespace(constraint=lambda schema, stops: None))
     api = Api(tokenizer_of("qwen3.5"), "{}")
     json_wanted = {"response_format": {"type": "json_object"}}
@@ -357,7 +345,7 @@ def test_json_is_not_asked_of_a_prompt_that_opens_reasoning(monkeypatch):
     assert Api(tokenizer_of("qwen3"), "{}").choice(**json_wanted)["message"]["content"] == "{}"
 
 
-def test_a_model_is_found_by_its_name():
+def test_model_is_found_by_its_name():
     api = Api(tokenizer_of("qwen3"))
     [card] = api.request("GET", "/v1/models").json()["data"]
     found = api.request("GET", "/v1/models/org/tiny")
@@ -367,11 +355,11 @@ def test_a_model_is_found_by_its_name():
 
 
 @pytest.mark.parametrize("count", [3, 9, 30])
-def test_a_stop_text_of_byte_tokens_is_found_wherever_the_window_begins(count):
+def test_stop_text_of_byte_tokens_is_found_at_any_window_start(count):
     tokenizer, vocabulary = with_byte_tokens()
-    drawn = byte_ids(vocabulary, "😀" * count + "日本" + "語")
+    sampled = byte_ids(vocabulary, "😀" * count + "日本" + "語")
     state = SequenceState(Request(0, (1,)), Sampling(), 0, 1000, (2,), stop_texts=("日本",))
-    for token in drawn:
+    for token in sampled:
         if state.stop_text is None:
             state.extend(WindowTokens(0, [token], [-1.0], True, None, None), TokenBytes(tokenizer).text)
-    assert (state.stop_text, state.tokens) == ("日本", drawn[: 4 * count + 6])
+    assert (state.stop_text, state.tokens) == ("日本", sampled[: 4 * count + 6])

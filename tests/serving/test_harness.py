@@ -165,7 +165,7 @@ def equal(ours, theirs, tasks):
                 assert np.ravel(one)[1:].tolist() == np.ravel(another)[1:].tolist()
 
 
-def test_a_policy_in_this_process_scores_as_the_harness_own_model(policy, ask, theirs):
+def test_in_process_scores_equal_the_hf_model(policy, ask, theirs):
     equal(ask([*TASKS], HarnessModel(policy, "mine")), theirs, TASKS)
 
 
@@ -180,20 +180,20 @@ def server(checkpoint):
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one at a time", "several"])
-def test_a_server_scores_as_the_harness_own_model(server, ask, theirs, several):
+def test_server_scores_equal_the_hf_model(server, ask, theirs, several):
     """`local-completions`: prompts as lists of ids, one or several in a request, one or several requests at once."""
     how = {"base_url": f"{server}/v1/completions", "max_length": CONTEXT - 1, "tokenizer_backend": "remote"}
     how |= {"num_concurrent": 3} if several else {"batch_size": 2}
     equal(ask([*TASKS], "local-completions", model="mine", auth_token=KEY, **how), theirs, TASKS)
 
 
-def test_a_server_scores_texts(server, ask, theirs):
+def test_server_scores_texts(server, ask, theirs):
     how = {"base_url": f"{server}/v1/completions", "max_length": CONTEXT - 1, "tokenized_requests": False}
     scores = ask(["choices"], "local-completions", model="mine", auth_token=KEY, tokenizer_backend="remote", **how)
     equal(scores, theirs, ["choices"])
 
 
-def test_a_server_answers_chats_as_the_process_does(server, policy, ask):
+def test_server_chats_equal_in_process_chats(server, policy, ask):
     chats = ask(
         ["answers"], "local-chat-completions", chat=True, model="mine", base_url=f"{server}/v1/chat/completions"
     )
@@ -202,7 +202,7 @@ def test_a_server_answers_chats_as_the_process_does(server, policy, ask):
         assert one.strip() == other.strip(), "a chat's content has no space around it"
 
 
-def test_the_command_prints_and_writes_scores(checkpoint, folder, tmp_path, monkeypatch, capsys, policy):
+def test_command_prints_and_writes_scores(checkpoint, folder, tmp_path, monkeypatch, capsys, policy):
     monkeypatch.setattr("jaxrlhf.trainer.served_policy.load.load_policy", lambda *_, **__: policy)
     out = tmp_path / "scores.json"
     words = [str(checkpoint.path), "--tasks", "choices,solutions", "--include-path", str(folder), "--limit", "2"]
@@ -217,7 +217,7 @@ def test_the_command_prints_and_writes_scores(checkpoint, folder, tmp_path, monk
         evaluate.main()
 
 
-def test_answers_that_the_engine_cannot_give_are_refused(policy):
+def test_answers_longer_than_the_engine_allows_are_refused(policy):
     from lm_eval.api.instance import Instance
 
     model = HarnessModel(policy, "mine")
@@ -226,7 +226,7 @@ def test_answers_that_the_engine_cannot_give_are_refused(policy):
             model.generate_until([Instance("generate_until", {}, ("Tom", {"until": ["x"], **settings}), 0)])
 
 
-def test_sampled_answers_follow_their_temperature(policy):
+def test_sampled_answers_depend_on_temperature(policy):
     from lm_eval.api.instance import Instance
 
     settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.5, "top_k": 40}

@@ -1,4 +1,4 @@
-"""A model served by JetStream's own orchestrator and gRPC server, asked by its own client."""
+"""A model served by JetStream's own orchestrator and gRPC server, with its own client."""
 
 import socket
 
@@ -20,7 +20,7 @@ GREEDY = Sampling(top_k=1)
 
 @pytest.fixture(scope="module")
 def asked():
-    """A client, and the model that answers it."""
+    """Client, and the served model."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with served() as (_, model):
@@ -31,12 +31,12 @@ def asked():
 
 
 def expected(model, prompt, most):
-    """Tokens that the engine itself draws greedily."""
+    """Tokens that the engine itself samples greedily."""
     request = Request(0, prompt, max_tokens=most, stop_tokens=model.stop_tokens)
     return model.service.submit(request, GREEDY, seed=0).result(60).tokens
 
 
-def test_texts_and_ids_are_answered_as_the_engine_draws(asked):
+def test_decoded_texts_and_ids_equal_the_engines(asked):
     client, model = asked
     for text in ("Tom has 3", "12+34=", "Tom has 5 apples."):
         prompt = model.tokens_of(text)
@@ -53,7 +53,7 @@ def test_texts_and_ids_are_answered_as_the_engine_draws(asked):
         assert said == "".join(model.tokenizer.decode([one]) for one in tokens)
 
 
-def test_more_requests_than_slots_are_all_answered(asked):
+def test_more_requests_than_slots_are_answered(asked):
     client, model = asked
     slots = model.service.engine.slots
     prompts = [model.tokens_of(f"Tom has {number}") for number in range(slots + 5)]
@@ -71,7 +71,7 @@ def test_more_requests_than_slots_are_all_answered(asked):
     assert client.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 
-def test_a_request_that_cannot_be_answered_has_an_empty_answer(asked):
+def test_invalid_request_gets_an_empty_answer(asked):
     client, _ = asked
     outside = jetstream_pb2.DecodeRequest.TokenContent(token_ids=[10**6])
     parts = client.Decode(jetstream_pb2.DecodeRequest(token_content=outside, max_tokens=5))

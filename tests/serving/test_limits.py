@@ -1,4 +1,4 @@
-"""A server against requests that are wrong, too many, too large, too slow, or left alone."""
+"""Requests that are wrong, too many, too large, too slow or abandoned."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def error(answer):
 
 
 def settled(model, timeout_s=10.0) -> bool:
-    """Nothing is under way, soon."""
+    """Wait until no request is in progress; return whether that happened."""
     obeyed = threading.Event()
     end = time.monotonic() + timeout_s
     model.service._tell(obeyed.set)
@@ -50,7 +50,7 @@ def settled(model, timeout_s=10.0) -> bool:
     return obeyed.is_set() and not model.service.waiting
 
 
-def test_only_who_has_the_key_may_ask(client):
+def test_requests_without_the_key_are_rejected(client):
     for key in ("", "Bearer", "Bearer wrong", "Basic " + TOKEN, "Bearer sk-" + TOKEN, "Bearer \u00e4"):
         headers = {"Authorization": key.encode()}
         assert error(client.post("/v1/completions", json=ASKED, headers=headers)) == (401, "invalid_api_key")
@@ -59,7 +59,7 @@ def test_only_who_has_the_key_may_ask(client):
     assert client.post("/v1/completions", json=ASKED).status_code == 200
 
 
-def test_bodies_that_are_no_requests_are_said_to_be_so(client):
+def test_invalid_bodies_are_rejected(client):
     for body in (
         b"",
         b"{",
@@ -85,7 +85,7 @@ def test_bodies_that_are_no_requests_are_said_to_be_so(client):
     assert error(client.get("/v1/completions")) == (405, "not_found")
 
 
-def test_a_request_that_does_not_arrive_is_given_up(serving):
+def test_incomplete_request_times_out(serving):
     host, port = serving[0].address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
         head = (
@@ -95,11 +95,11 @@ def test_a_request_that_does_not_arrive_is_given_up(serving):
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_too_many_at_once_are_told_to_come_again_and_cut_connections_free_their_slots(serving, client):
+def test_too_many_requests_get_429_and_closed_connections_free_slots(serving, client):
     address, model = serving[0].address, serving[1]
     long = {**ASKED, "max_tokens": 128, "min_tokens": 128, "stream": True, "n": 4}
     cancelled, gate = model.service.counts.cancelled, threading.Event()
-    model.service._tell(lambda: gate.wait(60))  # what is under way stays so
+    model.service._tell(lambda: gate.wait(60))  # keeps requests in progress
     with (
         httpx.Client(base_url=address, headers=client.headers) as other,
         other.stream("POST", "/v1/completions", json=long),
@@ -120,7 +120,7 @@ def test_too_many_at_once_are_told_to_come_again_and_cut_connections_free_their_
     assert client.post("/v1/completions", json=ASKED).status_code == 200
 
 
-def test_an_answer_that_takes_too_long_is_given_up(serving, client, monkeypatch):
+def test_slow_answer_times_out(serving, client, monkeypatch):
     import asyncio
 
     async def never(*_):
@@ -133,7 +133,7 @@ def test_an_answer_that_takes_too_long_is_given_up(serving, client, monkeypatch)
     assert error(answer) == (504, "timeout")
 
 
-def test_messages_that_the_template_refuses_are_said_to_be_so(client, monkeypatch):
+def test_messages_that_the_template_refuses_are_rejected(client, monkeypatch):
     def refuses(*_, **__):
         raise EnvironmentFailure("wrong-type", "roles must alternate")
 
@@ -143,7 +143,7 @@ def test_messages_that_the_template_refuses_are_said_to_be_so(client, monkeypatc
         assert error(answer) == (400, "invalid_value") and "roles must alternate" in answer.text
 
 
-def test_parts_of_messages_that_nobody_can_read_are_said_to_be_so(client):
+def test_invalid_message_parts_are_rejected(client):
     def calls(arguments):
         call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
         return {"role": "assistant", "tool_calls": [call]}
@@ -161,12 +161,12 @@ def test_parts_of_messages_that_nobody_can_read_are_said_to_be_so(client):
         assert error(answer) == (400, code) and words in answer.text
 
 
-def test_halves_of_characters_in_a_prompt_are_question_marks(client):
+def test_lone_surrogates_in_a_prompt_become_question_marks(client):
     tokens = [client.post("/tokenize", content=f'{{"prompt": "a{half}"}}').json() for half in ("\\ud83d", "?")]
     assert tokens[0] == tokens[1]
 
 
-def test_what_goes_wrong_in_the_server_is_an_error_of_the_api(client, monkeypatch, caplog):
+def test_internal_errors_have_the_apis_form(client, monkeypatch, caplog):
     def fails(*_, **__):
         raise KeyError("a secret")
 
@@ -178,14 +178,14 @@ def test_what_goes_wrong_in_the_server_is_an_error_of_the_api(client, monkeypatc
     assert "secret" not in stream.text and caplog.text.count("KeyError: 'a secret'") == 2
 
 
-def test_names_of_sessions_leave_no_trace_in_the_metrics(client):
+def test_metrics_hide_session_ids(client):
     paths = [f"/s/{name}/v1/models" for name in ("a", "b", "c%3F", "%22", "d%0A")]
     assert {client.get(path).status_code for path in paths} == {404}
     lines = [line for line in client.get("/metrics").text.splitlines() if "/s/" in line]
     assert lines == [f'jaxrlhf_http_answers_total{{path="/s/*/v1/models",status="404"}} {len(paths)}']
 
 
-def test_metrics_count_what_was_asked(client, serving):
+def test_metrics_count_requests_and_tokens(client, serving):
     before = client.get("/metrics").text
     client.post("/v1/completions", json=ASKED)
     rows = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
@@ -198,7 +198,7 @@ def test_metrics_count_what_was_asked(client, serving):
     assert values["jaxrlhf_busy_slots_total"] <= values["jaxrlhf_slots_total"]
 
 
-def test_tokenize_gives_the_ids_that_a_prompt_has(client, serving):
+def test_tokenize_returns_prompt_ids(client, serving):
     model = serving[1]
     assert client.post("/tokenize", json={"prompt": "Tom has"}).json()["tokens"] == list(model.tokens_of("Tom has"))
     messages = [{"role": "user", "content": "Tom has"}]
@@ -207,8 +207,8 @@ def test_tokenize_gives_the_ids_that_a_prompt_has(client, serving):
     assert json.dumps(told["count"]) == str(len(told["tokens"]))
 
 
-def test_clients_that_send_nothing_keep_nobody_out():
-    """300 half-open connections, where there may be 16, without a key, and one client that asks."""
+def test_idle_connections_do_not_block_other_clients():
+    """300 half-open connections without a key, where 16 are allowed, and one client with requests."""
     limits = ServingLimits(connections=16, headers_s=1.0, requests=4)
     with served(limits, engine=build_engine(embedded_tokenizer())) as (server, _):
         host, port = server.address.removeprefix("http://").split(":")
@@ -230,7 +230,7 @@ def test_clients_that_send_nothing_keep_nobody_out():
 
 
 def flooding(address: str) -> socket.socket:
-    """A connection whose client has sent requests until the server takes no more, and reads no answer."""
+    """Connection whose client sends requests until the server accepts no more, and reads no answer."""
     host, port = address.removeprefix("http://").split(":")
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -242,7 +242,7 @@ def flooding(address: str) -> socket.socket:
     return one
 
 
-def test_clients_that_send_without_end_and_read_nothing_keep_nobody_out(monkeypatch):
+def test_flooding_connections_do_not_block_other_clients(monkeypatch):
     with (
         served(ServingLimits(connections=16), engine=build_engine(embedded_tokenizer())) as (server, _),
         contextlib.ExitStack() as greedy,
@@ -260,7 +260,7 @@ def test_clients_that_send_without_end_and_read_nothing_keep_nobody_out(monkeypa
                     one.sendall(b"GET /health HTTP/1.1\r\n")
 
 
-def test_a_kept_connection_may_be_quiet_between_requests_but_not_within_headers():
+def test_header_time_limit_does_not_apply_between_requests():
     with served(ServingLimits(headers_s=0.5), engine=build_engine(embedded_tokenizer())) as (server, _):
         host, port = server.address.removeprefix("http://").split(":")
         ask = f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
@@ -278,12 +278,12 @@ def test_a_kept_connection_may_be_quiet_between_requests_but_not_within_headers(
                 assert one.recv(1000) == b""
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+def test_too_long_text_is_refused_before_tokenization(monkeypatch):
     monkeypatch.setattr("jaxrlhf.conversations.ChatFormat.prompt", lambda *_, **__: pytest.fail("tokenised"))
     with served(engine=build_engine(embedded_tokenizer())) as (server, model):
-        long = "a" * (model.most_bytes + 1)
+        long = "a" * (model.max_bytes + 1)
         fits = len(max(model.tokenizer.get_vocab(), key=len)) * model.service.engine.context_tokens
-        assert fits <= model.most_bytes < 1 << 20
+        assert fits <= model.max_bytes < 1 << 20
         with httpx.Client(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
             chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
             for path, body in (("chat/completions", chat), ("completions", {**ASKED, "prompt": long})):
@@ -292,7 +292,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
                 assert "cannot fit the context of 512 tokens" in answer.text
 
 
-def test_without_a_key_only_local_names_are_served():
+def test_without_a_key_only_local_host_names_are_served():
     with served(token=None, engine=build_engine(embedded_tokenizer())) as (server, _):
         port = server.address.rpartition(":")[2]
         for name in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
@@ -302,7 +302,7 @@ def test_without_a_key_only_local_names_are_served():
             assert error(answer) == (421, "misdirected_request")
 
 
-def test_a_server_needs_files_to_open(monkeypatch):
+def test_connection_limit_depends_on_open_files(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (40, 40))
     with pytest.raises(Refusal, match=r"this process may have 40; raise the limit"):
         ConnectionLimits()

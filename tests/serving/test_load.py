@@ -1,4 +1,4 @@
-"""A server under load: hundreds of clients at once, of whom some leave, some send nonsense and some have no key."""
+"""A server under load: hundreds of clients at once; some leave, some send invalid requests, some have no key."""
 
 import asyncio
 import gc
@@ -41,7 +41,7 @@ async def leave_in_the_middle(address: str, request: dict) -> None:
 
 
 async def ask(client, raw, number: int, expected: dict) -> str:
-    """One client, of the kind that its number says; returns what became of it."""
+    """Run one client, whose kind depends on its number; return its result."""
     seed = number % 5
     common = {"model": "tiny", "prompt": f"Tom has {seed}", "max_tokens": 8, "seed": seed}
     kind = number % 10
@@ -76,7 +76,7 @@ async def storm(address: str, expected: dict) -> Counter:
         return Counter(await asyncio.gather(*[ask(client, raw, n, expected) for n in range(REQUESTS)]))
 
 
-def test_every_request_of_hundreds_is_answered_rightly_or_refused(optimized):
+def test_hundreds_of_requests_are_answered_correctly_or_refused(optimized):
     expected: dict[int, str] = {}
     with served(ServingLimits(requests=REQUESTS)) as (server, model):
         rounds, memory, files = [], [], []

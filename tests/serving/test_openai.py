@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it."""
+"""Requests of OpenAI's client to a server."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from served_models import CONTEXT, RESPONSE, TOKEN, served
+from served_models import CONTEXT, RESPONSE
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel
@@ -17,7 +17,7 @@ from jaxrlhf.data.tokenizer import TokenBytes, embedded_tokenizer
 from jaxrlhf.engine import Request
 from jaxrlhf.serving.endpoints import chat_answer
 from jaxrlhf.serving.texts import TextStream
-from jaxrlhf.serving.wire import chat_request
+from jaxrlhf.serving.wire import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "Tom has 12 apples."}]
 TOOL = {
@@ -31,39 +31,22 @@ TOOL = {
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-@pytest.fixture(scope="module")
-def serving():
-    with served() as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def model(serving):
-    return serving[1]
-
-
-@pytest.fixture(scope="module")
-def client(serving):
-    with openai.OpenAI(base_url=serving[0].address + "/v1", api_key=TOKEN, max_retries=0) as client:
-        yield client
-
-
 def chat(client, **options):
     return client.chat.completions.create(
         **{"model": "tiny", "messages": MESSAGES, "max_tokens": 24, "seed": 3, **options}
     )
 
 
-def drawn(model, copy=0, **options):
-    """The tokens that the engine draws itself."""
+def sampled(model, copy=0, **options):
+    """Completion of the engine itself."""
     prompt = model.form.prompt(MESSAGES)
     request = Request(copy, prompt, max_tokens=24, stop_tokens=tuple(model.form.stop_tokens))
     return model.service.submit(request, Sampling(**options), seed=3).result(60)
 
 
-def test_a_chat_says_what_the_engine_draws(client, model):
+def test_chat_equals_the_engines_completion(client, model):
     answer = chat(client, extra_body={"return_token_ids": True}, logprobs=True)
-    own = drawn(model)
+    own = sampled(model)
     [choice] = answer.choices
     assert tuple(choice.token_ids) == own.tokens
     assert tuple(choice.prompt_token_ids) == model.form.prompt(MESSAGES)
@@ -76,7 +59,7 @@ def test_a_chat_says_what_the_engine_draws(client, model):
 
 
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["plain", "tools"])
-def test_a_stream_says_the_same_as_an_answer(client, tools):
+def test_streamed_chat_equals_complete_chat(client, tools):
     options = {"tools": tools} if tools else {}
     whole = chat(client, n=2, extra_body={"return_token_ids": True}, logprobs=True, **options)
     contents, ids, logps, ends = ["", ""], [[], []], [[], []], {}
@@ -105,22 +88,22 @@ def test_a_stream_says_the_same_as_an_answer(client, tools):
     assert whole.choices[0].token_ids != whole.choices[1].token_ids
 
 
-def test_a_chat_ends_with_tokens_of_the_template_and_of_the_model(model):
-    asked = chat_request({"model": "tiny", "messages": MESSAGES})
-    [choice] = chat_answer(replace(model, stop_tokens=(7,)), asked, None).choices
+def test_chat_stops_at_tokens_of_template_and_model(model):
+    request = ChatRequest.read({"model": "tiny", "messages": MESSAGES})
+    [choice] = chat_answer(replace(model, stop_tokens=(7,)), request, None).choices
     assert {*choice.stop_tokens} == {7, *model.form.stop_tokens}
 
 
-def test_choices_are_drawn_alike_for_a_seed_and_apart_without(client, model):
+def test_equal_seeds_give_equal_choices(client, model):
     first, second = (chat(client, n=3).choices for _ in range(2))
     assert [choice.message.content for choice in first] == [choice.message.content for choice in second]
-    assert first[2].message.content == model.form.parse(drawn(model, 2).tokens).content
+    assert first[2].message.content == model.form.parse(sampled(model, 2).tokens).content
     assert len({chat(client, seed=None).choices[0].message.content for _ in range(3)}) > 1
     greedy = [chat(client, temperature=0, seed=seed).choices[0].message.content for seed in (1, 2)]
-    assert greedy == [model.form.parse(drawn(model, greedy=True).tokens).content] * 2
+    assert greedy == [model.form.parse(sampled(model, greedy=True).tokens).content] * 2
 
 
-def test_a_completion_takes_text_and_token_ids_and_stops_at_a_text(client, model):
+def test_completion_accepts_text_or_ids_and_stops_at_a_text(client, model):
     ids = model.tokens_of("Tom has")
     common = {"model": "tiny", "seed": 5, "max_tokens": 24}
     by_text = client.completions.create(prompt="Tom has", **common)
@@ -139,7 +122,7 @@ def test_a_completion_takes_text_and_token_ids_and_stops_at_a_text(client, model
     assert pieces[-1].finish_reason == "stop"
 
 
-def test_tool_calls_are_answered_as_calls(client, model, monkeypatch):
+def test_tool_calls_are_returned(client, model, monkeypatch):
     written = model.tokenizer.encode("Let me add. " + calling(model), add_special_tokens=False)
     tokens = (*written, model.tokenizer.eos_token_id)
     script(model, monkeypatch, tokens)
@@ -158,7 +141,7 @@ def test_tool_calls_are_answered_as_calls(client, model, monkeypatch):
 
 
 def calling(model) -> str:
-    """A call as the embedded template writes it."""
+    """Call in the form of the embedded template."""
     message = {
         "role": "assistant",
         "content": "",
@@ -169,7 +152,7 @@ def calling(model) -> str:
 
 
 def script(model, monkeypatch, tokens) -> None:
-    """Have the engine draw these tokens, two at a time."""
+    """Have the engine sample these tokens, two at a time."""
     from concurrent.futures import Future
 
     from jaxrlhf.engine import Completion
@@ -215,7 +198,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("options", "status", "param"), REFUSED, ids=[row[2] + str(n) for n, row in enumerate(REFUSED)]
 )
-def test_what_the_engine_has_not_is_a_typed_error(client, options, status, param):
+def test_unsupported_requests_get_typed_errors(client, options, status, param):
     with pytest.raises(openai.APIStatusError) as caught:
         chat(client, **options)
     assert (caught.value.status_code, caught.value.param) == (status, param)
@@ -223,7 +206,7 @@ def test_what_the_engine_has_not_is_a_typed_error(client, options, status, param
     assert caught.value.code
 
 
-def test_a_stream_says_what_stands_before_a_call_that_takes_its_line_breaks_away(client, model, monkeypatch):
+def test_stream_before_a_call_equals_content_up_to_line_breaks(client, model, monkeypatch):
     text = "\n\nThe set {1, 2} is small. " + calling(model)
     tokens = (*model.tokenizer.encode(text, add_special_tokens=False), model.tokenizer.eos_token_id)
     script(model, monkeypatch, tokens)
@@ -232,7 +215,7 @@ def test_a_stream_says_what_stands_before_a_call_that_takes_its_line_breaks_away
     assert "".join(part or "" for part in parts).lstrip("\n") == whole == "The set {1, 2} is small. "
 
 
-def test_a_completion_keeps_the_space_before_its_first_word():
+def test_completion_keeps_the_space_before_its_first_word():
     backend = Tokenizer(WordLevel({"[UNK]": 0, "▁Hello": 1, "▁world": 2}, unk_token="[UNK]"))
     backend.decoder = Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -242,7 +225,7 @@ def test_a_completion_keeps_the_space_before_its_first_word():
         assert stream.add((2,)) + stream.add((2,)) + stream.end(None) == text
 
 
-def test_a_served_chat_has_the_date_of_today(model):
+def test_served_chat_prints_todays_date(model):
     tokenizer = embedded_tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
     years = [

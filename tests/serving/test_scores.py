@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and of likely tokens, as evaluators ask for them, and answers that are narrowed."""
+"""Log-probabilities of prompts and of likely tokens, JSON of a schema, and other restricted answers."""
 
 import json
 
@@ -6,28 +6,10 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from served_models import TOKEN, served
 
 from tests.serving.test_openai import TOOL, calling, chat, script
 
 pytestmark = pytest.mark.usefixtures("programs")
-
-
-@pytest.fixture(scope="module")
-def serving():
-    with served() as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def model(serving):
-    return serving[1]
-
-
-@pytest.fixture(scope="module")
-def client(serving):
-    with openai.OpenAI(base_url=serving[0].address + "/v1", api_key=TOKEN, max_retries=0) as client:
-        yield client
 
 
 def complete(client, prompt, **options):
@@ -40,8 +22,8 @@ def prompts(model):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
-def test_prompts_are_scored_as_the_harness_reads_them(client, model, prompts, max_tokens):
-    """The request of `local-completions` for a log-likelihood, one token more or less at the end."""
+def test_echoed_logprobs_score_prompts(client, model, prompts, max_tokens):
+    """`local-completions` requests log-likelihoods in this way, with up to a few tokens more."""
     answer = complete(client, prompts, max_tokens=max_tokens, logprobs=1, echo=True)
     for prompt, choice in zip(prompts, answer.choices, strict=True):
         numbers = choice.logprobs
@@ -55,14 +37,14 @@ def test_prompts_are_scored_as_the_harness_reads_them(client, model, prompts, ma
         np.testing.assert_allclose(own, alone.logp_T[1:], atol=1e-5)
         greedy = [logp == max(top.values()) for logp, top in zip(own, numbers.top_logprobs[1:], strict=False)]
         assert greedy == alone.is_greedy_T[1:].tolist()
-        drawn = zip(numbers.token_logprobs[len(prompt) :], numbers.top_logprobs[len(prompt) :], strict=True)
-        assert all(logp == max(top.values()) for logp, top in drawn), "greedy answers are the likeliest tokens"
+        sampled = zip(numbers.token_logprobs[len(prompt) :], numbers.top_logprobs[len(prompt) :], strict=True)
+        assert all(logp == max(top.values()) for logp, top in sampled), "greedy answers are the likeliest tokens"
         assert choice.text.startswith(model.token_bytes.text(prompt))
     assert answer.usage.completion_tokens == max_tokens * len(prompts)
     assert [choice.finish_reason for choice in answer.choices] == ["length"] * len(prompts)
 
 
-def test_a_text_is_echoed_and_a_whole_context_is_scored(client, model):
+def test_echo_of_a_text_and_scores_of_a_full_context(client, model):
     answer = complete(client, "Tom has 12", max_tokens=0, echo=True)
     assert (answer.choices[0].text, answer.choices[0].logprobs) == ("Tom has 12", None)
     most = model.service.engine.context_tokens
@@ -78,7 +60,7 @@ def test_a_text_is_echoed_and_a_whole_context_is_scored(client, model):
     assert complete(client, "Tom", max_tokens=0).choices[0].text == ""
 
 
-def test_likely_tokens_of_a_chat_and_of_a_completion_are_the_models(client, model):
+def test_top_logprobs_equal_the_engines_scores(client, model):
     whole = chat(
         client, logprobs=True, top_logprobs=5, max_tokens=6, temperature=0.8, extra_body={"return_token_ids": True}
     )
@@ -95,7 +77,7 @@ def test_likely_tokens_of_a_chat_and_of_a_completion_are_the_models(client, mode
     assert all(len(top) == 3 for top in numbers.top_logprobs)
 
 
-def test_control_tokens_and_bytes_have_names_of_their_own(model):
+def test_logprobs_name_control_tokens_and_bytes(model):
     from jaxrlhf.serving.answers import TextLogprobs
 
     eos = model.tokenizer.eos_token_id
@@ -106,7 +88,7 @@ def test_control_tokens_and_bytes_have_names_of_their_own(model):
     assert made["text_offset"] == [0, 0, 0, 1]
 
 
-def test_one_call_at_a_time_is_the_first(client, model, monkeypatch):
+def test_parallel_tool_calls_false_returns_the_first_call(client, model, monkeypatch):
     written = model.tokenizer.encode(calling(model) + calling(model).replace("2", "3"), add_special_tokens=False)
     script(model, monkeypatch, (*written, model.tokenizer.eos_token_id))
     several = chat(client, tools=[TOOL]).choices[0].message.tool_calls
@@ -118,7 +100,7 @@ def test_one_call_at_a_time_is_the_first(client, model, monkeypatch):
     assert [json.loads(call.function.arguments)["a"] for call in streamed] == [2]
 
 
-def test_an_answer_goes_on_after_its_end_if_asked(client):
+def test_ignore_eos_samples_to_the_token_limit(client):
     stopped = [chat(client, seed=seed, max_tokens=100).usage.completion_tokens for seed in range(8)]
     ran = [
         chat(client, seed=seed, max_tokens=100, extra_body={"ignore_eos": True}).usage.completion_tokens
@@ -140,7 +122,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_json_of_its_schema(client, stream):
+def test_answer_obeys_its_json_schema(client, stream):
     pytest.importorskip("llguidance", reason="grammars of JSON schemas need the package llguidance")
     response_format = {"type": "json_schema", "json_schema": {"name": "fruit", "strict": True, "schema": SCHEMA}}
     options = {"max_tokens": 128, "temperature": 0.7, "response_format": response_format}
@@ -164,13 +146,13 @@ def test_an_answer_is_json_of_its_schema(client, stream):
 
 
 @pytest.mark.parametrize("schema", [{"type": "pear"}, {"$ref": "#/nowhere"}, {"allOf": 3}])
-def test_a_schema_that_cannot_be_followed_is_refused(client, schema):
+def test_unsupported_schema_is_refused(client, schema):
     pytest.importorskip("llguidance", reason="grammars of JSON schemas need the package llguidance")
     with pytest.raises(openai.BadRequestError, match="response_format"):
         chat(client, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
 
 
-def test_a_server_without_grammars_says_what_to_install(client, model, monkeypatch):
+def test_missing_llguidance_is_named(client, model, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
@@ -179,8 +161,8 @@ def test_a_server_without_grammars_says_what_to_install(client, model, monkeypat
         chat(client, response_format={"type": "json_object"})
 
 
-def test_a_tokenizer_is_asked_over_http(model):
-    """The endpoints of vLLM that the harness takes a tokenizer from."""
+def test_tokenizer_endpoints(model):
+    """The harness reads a tokenizer from these endpoints of vLLM."""
     from scripted_models import Api
 
     api = Api(model.tokenizer)
@@ -195,8 +177,8 @@ def test_a_tokenizer_is_asked_over_http(model):
         assert api.request("POST", "/detokenize", wrong).status_code == 400
 
 
-def test_a_grammar_that_gives_up_ends_its_response_and_no_other(model):
-    """llguidance stays in its error, as after a schema that exceeds its limits."""
+def test_failed_grammar_allows_only_the_stop_token(model):
+    """llguidance keeps its error, for example after a schema that exceeds its limits."""
     pytest.importorskip("llguidance", reason="grammars of JSON schemas need the package llguidance")
     from jaxrlhf.serving.grammars import JsonGrammars
 

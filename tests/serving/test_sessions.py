@@ -1,4 +1,4 @@
-"""Sessions of agents: what the server records of calls that go on from each other, and of those that do not."""
+"""Sessions of agents: sequences that the server records of continued and of new conversations."""
 
 import asyncio
 import json
@@ -8,30 +8,19 @@ from dataclasses import replace
 import httpx2
 import openai
 import pytest
-from served_models import served
 
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.engine import Completion
 from jaxrlhf.serving.call_tree import CallTree, Prompt
 from jaxrlhf.serving.endpoints import chat_answer, whole
 from jaxrlhf.serving.errors import ApiError
-from jaxrlhf.serving.wire import chat_request
+from jaxrlhf.serving.wire import ChatRequest
 
 ASK = {"model": "tiny", "max_tokens": 12}
 FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 12 apples."}]
 pytestmark = pytest.mark.usefixtures("programs")
-
-
-@pytest.fixture(scope="module")
-def serving():
-    with served() as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def model(serving):
-    return serving[1]
 
 
 @pytest.fixture
@@ -40,7 +29,7 @@ def book(serving):
 
 
 def episode(book, name, *, turns=4, seed=7, by_key=False, spoil=lambda messages: messages):
-    """An agent that asks again and again; returns what it was told and what was recorded."""
+    """Run an agent of several turns; return the replies and the recorded episode."""
     url, key = book.open(name, seed)
     given = {"base_url": url.replace(url[url.index("/s/") : url.index("/v1")], "") if by_key else url}
     told = []
@@ -56,7 +45,7 @@ def episode(book, name, *, turns=4, seed=7, by_key=False, spoil=lambda messages:
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["by path", "by key"])
-def test_calls_that_go_on_are_one_sequence_of_the_ids_that_were_drawn(book, model, by_key):
+def test_continued_calls_are_one_sequence_of_sampled_ids(book, model, by_key):
     reused = model.service.counts.cached_tokens
     told, recorded = episode(book, "one", by_key=by_key)
     [sequence] = recorded.sequences
@@ -69,10 +58,10 @@ def test_calls_that_go_on_are_one_sequence_of_the_ids_that_were_drawn(book, mode
     assert text.count("And ") == 3
     for mask, logp, version in zip(sequence.mask, sequence.logps, sequence.version, strict=True):
         assert (logp < 0, version == 4) == (bool(mask), bool(mask))
-    assert model.service.counts.cached_tokens - reused > len(sequence.tokens), "turns were computed again"
+    assert model.service.counts.cached_tokens - reused > len(sequence.tokens), "turns were prefilled again"
 
 
-def test_an_episode_depends_on_seed_and_name_alone(book):
+def test_episode_depends_only_on_seed_and_name(book):
     alone = episode(book, "same")
     others = [threading.Thread(target=episode, args=(book, f"other {n}"), kwargs={"seed": n}) for n in range(4)]
     for thread in others:
@@ -86,7 +75,7 @@ def test_an_episode_depends_on_seed_and_name_alone(book):
     assert episode(book, "another")[0] != alone[0]
 
 
-def test_changed_histories_begin_sequences_and_are_counted(book):
+def test_edited_histories_start_sequences_and_are_counted(book):
     def forgets(messages):
         return [*messages[:2], *messages[-1:]] if len(messages) > 4 else messages
 
@@ -102,7 +91,7 @@ def test_changed_histories_begin_sequences_and_are_counted(book):
     assert len(recorded.sequences) > 1
 
 
-def test_branches_share_what_was_drawn_and_train_it_once(book, model):
+def test_branches_share_sampled_tokens_and_train_them_once(book, model):
     url, key = book.open("branches", 3)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         first = client.chat.completions.create(messages=FIRST, **ASK).choices[0].message.content
@@ -114,14 +103,14 @@ def test_branches_share_what_was_drawn_and_train_it_once(book, model):
     recorded = book.close("branches")
     assert len({choice.message.content for choice in (*twice.choices, other.choices[0])} | {first}) == 4
     assert len(recorded.sequences) == 5
-    begun = [sequence for sequence in recorded.sequences if 1 in sequence.turn]
-    assert sorted(0 in sequence.turn for sequence in begun) == [False, True]
+    continued = [sequence for sequence in recorded.sequences if 1 in sequence.turn]
+    assert sorted(0 in sequence.turn for sequence in continued) == [False, True]
     drawn = sum(sum(sequence.mask) for sequence in recorded.sequences)
     assert drawn <= 6 * 12
 
 
 @pytest.mark.parametrize(("together", "order"), [(False, "915"), (True, "159")])
-def test_sequences_are_in_the_order_of_their_calls_unless_some_were_asked_for_at_once(book, model, together, order):
+def test_sequences_are_in_call_order_unless_calls_were_parallel(book, model, together, order):
     async def asks(url, key):
         async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             calls = [
@@ -140,7 +129,7 @@ def test_sequences_are_in_the_order_of_their_calls_unless_some_were_asked_for_at
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_rewards_limits_late_calls_and_none(book):
+def test_rewards_limits_and_late_calls(book):
     url, key = book.open("paid", 1, SessionLimits(calls=2, call_tokens=5))
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         answers = [client.chat.completions.create(messages=FIRST, **ASK) for _ in range(2)]
@@ -181,7 +170,7 @@ NOT_TRAINED = [
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), NOT_TRAINED, ids=[name for _, name, _ in NOT_TRAINED])
-def test_what_would_train_wrongly_is_refused_by_its_name(book, kind, name, options):
+def test_untrainable_fields_are_refused_by_name(book, kind, name, options):
     url, key = book.open("narrowed", 1)
     fields = {"messages": FIRST} if kind == "chat" else {"prompt": "Tom has"}
     path = "/chat/completions" if kind == "chat" else "/completions"
@@ -190,7 +179,7 @@ def test_what_would_train_wrongly_is_refused_by_its_name(book, kind, name, optio
     assert book.close("narrowed").sequences == ()
 
 
-def test_choices_share_the_tokens_that_are_left_to_an_episode(book):
+def test_choices_share_the_remaining_tokens(book):
     url, key = book.open("shared", 1, SessionLimits(tokens=10))
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         answer = client.chat.completions.create(messages=FIRST, n=4, **{**ASK, "extra_body": {"min_tokens": 12}})
@@ -198,10 +187,10 @@ def test_choices_share_the_tokens_that_are_left_to_an_episode(book):
     assert len(book.close("shared").sequences) == 4
 
 
-def test_what_was_asked_just_before_the_end_is_not_drawn(book, model):
+def test_request_of_a_closed_session_is_not_sampled(book, model):
     url, _ = book.open("late", 1)
     session = book.find(url.split("/")[-2])
-    answer = chat_answer(model, chat_request({"model": "tiny", "messages": FIRST}), session)
+    answer = chat_answer(model, ChatRequest.read({"model": "tiny", "messages": FIRST}), session)
     before = model.service.counts.requests
     book.close("late")
     with pytest.raises(ApiError, match="has ended"):
@@ -209,16 +198,20 @@ def test_what_was_asked_just_before_the_end_is_not_drawn(book, model):
     assert model.service.counts.requests == before
 
 
-def test_an_episode_may_have_thousands_of_calls():
+def completion(*tokens):
+    return Completion(0, tokens, (-1.0,) * len(tokens), False, 0)
+
+
+def test_episode_may_have_thousands_of_calls():
     tree, stream, call = CallTree(ChatFormat(embedded_tokenizer())), (5,), None
     for _ in range(3000):
-        call = tree.drew(Prompt(stream, call), (6,), (-1.0,), 0)
-        stream = call.stream
+        call = tree.record(Prompt(stream, call), completion(6))
+        stream = call.tokens
     [sequence], [path] = tree.sequences()
     assert sequence.tokens == stream and len(path) == 3000
 
 
-def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch):
+def test_stop_texts_of_the_run_stay_in_the_reply(book, model, monkeypatch):
     [word, *_], _ = episode(book, "stops", turns=1)
     stop, engine = word[2:4], model.service.engine
     monkeypatch.setattr(engine, "limits", replace(engine.limits, stop_texts=(stop,)))
@@ -226,8 +219,8 @@ def test_the_runs_stop_texts_end_a_reply_and_stay_in_it(book, model, monkeypatch
     assert stop in said and word.startswith(said) and said != word
 
 
-def test_the_last_ended_sessions_alone_are_remembered(book, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.serving.sessions.ENDED_REMEMBERED", 2)
+def test_only_the_last_ended_sessions_are_remembered(book, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.serving.sessions.REMEMBERED_ENDED", 2)
     urls = []
     for name in range(3):
         urls.append(book.open(name, 1)[0])
@@ -236,7 +229,7 @@ def test_the_last_ended_sessions_alone_are_remembered(book, monkeypatch):
     assert late == [404, 409, 409]
 
 
-def test_an_end_cancels_what_is_under_way(book, model):
+def test_closing_a_session_cancels_its_calls(book, model):
     url, key = book.open("cut", 1)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         long = {**ASK, "max_tokens": 128, "stream": True, "extra_body": {"min_tokens": 128}}
@@ -247,7 +240,7 @@ def test_an_end_cancels_what_is_under_way(book, model):
             list(events)
 
 
-def test_completions_go_on_by_ids_and_by_text(book, model):
+def test_completions_continue_by_ids_and_by_text(book, model):
     url, key = book.open("plain", 1)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         ask = {**ASK, "extra_body": {"return_token_ids": True}}
@@ -262,7 +255,7 @@ def test_completions_go_on_by_ids_and_by_text(book, model):
     assert third.prompt_token_ids[: len(stream)] == stream
 
 
-def test_the_same_text_as_other_ids_begins_a_sequence_and_is_counted(book, model):
+def test_retokenised_text_starts_a_sequence_and_is_counted(book, model):
     word, letters = model.tokenizer.encode("Tom"), model.tokenizer.convert_tokens_to_ids([*"Tom"])
     url, key = book.open("letters", 1)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
@@ -273,31 +266,32 @@ def test_the_same_text_as_other_ids_begins_a_sequence_and_is_counted(book, model
     assert (len(word), len(recorded.sequences), dict(recorded.forks)) == (1, 2, {"retokenised": 1})
 
 
-def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
+def test_omitted_reasoning_is_no_edit():
     from jaxrlhf.episode import Reply
 
     tree = CallTree(ChatFormat(embedded_tokenizer()))
-    prompt = tree.chat(FIRST, ())
+    prompt = tree.chat_prompt(FIRST, ())
     message = {"role": "assistant", "content": "12", "reasoning_content": "so"}
-    call = tree.drew(prompt, (5, 6, 2), (-1.0,) * 3, 0, reply=Reply("so12", "12", "so", ended=True), message=message)
+    reply = Reply("so12", "12", "so", ended=True)
+    call = tree.record(prompt, completion(5, 6, 2), reply=reply, message=message)
     asked = {"role": "user", "content": "Sure?"}
-    assert tree.chat([*FIRST, {"role": "assistant", "content": "12"}, asked], ()).before is call
-    assert tree.chat([*FIRST, message, asked], ()).before is call
-    other = tree.chat([*FIRST, {**message, "reasoning_content": "no"}, asked], ())
+    assert tree.chat_prompt([*FIRST, {"role": "assistant", "content": "12"}, asked], ()).before is call
+    assert tree.chat_prompt([*FIRST, message, asked], ()).before is call
+    other = tree.chat_prompt([*FIRST, {**message, "reasoning_content": "no"}, asked], ())
     assert (other.before, other.fork) == (None, "edited")
-    refused = tree.chat([*FIRST, message, asked], (TOOL,))
+    refused = tree.chat_prompt([*FIRST, message, asked], (TOOL,))
     assert (refused.before, refused.fork) == (None, "edited")
-    tree.drew(other, (5,), (-1.0,), 0)
-    assert dict(tree.forks) == {"edited": 1}, "what was never drawn is no sequence"
+    tree.record(other, completion(5))
+    assert dict(tree.forks) == {"edited": 1}, "a prompt without a sampled response is no sequence"
 
 
-def test_a_text_goes_on_where_the_tokenizer_puts_a_token_before_it():
+def test_text_continues_a_call_after_a_bos_token():
     form = ChatFormat(embedded_tokenizer())
     encode = form.tokenizer.encode
     tree, bos = CallTree(form), form.tokenizer.bos_token_id
     text = "Tom has"
     letters = form.tokenizer.convert_tokens_to_ids([*"apples"])  # which is not how a text is encoded
-    first = tree.drew(tree.plain((bos, *encode(text)), text), letters, (-1.0,) * 6, 0)
+    first = tree.record(tree.completion_prompt((bos, *encode(text)), text), completion(*letters))
     text += "apples and"
-    prompt = tree.plain((bos, *encode(text)), text)
-    assert prompt.before is first and prompt.tokens == (*first.stream, *encode(" and"))
+    prompt = tree.completion_prompt((bos, *encode(text)), text)
+    assert prompt.before is first and prompt.tokens == (*first.tokens, *encode(" and"))

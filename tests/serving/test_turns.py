@@ -1,4 +1,4 @@
-"""Sessions of clients that send back what they were told: what was drawn stays, whatever a reply says."""
+"""Sessions of clients that send replies back: the sampled tokens are kept, whatever a reply says."""
 
 import pytest
 from chat_families import tokenizer_of
@@ -29,7 +29,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_was_drawn_is_gone_on_with(name):
+def test_sampled_tokens_are_kept_over_turns(name):
     tokenizer = tokenizer_of(name)
     api = Api(tokenizer)
     base, _ = api.book.open("episode", 1)
@@ -46,12 +46,12 @@ def test_what_was_drawn_is_gone_on_with(name):
         told = [*told, message, *(answers or [USER])]
     recorded = api.book.close("episode")
     [row] = recorded.sequences
-    drawn = [token for token, mask in zip(row.tokens, row.mask, strict=True) if mask]
+    sampled = [token for token, mask in zip(row.tokens, row.mask, strict=True) if mask]
     said = [token for text in SAID[name] for token in tokenizer.encode(text, add_special_tokens=False)]
-    assert drawn == said and not recorded.forks
+    assert sampled == said and not recorded.forks
 
 
-def test_a_session_sets_no_variables_of_the_template():
+def test_session_refuses_template_variables():
     api = Api(tokenizer_of("qwen3"), "So.")
     base, _ = api.book.open("episode", 1)
     body = {"model": "org/tiny", "messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}

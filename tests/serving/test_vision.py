@@ -1,4 +1,4 @@
-"""Images in chats of the endpoint: drawn as the engine draws, and refused by a typed error."""
+"""Images in chats of the endpoint: sampled like the engine itself, and refused by a typed error."""
 
 import base64
 import io
@@ -94,7 +94,7 @@ def chat(client, messages, model="sees"):
     return client.chat.completions.create(model=model, messages=messages, **options).choices[0]
 
 
-def test_images_are_seen_as_the_engine_sees_them(sees):
+def test_chat_with_images_equals_the_engines_completion(sees):
     client, model = sees
     choice = chat(client, parts("what is ", url(0), " and ", url(1), "?"))
     token = model.images.placeholders.token
@@ -116,8 +116,8 @@ def test_images_are_seen_as_the_engine_sees_them(sees):
     assert abs(other.logprobs.content[0].logprob - drawn[0]) > 1e-4 or other.token_ids != choice.token_ids
 
 
-def test_a_session_goes_on_where_the_same_images_were_seen(sees):
-    """And begins anew where the text is the same and an image is another."""
+def test_session_continues_only_with_equal_images(sees):
+    """A chat with the same text and another image starts a sequence."""
     _, model = sees
     with Server(model, token="a-key") as server:
         base_url, key = server.sessions.open("pictures", 3, SessionLimits())
@@ -153,13 +153,13 @@ def test_a_session_goes_on_where_the_same_images_were_seen(sees):
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "image_url"),
     ],
 )
-def test_what_cannot_be_seen_is_a_typed_error(sees, messages, words):
+def test_invalid_images_get_typed_errors(sees, messages, words):
     with pytest.raises(openai.BadRequestError, match=words) as refused:
         chat(sees[0], messages)
     assert refused.value.param == "messages"
 
 
-def test_a_model_of_text_refuses_images():
+def test_text_model_refuses_images():
     with served_models.served() as (server, _):
         address, key = f"{server.address}/v1", served_models.TOKEN
         with (
@@ -169,7 +169,7 @@ def test_a_model_of_text_refuses_images():
             chat(client, parts(url()), model="tiny")
 
 
-def test_a_chat_in_the_terminal_shows_images(tmp_path):
+def test_terminal_chat_sends_images(tmp_path):
     (tmp_path / "one.png").write_bytes(b"an image")
     asked = []
 
@@ -186,7 +186,7 @@ def test_a_chat_in_the_terminal_shows_images(tmp_path):
     assert text == {"type": "text", "text": "What is it?"} and later == "And now?"
 
 
-def test_an_answer_that_fails_leaves_the_chat_as_it_was(capsys):
+def test_failed_answer_leaves_the_chat_unchanged(capsys):
     asked = []
 
     def create(messages, **_):
@@ -204,12 +204,12 @@ def test_an_answer_that_fails_leaves_the_chat_as_it_was(capsys):
     assert "no room [/red] now" in capsys.readouterr().out
 
 
-def test_flags_that_load_a_policy_are_none_of_a_server(monkeypatch):
+def test_policy_flags_are_refused_with_a_server(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1", "--vision", "--tensor", "2"])
     with pytest.raises(Refusal, match="--vision, --tensor cannot be used with a server"):
         terminal.main()
 
 
-def test_a_host_that_has_no_name_is_refused():
+def test_invalid_host_name_is_refused():
     with pytest.raises(Refusal, match=r"cannot listen at a\.\.b:0"):
         HttpServer(host="a..b", port=0, flags="--host")

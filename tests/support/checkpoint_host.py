@@ -1,4 +1,4 @@
-"""One host of a world for `checkpoint/test_hosts.py`: holds a share of some trees and does as it is told."""
+"""Host of a world for `checkpoint/test_hosts.py`: holds a share of some trees and runs commands of the test."""
 
 import os
 import resource
@@ -16,11 +16,11 @@ from jaxrlhf import models
 from jaxrlhf.checkpoint import TreeItem, convert, load_pretrained
 
 Layout = tuple[tuple[int, ...], dict[str, tuple[str | None, ...]]]
-"""Sizes of the mesh axes `x` and `y`, and how some arrays are split over them; the others are on every device."""
+"""Sizes of the mesh axes `x` and `y`, and the axes of some arrays; other arrays are replicated."""
 
 
 def placed(tree: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
-    """A tree of host arrays, laid out over all devices of the world."""
+    """Place a tree of host arrays on all devices of the world."""
     shape, splits = layout
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
 
@@ -32,7 +32,7 @@ def placed(tree: dict[str, np.ndarray], layout: Layout) -> dict[str, jax.Array]:
 
 
 class Host:
-    """What the test calls by name."""
+    """Methods that the test calls by name."""
 
     def __init__(self) -> None:
         self.trees: dict[str, dict[str, jax.Array]] = {}
@@ -43,24 +43,24 @@ class Host:
         self.items[name] = TreeItem(lambda: self.trees[name], lambda tree: self.trees.__setitem__(name, tree))
 
     def overwrite(self, name: str) -> None:
-        """As an update does: the buffers of the old arrays are given to the new ones."""
+        """Donate the buffers of the old arrays to new ones, like an update."""
         program = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
         self.trees[name] = jax.block_until_ready(program(self.trees[name]))
 
     def shards(self, name: str) -> dict[str, list[tuple[tuple[slice, ...], np.ndarray]]]:
-        """Where each shard of this host lies in its array, and what is in it."""
+        """Return the index of each shard of this host in its array, and the shard's data."""
         return {
             key: [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards]
             for key, array in self.trees[name].items()
         }
 
     def limit_files(self, host: int, size: int) -> None:
-        """No file of that host may grow beyond a size in bytes, as if its disk were full; -1 lifts the limit."""
+        """Limit the size in bytes of a host's files, like a full disk; -1 removes the limit."""
         if jax.process_index() == host:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
 
     def convert(self, source: Path, converted: Path, exported: Path) -> None:
-        """From Hugging Face to orbax and back, with the matrices split over all devices of the world."""
+        """Convert from Hugging Face to orbax and back, with the matrices sharded over all devices of the world."""
         convert(source, converted)
         config, mesh = models.read_config(converted), Mesh(np.array(jax.devices()), ("x",))
 
@@ -76,7 +76,7 @@ class Host:
 
 
 def obey(address: str, world_address: str, hosts: int, index: int, devices: int) -> None:
-    """Join the world and obey until the test hangs up.
+    """Join the world and run commands until the test closes the connection.
 
     Args:
       address: Where the test listens.

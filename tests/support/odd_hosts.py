@@ -1,4 +1,4 @@
-"""Host objects with something added, in place of `ray_backend.make_host`; and a reward function that fails."""
+"""Modified host objects, in place of `ray_backend.make_host`, and a failing reward function."""
 
 import os
 import time
@@ -12,14 +12,14 @@ make_host = ray_backend.make_host
 
 
 def counting(rank: int, hosts: int, **settings: Any) -> Any:
-    """A host that also tells how much it has loaded from other processes."""
+    """Host that also counts the bytes loaded from other processes."""
     host, seen = make_host(rank, hosts, **settings), ray_world.traffic()
     host.loaded_bytes = lambda: seen["get"]
     return host
 
 
 def sleeping(rank: int, hosts: int, **settings: Any) -> Any:
-    """A host that sleeps for ever in the actor's first update."""
+    """Host that hangs in the actor's first update."""
     host = make_host(rank, hosts, **settings)
     call = host.call
 
@@ -33,7 +33,7 @@ def sleeping(rank: int, hosts: int, **settings: Any) -> Any:
 
 
 def strange(prompt: str, response: str, answer: str | None, record: Any) -> float:
-    """A reward that takes its process down, hangs, raises or scores, as the answer says."""
+    """Reward that ends its process, hangs, raises or scores, depending on the answer."""
     what = int(answer or 0) % 4
     if what == 0:
         os._exit(3)

@@ -1,4 +1,4 @@
-"""What the host processes of the Ray tests hold, and how to see what processes exist."""
+"""Objects of the host processes in Ray tests, and functions that find existing processes."""
 
 import ctypes
 import io
@@ -21,7 +21,7 @@ from jaxrlhf.single_controller.ray.actor import HostProcess, Setup
 
 
 class ArrayBytes(pickle.Pickler):
-    """Counts the bytes of all arrays in a value, the way pickle sees them; a handle has none."""
+    """Pickler that counts the bytes of all arrays in a value; a handle has none."""
 
     def __init__(self, value: object) -> None:
         self.nbytes = 0
@@ -36,7 +36,7 @@ class ArrayBytes(pickle.Pickler):
 
 
 def traffic(patch=setattr) -> dict[str, int]:
-    """Array bytes that this process gets from Ray and gives to it from now on."""
+    """Count the array bytes that this process receives from Ray and sends to Ray from now on."""
     seen = {"get": 0, "put": 0}
 
     def counted(name, function, of):
@@ -53,7 +53,7 @@ def traffic(patch=setattr) -> dict[str, int]:
 
 
 def message_bytes(patch) -> dict[str, int]:
-    """Bytes of the values that Ray writes and reads in this process from now on, texts in them included."""
+    """Count the bytes of values that Ray writes and reads in this process from now on, including texts."""
     seen = {"written": 0, "read": 0}
     context = ray._private.serialization.SerializationContext
     serialize, deserialize = context.serialize, context.deserialize_objects
@@ -79,7 +79,7 @@ class Unpicklable(Exception):
 
 
 class Reversed(HostProcess):
-    """A host process on which JAX numbers itself from the other end, as it may in a TPU slice."""
+    """Host process whose JAX rank is counted from the other end, as in some TPU slices."""
 
     def join(self, setup: Setup, number: int, label: str) -> object:
         jax.process_index = lambda: len(setup.hosts) - 1 - number
@@ -87,7 +87,7 @@ class Reversed(HostProcess):
 
 
 class World:
-    """Does as it is told, on one rank or on all."""
+    """Object with calls that work or fail, on one rank or on all."""
 
     def __init__(self, rank: int, hosts: int) -> None:
         self.rank = rank
@@ -106,7 +106,7 @@ class World:
         }
 
     def total(self) -> float:
-        """A sum over every device of the world: a collective."""
+        """Return a sum over every device of the world, a collective."""
         count = jax.device_count()
         mesh = Mesh(np.array(jax.devices()), ("all",))
         split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["all"], []))
@@ -132,13 +132,13 @@ class World:
         time.sleep(seconds)
 
     def strike(self, rank: int, what: str) -> float:
-        """One host goes wrong; the others wait for it in a collective."""
+        """Fail on one host, while the others wait in a collective."""
         if self.rank == rank:
             getattr(self, what)()
         return self.total()
 
     def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
-        """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
+        """Report on host 0 that host 1 is lost; host 1 answers and dies at the given times."""
         if self.rank == 0:
             time.sleep(error_s)
             raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
@@ -172,7 +172,7 @@ class World:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that have `mark` in the environment that they were started with."""
+    """Return the processes that were started with `mark` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -190,6 +190,6 @@ def exists(pid: int) -> bool:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, shared memory that it looks at included."""
+    """Return the memory of this process, including mapped shared memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

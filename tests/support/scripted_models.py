@@ -1,4 +1,4 @@
-"""A served model whose engine says what a test has written, behind the web application: no program is compiled."""
+"""A served model whose engine returns scripted tokens, behind the web application: no program is compiled."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Scripted:
     """Service that answers every request with the same tokens.
 
     Attributes:
-      group: Tokens that come together.
+      group: Number of tokens that are returned together.
       asked: Requests, in order.
     """
 
@@ -56,10 +56,10 @@ class Scripted:
 
 
 class Api:
-    """Clients' view of a server that says some tokens.
+    """Client of a server whose engine returns scripted tokens.
 
     Attributes:
-      book: Its sessions.
+      book: Sessions of the server.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Api:
         return self.request("POST", "/v1/chat/completions", body)
 
     def choice(self, **options: Any) -> dict[str, Any]:
-        """The choice of a chat."""
+        """Return the choice of a chat."""
         answer = self.chat(**options)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
@@ -116,7 +116,7 @@ class Api:
         return answer.json()["choices"][0]
 
     def events(self, path: str = "/v1/chat/completions", **options: Any) -> list[dict[str, Any]]:
-        """Choices of a stream's events."""
+        """Return the choices of a stream's events."""
         own = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hello"}
         answer = self.request("POST", path, {"model": "org/tiny", **own, "stream": True, **options})
         assert answer.status_code == 200, answer.text
@@ -125,7 +125,7 @@ class Api:
         return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
 
     def streamed(self, **options: Any) -> dict[str, str]:
-        """Content and reasoning of a streamed chat, in all."""
+        """Return all content and reasoning of a streamed chat."""
         said = {"content": "", "reasoning_content": ""}
         for choice in self.events(**options):
             for name in said:
@@ -133,5 +133,5 @@ class Api:
         return said
 
     def prompt(self) -> str:
-        """Text of the last request's prompt."""
+        """Return the text of the last request's prompt."""
         return str(self.model.tokenizer.decode(self.service.asked[-1].prompt))

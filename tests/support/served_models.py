@@ -52,7 +52,7 @@ def build_engine(tokenizer) -> Engine:
 
 @contextmanager
 def served(limits: ServingLimits | None = None, *, token: str | None = TOKEN, engine: Engine | None = None):
-    """A server, and the model behind it."""
+    """Yield a server, and its model."""
     tokenizer = embedded_tokenizer()
     with EngineService(engine or build_engine(tokenizer)) as service:
         stops = (tokenizer.eos_token_id,)

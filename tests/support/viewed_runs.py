@@ -1,4 +1,4 @@
-"""Workdirs of two runs as runs leave them, without the training."""
+"""Workdirs of two runs, written without training."""
 
 import json
 import math
@@ -15,7 +15,7 @@ STEPS = 40
 
 
 def write_runs(root: Path, *, steps: int = STEPS) -> Path:
-    """`one` and `two`, which differ in their learning rate; the first has episodes of a tool."""
+    """Write runs `one` and `two` with different learning rates; the first has episodes with a tool."""
     for number, name in enumerate(("one", "two")):
         config = replace(get_config(), name=name, seed=number)
         (root / name).mkdir(parents=True)
@@ -29,7 +29,7 @@ def write_runs(root: Path, *, steps: int = STEPS) -> Path:
 
 
 def append_steps(workdir: Path, steps: range, number: int, *, resumed_step: int | None = None) -> None:
-    """Metrics, samples and calls of some steps."""
+    """Append metrics, samples and calls of some steps."""
     metrics = JsonLines(workdir / "metrics.jsonl", resumed_step=resumed_step)
     samples = SampleFile(workdir / "samples.jsonl", resumed_step=resumed_step)
     timeline = TimelineFile(workdir / "timeline.json", resumed=resumed_step is not None)
@@ -47,7 +47,7 @@ def append_steps(workdir: Path, steps: range, number: int, *, resumed_step: int 
 
 
 def sample(step: int, problem: int, copy: int, score: float) -> Sample:
-    """One response; the third to each problem is an episode, the fourth cannot be scored."""
+    """Return one response; the third to each problem is an episode, the fourth is unscorable."""
     response = HOSTILE if copy == 1 else f"{problem} apples and {step} pears make {problem + step}."
     call = {"function": {"name": "calculator", "arguments": {"expression": f"{problem}+{step}"}}}
     spoken = [{"role": "user", "content": f"Question {problem} {HOSTILE}"}, {"role": "assistant", "tool_calls": [call]}]

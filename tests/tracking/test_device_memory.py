@@ -1,4 +1,4 @@
-"""The most that a phase takes on a device: what is seen, and what must not count."""
+"""Peak memory of a phase: arrays that count, and arrays that do not."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.tracking import device_memory
-from jaxrlhf.tracking.device_memory import LOOK_S, DevicePeak, bytes_in_use
+from jaxrlhf.tracking.device_memory import SAMPLE_S, DevicePeak, bytes_in_use
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 SPLIT = NamedSharding(MESH, PartitionSpec("data", "tensor"))
@@ -18,24 +18,24 @@ KIB = 1024
 
 
 def of_kib(kib: int, sharding: NamedSharding = SPLIT) -> jax.Array:
-    """An array of zeros with so many KiB altogether."""
+    """Return an array of zeros of a size in KiB."""
     return jax.device_put(np.zeros((2 * kib, 128), np.float32), sharding)
 
 
 @pytest.fixture
 def before() -> list[int]:
-    """What other tests left alive."""
+    """Return the bytes that other tests left alive."""
     return bytes_in_use(jax.local_devices())
 
 
-def test_what_is_alive_at_the_beginning_counts_even_in_the_shortest_phase(before: list[int]) -> None:
+def test_arrays_alive_at_the_start_count_in_a_short_phase(before: list[int]) -> None:
     array = of_kib(8000)
     with DevicePeak() as peak:
         array.delete()
     assert peak.bytes == max(before) + 1000 * KIB
 
 
-def test_what_is_alive_at_the_end_counts_even_in_the_shortest_phase(before: list[int]) -> None:
+def test_arrays_alive_at_the_end_count_in_a_short_phase(before: list[int]) -> None:
     with DevicePeak() as peak:
         array = of_kib(8000)
     assert peak.bytes == max(before) + 1000 * KIB
@@ -45,16 +45,16 @@ def test_what_is_alive_at_the_end_counts_even_in_the_shortest_phase(before: list
     assert later.bytes == max(before)
 
 
-def test_a_temporary_array_is_seen(before: list[int]) -> None:
+def test_temporary_array_is_measured(before: list[int]) -> None:
     with DevicePeak() as peak:
         array, patience = of_kib(8000), time.monotonic() + 10
         while peak.bytes == max(before) and time.monotonic() < patience:  # looks are rare where arrays are many
-            time.sleep(LOOK_S)
+            time.sleep(SAMPLE_S)
         array.delete()
     assert peak.bytes == max(before) + 1000 * KIB
 
 
-def test_the_peak_is_of_the_fullest_device(before: list[int]) -> None:
+def test_peak_is_the_largest_over_devices(before: list[int]) -> None:
     spread, single = of_kib(8000), jax.device_put(np.zeros((64, 1024), np.float32), jax.devices()[5])
     with DevicePeak() as peak:
         pass
@@ -71,7 +71,7 @@ def test_only_the_given_devices_count(before: list[int]) -> None:
     del spread, single
 
 
-def test_memory_of_the_host_does_not_count(before: list[int]) -> None:
+def test_host_memory_does_not_count(before: list[int]) -> None:
     array = jax.device_put(of_kib(8000), SPLIT.with_memory_kind("pinned_host"))
     assert bytes_in_use(jax.local_devices()) == before
     array.delete()
@@ -86,7 +86,7 @@ def test_views_of_one_buffer_count_once(before: list[int]) -> None:
     del same
 
 
-def test_looking_does_not_leave_arrays_behind() -> None:
+def test_measuring_creates_no_arrays() -> None:
     array, single = of_kib(800), jnp.ones(8)
     bytes_in_use(jax.local_devices())
     alive = len(jax.live_arrays())
@@ -96,9 +96,9 @@ def test_looking_does_not_leave_arrays_behind() -> None:
     del array, single
 
 
-def test_arrays_may_be_deleted_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "LOOK_S", 0.0)
-    monkeypatch.setattr(device_memory, "LOOKING_SHARE", 1.0)
+def test_arrays_may_be_deleted_during_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(device_memory, "MAX_SAMPLING_SHARE", 1.0)
 
     def churn() -> None:
         end = time.monotonic() + 1.0
@@ -115,7 +115,7 @@ def test_arrays_may_be_deleted_while_they_are_counted(monkeypatch: pytest.Monkey
     assert peak.bytes > 0
 
 
-def test_an_array_deleted_in_the_middle_of_its_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_deleted_during_its_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     array = of_kib(800)
     shards = device_memory._shards(array)
     array.delete()
@@ -124,9 +124,9 @@ def test_an_array_deleted_in_the_middle_of_its_count_is_left_out(monkeypatch: py
     assert bytes_in_use(jax.local_devices()) == [0] * 8
 
 
-def test_an_array_that_is_still_computed_counts_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_array_counts_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     class Computed:
-        """An array of a program that goes on; JAX 0.11 would wait for it, with the interpreter's lock."""
+        """Array of a running program; JAX 0.11 would wait for the program, with the interpreter's lock."""
 
         nbytes = 800
         sharding = of_kib(8).sharding
@@ -144,7 +144,7 @@ def test_an_array_that_is_still_computed_counts_and_is_not_waited_for(monkeypatc
     assert bytes_in_use(jax.local_devices()) == [800, *[0] * 7]
 
 
-def test_an_error_that_is_not_a_deletion_comes_out_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_the_thread_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(devices: object) -> list[int]:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the backend is gone")
@@ -152,26 +152,26 @@ def test_an_error_that_is_not_a_deletion_comes_out_of_the_thread(monkeypatch: py
 
     monkeypatch.setattr(device_memory, "bytes_in_use", broken)
     with pytest.raises(RuntimeError, match="the backend is gone"), DevicePeak():
-        time.sleep(6 * LOOK_S)
+        time.sleep(6 * SAMPLE_S)
 
 
-def test_looks_become_rare_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_measurements_are_made_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(devices: object) -> list[int]:
-        looks.append(None)
+        measurements.append(None)
         end = time.thread_time() + 0.02
         while time.thread_time() < end:
             pass
         return [0]
 
-    looks: list[None] = []
+    measurements: list[None] = []
     monkeypatch.setattr(device_memory, "bytes_in_use", slow)
     with DevicePeak():
-        time.sleep(0.5)  # a look of 20 ms may come every 2 s
-    assert len(looks) == 2
+        time.sleep(0.5)  # a measurement of 20 ms may come every 2 s
+    assert len(measurements) == 2
 
 
 class Accelerator:
-    """A device that counts its memory: `in_use` at each look in turn, then the last for ever."""
+    """Device that counts its memory: each measurement gets the next number of `in_use`, then always the last."""
 
     def __init__(self, peak_before: int, peak_after: int, in_use: list[int]) -> None:
         self.peak, self.peak_after, self.in_use = peak_before, peak_after, in_use
@@ -188,10 +188,12 @@ class Accelerator:
     [(1000, 70), (1500, 1500)],
     ids=["an older peak stands: what was seen", "the peak rose: the backend's own"],
 )
-def test_backends_that_count_are_asked(monkeypatch: pytest.MonkeyPatch, peak_after: int, expected: int) -> None:
+def test_memory_statistics_of_the_backend_are_used(
+    monkeypatch: pytest.MonkeyPatch, peak_after: int, expected: int
+) -> None:
     device = Accelerator(1000, peak_after, [10, 20, 70, 30])
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     with DevicePeak() as peak:
-        time.sleep(6 * LOOK_S)
+        time.sleep(6 * SAMPLE_S)
         device.peak = device.peak_after
     assert peak.bytes == expected

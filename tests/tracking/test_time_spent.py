@@ -1,4 +1,4 @@
-"""Where the time went: sums, shares and medians of calls whose lengths are known, and their picture."""
+"""Time table: sums, shares and medians of calls with known lengths, and their picture."""
 
 import io
 
@@ -12,7 +12,7 @@ START_S = 1000.0  # of the run
 
 
 def calls(start_s: float, *, generate_s: float, twice_s: float) -> tuple[Call, ...]:
-    """Generation; then two updates on the same pool, and a reward and a critic on two others beside the first."""
+    """Generation; then two updates on the same pool, in parallel with a reward and a critic on two other pools."""
     then_s = start_s + generate_s
     return (
         Call("actor", "generate", start_s, then_s, "left"),
@@ -74,21 +74,21 @@ def test_seconds_outside_steps():
     assert len(LINES) == 7 + 5
 
 
-def test_a_pool_that_waits_for_calls_at_once_is_idle_once():
-    """Calls may reach over the end of a step, and into each other."""
+def test_overlapping_calls_do_not_reduce_idle_time_twice():
+    """Calls may overlap each other and the end of a step."""
     mixed = (Call("a", "f", 0, 4, "all"), Call("a", "f", 2, 5, "all"), Call("b", "g", 9, 12, "all"))
     lines = time_spent([StepCalls(1, 1.0, 10.0, mixed)], [], start_s=1.0, ready_s=1.0, end_s=10.0)
     [idle] = [line for line in lines if line.name == "idle"]
     assert idle.seconds == pytest.approx(9 - (5 - 1) - (10 - 9))
 
 
-def test_the_typical_step_is_a_steady_one():
+def test_typical_step_is_steady():
     assert typical(STEPS).number in (7, 8)
     assert typical(STEPS[:3]).number == 6  # the shorter of two
     assert typical(STEPS[:1]).number == 5
 
 
-def test_the_table_names_a_pool_once():
+def test_table_names_a_pool_once():
     console = Console(width=120)
     with console.capture() as capture:
         console.print(time_table(LINES, title="where", caption="XLA: [b]2 programs"))
@@ -100,7 +100,7 @@ def test_the_table_names_a_pool_once():
     assert words[-1] == ["XLA:", "[b]2", "programs"]
 
 
-def test_a_line_for_each_role_and_a_bar_for_each_call():
+def test_line_for_each_role_and_bar_for_each_call():
     names, bars = lines_of(STEPS[1])
     assert names == ["actor\nleft", f"reward\n{ON_HOST}", "critic\nright"]
     assert bars == [
@@ -112,13 +112,13 @@ def test_a_line_for_each_role_and_a_bar_for_each_call():
     ]
 
 
-def test_roles_of_a_pool_lie_together_and_one_pool_needs_no_name():
+def test_roles_are_grouped_by_pool():
     order = [("actor", "all"), ("reward", ON_HOST), ("critic", "all")]
     made = [Call(role, "verb", n, n + 1, lane) for n, (role, lane) in enumerate(order)]
     assert lines_of(StepCalls(1, 0, 3, tuple(made))).names == ["actor", "critic", "reward"]
 
 
-def test_the_picture_is_written(tmp_path):
+def test_picture_is_written(tmp_path):
     [axes] = draw_step(STEPS[1], title="a run").axes
     drawn = [(bar.get_x(), bar.get_width(), bar.get_facecolor()) for bar in axes.patches]
     assert len(drawn) == 5
@@ -128,7 +128,7 @@ def test_the_picture_is_written(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_narrow_table_cuts_no_number_off():
+def test_narrow_table_truncates_no_number():
     out = io.StringIO()
     Console(file=out, width=80).print(time_table(LINES, title="where", caption="all"))
     words = set(out.getvalue().split())

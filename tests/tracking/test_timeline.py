@@ -1,4 +1,4 @@
-"""The trace of a run opens as JSON, whenever it is cut."""
+"""Trace of a run: valid JSON, also after a kill and a resume."""
 
 import json
 import time
@@ -10,11 +10,11 @@ from jaxrlhf.tracking import Call, TimelineFile
 
 
 def events(path: Path) -> list[dict]:
-    """The trace of a run that was closed, to any reader of JSON."""
+    """Return the events of a closed trace, read as JSON."""
     return json.loads(path.read_text())
 
 
-def test_calls_lie_on_the_line_of_their_role(tmp_path):
+def test_each_role_has_its_line(tmp_path):
     file = TimelineFile(tmp_path / "timeline.json")
     now = time.perf_counter()
     file.append(
@@ -36,7 +36,7 @@ def test_calls_lie_on_the_line_of_their_role(tmp_path):
     assert abs(written[1]["ts"] / 1e6 - (time.time() - 2)) < 5
 
 
-def test_a_resumed_trace_goes_on_after_a_torn_event(tmp_path):
+def test_resumed_trace_removes_a_truncated_event(tmp_path):
     path = tmp_path / "timeline.json"
     first = TimelineFile(path)
     first.append([Call("actor", "a", 0, 1, "all")])
@@ -51,7 +51,7 @@ def test_a_resumed_trace_goes_on_after_a_torn_event(tmp_path):
     first.close()
 
 
-def test_a_trace_without_calls_is_whole_and_goes_on(tmp_path):
+def test_trace_without_calls_is_valid_and_can_be_resumed(tmp_path):
     path = tmp_path / "timeline.json"
     TimelineFile(path).close()
     TimelineFile(path, resumed=True).close()
@@ -62,7 +62,7 @@ def test_a_trace_without_calls_is_whole_and_goes_on(tmp_path):
     assert [event["name"] for event in events(path)] == ["thread_name", "b"]
 
 
-def test_a_line_of_a_resumed_trace_keeps_its_role(tmp_path):
+def test_role_keeps_its_line_in_a_resumed_trace(tmp_path):
     path = tmp_path / "timeline.json"
     for resumed, roles in ((False, ("actor", "reward")), (True, ("reward", "critic", "actor"))):
         file = TimelineFile(path, resumed=resumed)

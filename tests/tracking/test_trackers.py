@@ -1,4 +1,4 @@
-"""Trackers keep a run offline: their own stores, read back, have its numbers and samples before and after a resume."""
+"""Trackers offline: their stores have the metrics and samples of a run, before and after a resume."""
 
 import html
 import importlib
@@ -40,7 +40,7 @@ def track(steps, resumed):
     trackers.close()
 
 track([1, 2, 3], None)
-track([3, 4], 2)  # killed at step 3, and gone on with from a checkpoint of step 2
+track([3, 4], 2)  # killed at step 3, and resumed from a checkpoint of step 2
 track([1], None)  # another run
 """
 OFFLINE = {
@@ -50,7 +50,7 @@ WHOLE = [(1, 1 / 7), (2, 2 / 7), (3, 3 / 7), (3, 3 / 7), (4, 4 / 7)]
 
 
 def tracked(name: str, folder: Path) -> dict[str, str]:
-    """Runs in a process of their own; what the tracker itself wrote is below `folder`."""
+    """Track runs in another process, with the tracker's files below `folder`; return the ids."""
     places = {"MLFLOW_TRACKING_URI": f"file://{folder}/mlruns", "TRACKIO_DIR": str(folder / "trackio")}
     done = subprocess.run(
         [sys.executable, "-c", RUN, name, str(folder)],
@@ -65,13 +65,13 @@ def tracked(name: str, folder: Path) -> dict[str, str]:
 
 
 def needs(package: str):
-    """A slow test that is skipped where a tracker's package is not installed."""
+    """Mark a test as slow, and skip the test if a tracker's package is not installed."""
     absent = pytest.mark.skipif(find_spec(package) is None, reason=f"pip install 'jaxrlhf[{package}]'")
     return lambda test: pytest.mark.slow(absent(test))
 
 
 def log_records(path: Path) -> list[bytes]:
-    """Records of a file in the log format of LevelDB, after a head of 7 bytes: blocks of 32 KiB, a record in parts."""
+    """Return the records of a file in LevelDB's log format: a header of 7 bytes, blocks of 32 KiB, records in parts."""
     data, at, whole, records = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -93,7 +93,7 @@ def check_table(columns: list[str], rows: list[list]) -> None:
 
 
 @pytest.mark.parametrize(("resumed", "hidden_from"), [(4, 5), (None, 0)])
-def test_tensorboard_has_the_numbers_and_hides_those_of_a_run_that_was_here_before(tmp_path, resumed, hidden_from):
+def test_tensorboard_hides_events_of_an_earlier_run(tmp_path, resumed, hidden_from):
     from tensorboardX.proto import event_pb2
 
     board = Trackers(["tensorboard"], TrackedRun("tiny", tmp_path, {}, resumed))
@@ -135,7 +135,7 @@ import torch  # whoever wants it still gets it
 
 
 @needs("wandb")
-def test_wandb_keeps_a_run_and_goes_on_with_it(tmp_path):
+def test_wandb_stores_and_resumes_a_run(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     last = tracked("wandb", tmp_path)["wandb"]
@@ -158,7 +158,7 @@ def test_wandb_keeps_a_run_and_goes_on_with_it(tmp_path):
 
 @needs("mlflow")
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_keeps_a_run_and_goes_on_with_it(tmp_path, monkeypatch):
+def test_mlflow_stores_and_resumes_a_run(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     last = tracked("mlflow", tmp_path)["mlflow"]
@@ -175,7 +175,7 @@ def test_mlflow_keeps_a_run_and_goes_on_with_it(tmp_path, monkeypatch):
 
 
 @needs("swanlab")
-def test_swanlab_keeps_a_run_and_goes_on_with_it(tmp_path):
+def test_swanlab_stores_and_resumes_a_run(tmp_path):
     last = tracked("swanlab", tmp_path)["swanlab"]
     parts = sorted((tmp_path / "swanlab").glob("run-*/*.swanlab"), key=lambda path: path.stat().st_mtime_ns)
     first, resumed, another = [path.stem.removeprefix("run-") for path in parts]
@@ -192,7 +192,7 @@ def test_swanlab_keeps_a_run_and_goes_on_with_it(tmp_path):
 
 
 @needs("trackio")
-def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
+def test_trackio_stores_and_resumes_a_run(tmp_path):
     last = tracked("trackio", tmp_path)["trackio"]
     with sqlite3.connect(tmp_path / "trackio" / "jaxrlhf.db") as base:
         rows = base.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
@@ -209,11 +209,11 @@ def test_trackio_keeps_a_run_and_goes_on_with_it(tmp_path):
         check_table(list(table[0]), [list(row.values()) for row in table])
 
 
-def test_every_tracker_of_the_setting_is_there():
+def test_every_configured_tracker_exists():
     assert set(get_args(TrackerName)) == set(KNOWN)
 
 
-def test_a_missing_package_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch, refused):
+def test_missing_package_is_refused_with_its_install_command(tmp_path, monkeypatch, refused):
     monkeypatch.setattr("jaxrlhf.tracking.trackers.trackers.find_spec", lambda name: None)
     for names in (("wandb",), ("tensorboard", "swanlab")):
         with refused():
@@ -223,7 +223,7 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(tmp_path
         replace(get_config(), trackers=("comet",))
 
 
-def test_a_folder_that_a_tracker_left_is_no_package(tmp_path, monkeypatch):
+def test_data_folder_of_a_tracker_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "left_by_a_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("jaxrlhf.tracking.trackers.trackers.PACKAGES", {"wandb": "left_by_a_tracker"})
@@ -234,7 +234,7 @@ def test_a_folder_that_a_tracker_left_is_no_package(tmp_path, monkeypatch):
     require_packages(["wandb"])
 
 
-def test_a_service_that_fails_costs_no_run(tmp_path, monkeypatch, caplog):
+def test_failing_service_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     class Down:
         def __init__(self, run: TrackedRun) -> None:
             pass
@@ -265,7 +265,7 @@ def test_a_service_that_fails_costs_no_run(tmp_path, monkeypatch, caplog):
     assert "down failed to store the metrics of step 3; the run continues: ConnectionError('no route" in caplog.text
 
 
-def test_trackers_that_are_open_are_closed_when_another_cannot_be(tmp_path, monkeypatch, refused):
+def test_open_trackers_are_closed_if_another_fails_to_open(tmp_path, monkeypatch, refused):
     closed = []
 
     class Opens:

@@ -1,4 +1,4 @@
-"""Metrics and samples survive kills and resumes; what people see is readable."""
+"""Files of metrics and samples, the console, and the learning curve."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def steps_of(path: Path) -> list[int]:
     return [record["step"] for record in read_records(path)]
 
 
-def test_a_line_is_a_json_object_with_the_numbers_as_they_are(tmp_path):
+def test_line_is_a_json_object(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter([JsonLines(path)]) as writer:
         metrics = {"a": 0.1, "b": np.float32(0.5), "c": float("nan"), "d": jnp.float32(jnp.inf), "e": 3}
@@ -55,7 +55,7 @@ def test_a_line_is_a_json_object_with_the_numbers_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 6, "score/me', b'{"step": 5', b"\x00\x00\x00", b'{"step": 6}', b"7"])
 @pytest.mark.parametrize("resumed_step", [0, 3, 5, 9])
-def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path, torn, resumed_step):
+def test_resumed_file_equals_an_uninterrupted_one(tmp_path, torn, resumed_step):
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     last = min(resumed_step, 5)
     write_steps(whole, range(1, last + 1))
@@ -68,20 +68,20 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path, torn, resumed_step
     assert killed.read_bytes() == whole.read_bytes()
 
 
-def test_a_fresh_run_starts_the_file_anew(tmp_path):
+def test_new_run_overwrites_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 6))
     write_steps(path, range(1, 3))
     assert steps_of(path) == [1, 2]
 
 
-def test_a_resume_without_a_file_starts_one(tmp_path):
+def test_resume_without_a_file_creates_it(tmp_path):
     write_steps(tmp_path / "metrics.jsonl", range(4, 6), resumed_step=3)
     assert steps_of(tmp_path / "metrics.jsonl") == [4, 5]
 
 
 @pytest.mark.slow
-def test_what_was_logged_survives_kill_9(tmp_path):
+def test_logged_lines_survive_kill_9(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = f"""
 import itertools
@@ -107,7 +107,7 @@ for step in itertools.count(1):
 @pytest.mark.parametrize(
     "damaged", [b'{"step": ', b"\0" * 4096, b'"step"', b'{"step": "2"}', b'{"step": NaN}', b"[" * 100_000, b"\xff"]
 )
-def test_a_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
+def test_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n{"step": 4}\n')
     with pytest.warns(UserWarning, match=r"(?s)metrics\.jsonl, line 2, .*skipping"):
@@ -116,7 +116,7 @@ def test_a_damaged_line_is_skipped_with_a_warning(tmp_path, damaged):
         assert steps_of(path) == [1, 3, 5]
 
 
-def test_a_file_of_somebody_else_is_not_continued(tmp_path):
+def test_foreign_file_is_not_continued(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("my notes\nof yesterday\n")
     with pytest.raises(Refusal, match=r"metrics\.jsonl, line 1"):
@@ -124,7 +124,7 @@ def test_a_file_of_somebody_else_is_not_continued(tmp_path):
     assert path.read_text() == "my notes\nof yesterday\n"
 
 
-def test_steps_must_not_go_back(tmp_path):
+def test_steps_must_ascend(tmp_path):
     log = JsonLines(tmp_path / "metrics.jsonl")
     log.log(2, {})
     log.log(2, {})
@@ -133,7 +133,7 @@ def test_steps_must_not_go_back(tmp_path):
     log.close()
 
 
-def test_every_logger_is_given_everything_and_closed():
+def test_every_logger_gets_all_metrics_and_is_closed():
     class Recorder:
         def __init__(self):
             self.seen = []
@@ -158,7 +158,7 @@ def sample(step: int, number: int, **fields) -> Sample:
     return Sample(step=step, prompt=f"prompt {number}", response=f"response {number}", **{**known, **fields})
 
 
-def test_samples_there_and_back(tmp_path):
+def test_samples_round_trip(tmp_path):
     path = tmp_path / "samples.jsonl"
     file = SampleFile(path)
     odd = sample(2, 0, score=float("nan"), parts={"format": np.float32(0.5), "f": float("nan")}, answer="é\ud800\n")
@@ -177,7 +177,7 @@ def test_samples_there_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_samples_are_shown_as_they_were_written(terminal):
+def test_samples_are_shown_without_markup(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None, legacy_windows=False)
     odd = [sample(3, 0, score=None), sample(3, 1, truncated=True, answer="7")]
@@ -199,7 +199,7 @@ def test_calls_of_any_form_are_shown(calls):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_samples_do_nothing_to_a_terminal(terminal):
+def test_samples_are_shown_without_control_characters(terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None, legacy_windows=False)
     show_samples([Sample(3, "a\x1b[8mb\x9d", "\x0e\ud83d\tend", 0.5, 1, 2, False)], console=console)
@@ -211,7 +211,7 @@ def test_samples_do_nothing_to_a_terminal(terminal):
 METRICS = {"score/mean": 0.5123, "kl/ref": float("nan"), "throughput/generated_tokens_per_s": 1234.5, "other": 1.0}
 
 
-def test_without_a_terminal_there_is_one_line_a_step():
+def test_without_a_terminal_each_step_is_a_line():
     out = io.StringIO()
     with RunConsole(steps=100, console=Console(file=out, width=20)) as console:
         console.progress("generate", 1, 2)
@@ -223,7 +223,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
     )
 
 
-def test_on_a_terminal_there_are_bars_as_well():
+def test_on_a_terminal_there_are_bars():
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with RunConsole(steps=100, first_step=6, console=terminal) as console:
@@ -245,7 +245,7 @@ def test_on_a_terminal_there_are_bars_as_well():
     assert "steps" not in out.getvalue()
 
 
-def test_a_log_in_colour_is_not_redrawn(monkeypatch, capsys):
+def test_colored_log_is_not_redrawn(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with RunConsole(steps=2) as console:
         console.log(1, {})
@@ -267,7 +267,7 @@ with RunConsole(steps=3) as console:
 """
 
 
-def test_a_run_goes_on_when_its_reader_has_left():
+def test_run_continues_after_a_broken_pipe():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", SPEAKING], **pipes) as speaking:
         assert speaking.stdout.readline() == b"step 1/3\n"
@@ -277,7 +277,7 @@ def test_a_run_goes_on_when_its_reader_has_left():
         assert (speaking.stderr.read(), speaking.wait()) == (b"", 0)
 
 
-def test_table_of_settings(capsys):
+def test_settings_table(capsys):
     rows = [("rollout", "prompts", 64, "a note"), ("rollout", "responses", 256, ""), ("actor", "[x]", "1e-6", "")]
     RunConsole(steps=1).print(SettingsTable(rows, title="derived"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -287,7 +287,7 @@ def test_table_of_settings(capsys):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_table_of_settings_leaves_room_to_its_notes(width):
+def test_narrow_settings_table_prints_notes_below_rows(width):
     note = "a note that says in about sixty letters what becomes of this one"
     rows = [("actor", "tokens per microbatch", "16384", note), ("rollout", "x", "data 4 x fsdp 2 x tensor 2", note)]
     out = io.StringIO()
@@ -312,7 +312,7 @@ def test_compilations_are_counted():
     assert counter.count == 2
 
 
-def test_peak_memory_is_that_of_the_process_on_cpu():
+def test_peak_memory_on_cpu_is_the_processs():
     block = np.ones(30_000_000)  # 240 MB, touched
     assert block.nbytes < peak_memory_bytes() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -355,7 +355,7 @@ def test_panels_without_data_are_left_out(tmp_path):
         draw_learning_curve(path)
 
 
-def test_a_slow_first_step_does_not_flatten_the_others(tmp_path):
+def test_slow_first_step_does_not_flatten_other_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter([JsonLines(path)]) as writer:
         for step in range(1, 20):

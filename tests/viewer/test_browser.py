@@ -1,4 +1,4 @@
-"""The view in a real browser: curves, zoom, samples, evaluation, timeline, settings, and hostile text."""
+"""The viewer in a real browser: curves, zoom, samples, evaluation, timeline, settings, and hostile text."""
 
 import json
 
@@ -45,7 +45,7 @@ def choose(page, place: int, value: str) -> None:
     page.value(f"(e => {{ {change} }})(document.querySelectorAll('main select')[{place}])")
 
 
-def test_runs_are_side_by_side_with_the_meaning_of_every_metric(page):
+def test_metrics_of_several_runs_with_explanations(page):
     card = "document.querySelector('[data-metric=\"score/mean\"]')"
     assert "without unscorable ones" in page.value(f"{card}.textContent")
     names = page.value("[...document.querySelectorAll('[data-metric]')].map(e => e.dataset.metric)")
@@ -56,13 +56,13 @@ def test_runs_are_side_by_side_with_the_meaning_of_every_metric(page):
     write(page, "input[type=search]", "")
 
 
-def test_what_is_no_run_is_listed_with_the_reason(page):
+def test_unreadable_run_is_listed_with_the_reason(page):
     labels = page.value("[...document.querySelectorAll('#runs label')].map(e => e.textContent)")
     assert "foreign" in labels[0] and "line 1, is not a JSON object with a 'step'" in labels[0]
     assert [label.split()[1:] for label in labels[1:3]] == [["one", "step", str(STEPS)], ["two", "step", str(STEPS)]]
 
 
-def test_a_curve_is_smoothed_and_zoomed(page):
+def test_curve_is_smoothed_and_zoomed(page):
     path = f"{LINES}[0].getAttribute('d')"
     raw = page.value(path)
     assert raw.count("L") == STEPS - 1
@@ -76,7 +76,7 @@ def test_a_curve_is_smoothed_and_zoomed(page):
     assert page.value(path) == raw
 
 
-def test_samples_are_conversations_of_groups_and_can_be_searched(page):
+def test_samples_are_grouped_by_prompt_and_searchable(page):
     tab(page, "Samples", "document.querySelectorAll('article').length == 8")
     assert page.value("document.querySelectorAll('section.group').length") == 2
     text = page.value("document.querySelector('#samples').textContent")
@@ -92,7 +92,7 @@ def test_samples_are_conversations_of_groups_and_can_be_searched(page):
     page.wait("document.querySelector('#samples').textContent.includes('0 apples and 3 pears')")
 
 
-def test_tokens_have_colours_by_what_was_measured_of_them(page):
+def test_tokens_are_coloured_by_their_numbers(page):
     tab(page, "Samples", "document.querySelectorAll('article').length == 8")
 
     def shown(of: str) -> list:
@@ -118,7 +118,7 @@ def test_tokens_have_colours_by_what_was_measured_of_them(page):
     assert shown("e") == []
 
 
-def test_answers_to_held_out_problems_are_seen_over_steps(page):
+def test_evaluation_answers_over_steps(page):
     tab(page, "Evaluation", "document.querySelectorAll('#evaluation td.score').length == 12")
     scores = page.value("[...document.querySelectorAll('#evaluation td.score')].map(e => e.textContent)")
     assert scores[9:] == ["0", "0", "1"]
@@ -126,20 +126,20 @@ def test_answers_to_held_out_problems_are_seen_over_steps(page):
     page.wait("document.querySelectorAll('#evaluation article').length == 3")
 
 
-def test_the_timeline_has_every_call_and_is_zoomed(page):
+def test_timeline_has_every_call_and_is_zoomed(page):
     tab(page, "Timeline", "document.querySelectorAll('#timeline rect.call').length")
     assert page.value("document.querySelectorAll('#timeline rect.call').length") == 3 * STEPS
     page.drag("#timeline", 0.5, 0.7)
     assert 0 < page.value("document.querySelectorAll('#timeline rect.call').length") < 2 * STEPS
 
 
-def test_settings_that_differ_are_shown(page):
+def test_differing_settings_are_shown(page):
     tab(page, "Settings", "document.querySelectorAll('#settings tr.differs').length")
     rows = page.value("[...document.querySelectorAll('#settings tr.differs')].map(r => r.firstChild.textContent)")
     assert rows == ["name", "seed"]
 
 
-def test_an_answer_that_comes_late_is_not_shown_in_the_place_of_a_later_one(page):
+def test_late_response_does_not_replace_a_newer_one(page):
     tab(page, "Samples", "document.querySelectorAll('article').length == 8")
     wait = "new Promise(done => setTimeout(done, 500))"
     late = f"String(address).includes('step=3') ? {wait}.then(() => window.whole(address)) : window.whole(address)"
@@ -157,7 +157,7 @@ def test_an_answer_that_comes_late_is_not_shown_in_the_place_of_a_later_one(page
         page.value("window.fetch = window.whole")
 
 
-def test_a_running_run_is_followed_also_when_it_is_resumed_further_back(page):
+def test_running_run_is_followed_after_a_resume(page):
     tab(page, "Metrics", f"{LINES}.length == 2")
     append_steps(page.root / "one", range(STEPS + 1, STEPS + 6), 0, resumed_step=STEPS)
     page.wait(f"{LINES}[0].getAttribute('d').split('L').length == {STEPS + 5}")

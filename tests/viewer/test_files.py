@@ -1,4 +1,4 @@
-"""The view's server: what it reads, what it never reads, and what explains a metric."""
+"""The viewer's server: the files that it reads, the files that it refuses, and explanations of metrics."""
 
 import json
 import os
@@ -80,27 +80,27 @@ def test_nothing_outside_the_folder_is_read(runs, path):
     assert status == 404 and "secret" not in text
 
 
-def test_requests_that_are_not_understood_are_told_so(runs):
+def test_invalid_requests_get_an_error(runs):
     for path in ("/api/metrics", "/api/samples?run=one&kind=samples&step=x"):
         status, text, _ = get(runs[1] + path)
-        assert status == 400 and "not understood" in text
+        assert status == 400 and "invalid request" in text
 
 
-def test_no_other_site_reads_it_and_the_page_runs_no_script_but_its_own(runs):
+def test_other_host_names_and_foreign_scripts_are_refused(runs):
     assert get(f"{runs[1]}/api/runs", Host="evil.example")[0] == 400
     status, text, headers = get(f"{runs[1]}/")
     assert status == 200 and "script-src 'self'" in headers["content-security-policy"]
     assert re.findall(r"(?:src|href)=\"(.*?)\"", text) == ["data:,", "view.css", "view.js"]
 
 
-def test_a_script_prints_what_listens(runs):
+def test_script_prints_listening_ports(runs):
     script = Path(__file__).parents[2] / "scripts" / "tools" / "listening.py"
     done = subprocess.run([sys.executable, script, str(os.getpid())], capture_output=True, text=True, check=True)
     port = runs[1].rpartition(":")[2]
     assert re.search(rf"{os.getpid()}  127\.0\.0\.1:{port} +this machine only", done.stdout)
 
 
-def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
+def test_file_truncated_by_a_resume_is_indexed_again(tmp_path):
     files = RunFiles(write_runs(tmp_path, steps=5))
     assert len(files.samples("one", "samples", 5)) == 8
     append_steps(tmp_path / "one", range(4, 8), 0, resumed_step=3)
@@ -112,13 +112,13 @@ def test_a_file_that_a_resumed_run_cut_is_read_anew(tmp_path):
     assert list(files.steps("one", "samples"))[-1] == 7
 
 
-def test_requests_at_once_are_answered_as_one_by_one(tmp_path):
+def test_concurrent_requests_equal_sequential_requests(tmp_path):
     root = write_runs(tmp_path, steps=100)
     alone = RunFiles(root)
     steps = list(alone.steps("one", "samples"))
     expected = [alone.samples("one", "samples", step) for step in steps]
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns all the time
+    sys.setswitchinterval(1e-6)  # many switches between threads
     try:
         with ThreadPoolExecutor(8) as threads:
             for _ in range(10):
@@ -137,7 +137,7 @@ def test_settings_behind_a_link_are_not_read(tmp_path):
     assert RunFiles(root).settings("one") == {}
 
 
-def test_a_file_of_another_program_hides_no_run(tmp_path):
+def test_foreign_file_hides_no_run(tmp_path):
     write_runs(tmp_path, steps=2)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n')
@@ -155,7 +155,7 @@ def test_a_file_of_another_program_hides_no_run(tmp_path):
     assert "line 1, is not a JSON object with a 'step'" in runs["other"]["unreadable"]
 
 
-def test_a_run_of_odd_files_hides_no_other(tmp_path):
+def test_run_of_invalid_files_hides_no_other(tmp_path):
     write_runs(tmp_path, steps=2)
     for name, line in (
         (b"endless", '{"step": Infinity}'),
@@ -187,7 +187,7 @@ def test_a_run_of_odd_files_hides_no_other(tmp_path):
         assert found == [one for line in samples if (one := json.loads(line))["step"] == 1]
 
 
-def test_every_name_on_the_page_of_metrics_is_explained_by_its_row():
+def test_every_metric_of_the_page_is_explained_by_its_row():
     rows = explanations()
     assert len(rows) > 60
     for name in names(METRICS_PAGE):
@@ -199,7 +199,7 @@ def test_every_name_on_the_page_of_metrics_is_explained_by_its_row():
     assert not [row for row in rows if re.match(row.pattern, "nothing/of_this")]
 
 
-def test_the_command_refuses_a_folder_that_is_not_there(tmp_path):
+def test_command_refuses_a_missing_folder(tmp_path):
     command = [sys.executable, "-m", "jaxrlhf.view", str(tmp_path / "none"), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "none is no folder; name the one that has the workdirs of runs" in done.stderr
+    assert done.returncode == 2 and "none is no folder; give the folder that has the workdirs of runs" in done.stderr

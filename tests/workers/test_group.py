@@ -166,12 +166,12 @@ def test_what_is_passed_on_stays_where_it_is(queues):
     first, second = (Group(role, ["give", "take"], call, queue) for role, queue in zip("ab", queues, strict=True))
     given = first.give()
     taken = second.take(given, by_name=given)
-    assert taken.where() is far
+    assert taken.value_or_handle() is far
     assert seen[1] == ("b", "take", (far,), {"by_name": far})
     assert far.loaded == 0, "the controller fetched what it only passes on"
     assert taken.result(PATIENCE_S) == 5
     assert far.loaded == 1
-    assert taken.where() == 5, "what was brought here outlives the host that had it"
+    assert taken.value_or_handle() == 5, "a loaded value outlives its host"
 
 
 def test_calls_that_a_closed_queue_never_ran_are_cancelled(timeline):

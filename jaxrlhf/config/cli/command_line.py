@@ -28,7 +28,7 @@ _EPILOG = (
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 
-_EXTRAS = {"starlette": "serve", "uvicorn": "serve", "openai": "serve", "lm_eval": "evaluate"}
+_EXTRAS = dict.fromkeys(("starlette", "uvicorn", "pydantic", "openai"), "serve") | {"lm_eval": "evaluate"}
 """Extras of jaxrlhf, by the package that each installs."""
 _OF_UNIX = ("fcntl", "resource")
 """Modules of Python's standard library that Windows lacks."""

@@ -216,8 +216,8 @@ def _join_jax(setup: Setup, number: int) -> int:
 def _stack(frame: FrameType) -> str:
     """Return the innermost lines of a stack, without lines of this file."""
     entries = traceback.extract_stack(frame)
-    own = max((index for index, entry in enumerate(entries) if entry.filename == __file__), default=-1)
-    return "".join(traceback.format_list(entries[own + 1 :][-STACK_FRAMES:]))
+    last = max((index for index, entry in enumerate(entries) if entry.filename == __file__), default=-1)
+    return "".join(traceback.format_list(entries[last + 1 :][-STACK_FRAMES:]))
 
 
 def _in_jax(frame: FrameType) -> bool:
@@ -237,6 +237,6 @@ def _raised(error: BaseException) -> Raised:
         try:
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # pickling hooks may raise anything; the text still travels
+        except Exception:  # pickling hooks may raise anything; the text is sent nevertheless
             pickled = None
     return Raised(pickled, type(error).__qualname__, str(error), stack, may_have_lost_peer(error))

@@ -8,7 +8,7 @@ from typing import Any
 from jaxrlhf.single_controller.ray.actor import Raised
 
 GRACE_S = 3.0  # after a failure, for the other hosts' answers and for further deaths
-NEWS_S = 30.0  # for Ray's report of a death, after an exception that the death may have caused
+DEATH_REPORT_S = 30.0  # for Ray's report of a death, after an exception that the death may have caused
 POLL_S = 1.0
 
 
@@ -48,7 +48,7 @@ def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], b
     Args:
       references: Ray's references to the answers, in order of rank.
       deadline: End of the wait while no host has failed, on the clock of `time.monotonic()`.
-      ended: Function that returns True once the wait is pointless.
+      ended: Returns True if the pool has ended, so that no host will answer.
     """
     import ray
 
@@ -60,8 +60,8 @@ def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], b
         for reference in done:
             _take(reference, ranks.pop(reference), answers)
         if done and answers.failed:
-            enough = time.monotonic() + (NEWS_S if answers.lost_peer else GRACE_S)
-            deadline = min(deadline, enough) if failed else enough
+            end = time.monotonic() + (DEATH_REPORT_S if answers.lost_peer else GRACE_S)
+            deadline = min(deadline, end) if failed else end
     answers.missing = sorted(ranks.values())
     return answers
 
@@ -71,7 +71,7 @@ def _take(reference: Any, rank: int, answers: Answers) -> None:
 
     try:
         value = ray.get(reference)
-    except ray.exceptions.RayTaskError:  # in this package's own part of a call
+    except ray.exceptions.RayTaskError:  # an error of this package's actor itself
         raise
     except ray.exceptions.RayError as error:
         answers.died[rank] = _reason(error)

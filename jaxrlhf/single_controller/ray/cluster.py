@@ -21,7 +21,7 @@ SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZ
 SECRETS = ("HF_TOKEN",)  # inherited too, but kept out of Ray's records
 DEVICE_COUNT = "xla_force_host_platform_device_count"
 LOCAL_HOSTS = 256  # maximum host processes of a local cluster; they share its cores, which are not counted
-REACH_S = 10.0
+CONNECT_S = 10.0
 ACCELERATORS = {"cuda": "GPU", "tpu": "TPU"}  # Ray's names
 
 
@@ -82,7 +82,7 @@ def platform(cluster: RayCluster) -> str:
     return next((name for name in ("tpu", "cuda") if resources.get(ACCELERATORS[name])), "cpu")
 
 
-_MORE_ROOM = "add machines with `ray start --address=...`, or lower the sizes of pools or cluster.cpus_per_host"
+_RESOURCE_ADVICE = "add machines with `ray start --address=...`, or lower the sizes of pools or cluster.cpus_per_host"
 
 
 def needs(cluster: RayCluster) -> dict[str, float]:
@@ -101,16 +101,16 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
 
     wanted = needs(cluster)
     total = ray.cluster_resources()
-    asked = f"requires {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
-    grows = cluster.address is not None  # an autoscaler may add machines
-    if not grows and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
-        raise HostNotStarted(HostId(name), f"{name}.start", f"{asked}; {_MORE_ROOM}")
+    required = f"requires {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
+    may_grow = cluster.address is not None  # an autoscaler may add machines
+    if not may_grow and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
+        raise HostNotStarted(HostId(name), f"{name}.start", f"{required}; {_RESOURCE_ADVICE}")
     group = ray.util.placement_group([wanted] * hosts, strategy="SPREAD")
     if not group.wait(timeout_seconds=timeout_s):
         ray.util.remove_placement_group(group)
         free = _text(ray.available_resources(), wanted)
-        waited = f"{asked}, of which {free} are free, and no more became free within {timeout_s:g} s"
-        raise HostNotStarted(HostId(name), f"{name}.start", f"{waited}; {_MORE_ROOM}")
+        waited = f"{required}, with {free} free, and no more became free within {timeout_s:g} s"
+        raise HostNotStarted(HostId(name), f"{name}.start", f"{waited}; {_RESOURCE_ADVICE}")
     return group
 
 
@@ -118,8 +118,8 @@ def is_vacant(group: Any) -> bool:
     """Return True if Ray has seen the end of every process in a pool's placement group."""
     import ray
 
-    room = f"CPU_group_{group.id.hex()}"  # Ray's name for the group's CPUs on all machines
-    return ray.available_resources().get(room, 0) >= ray.cluster_resources().get(room, 0)
+    cpus = f"CPU_group_{group.id.hex()}"  # Ray's name for the group's CPUs on all machines
+    return ray.available_resources().get(cpus, 0) >= ray.cluster_resources().get(cpus, 0)
 
 
 def environment(cluster: RayCluster) -> dict[str, str]:
@@ -133,8 +133,8 @@ def environment(cluster: RayCluster) -> dict[str, str]:
     settings["JAX_PLATFORMS"] = "cpu" if kind == "cpu" else f"{kind},cpu"
     settings["JAX_NUM_CPU_DEVICES"] = str(cluster.devices_per_host if kind == "cpu" else 1)
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
-    added = [path for path in map(os.path.abspath, sys.path) if not path.startswith(installed)]
-    return settings | {"PYTHONPATH": os.pathsep.join(added)}
+    extra = [path for path in map(os.path.abspath, sys.path) if not path.startswith(installed)]
+    return settings | {"PYTHONPATH": os.pathsep.join(extra)}
 
 
 def _text(resources: dict[str, float], kinds: Iterable[str] | None = None) -> str:
@@ -160,7 +160,7 @@ def _check_reachable(address: str | None) -> None:
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         raise Refusal(
             f"no Ray cluster answers at RayCluster.address={address!r} ({error}); start one there with `ray start "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
-OWN_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")  # not caused by a peer
+LOCAL_STATUSES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")  # not caused by a peer
 
 
 @dataclass(frozen=True)
@@ -65,4 +65,4 @@ class HostClosed(HostFailure):
 def may_have_lost_peer(error: BaseException) -> bool:
     """Return True if JAX may have raised this error, or its cause, because another process is gone."""
     links = (error, error.__cause__, error.__context__)
-    return any(type(link).__name__ in JAX_ERRORS and not str(link).startswith(OWN_STATUS) for link in links)
+    return any(type(link).__name__ in JAX_ERRORS and not str(link).startswith(LOCAL_STATUSES) for link in links)

@@ -26,7 +26,7 @@ from jaxrlhf.single_controller.ray.actor import (
     log_header,
     log_path,
 )
-from jaxrlhf.single_controller.ray.answers import NEWS_S, Answers, collect
+from jaxrlhf.single_controller.ray.answers import DEATH_REPORT_S, Answers, collect
 from jaxrlhf.single_controller.ray.failure import (
     HostClosed,
     HostDied,
@@ -138,7 +138,7 @@ class HostProcesses:
         # number is the rank. Processes therefore join in the order of their machines, if known, so that JAX's service
         # and its devices agree on the numbers. Afterwards they are sorted by the ranks that JAX reports.
         order = sorted(range(len(places)), key=lambda index: (places[index].worker or 0, index))
-        self._number(order, places)
+        self._order_by_rank(order, places)
         [coordinator] = self._ask("free_address", [()], label, deadline)
         setup = Setup(
             hosts=tuple(self._hosts),
@@ -152,19 +152,19 @@ class HostProcesses:
         )
         joined = self._ask("join", [(setup, number, label) for number in range(len(self._actors))], label, deadline)
         ranks = [stored.load() for stored in joined]
-        self._number(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
+        self._order_by_rank(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
         self._ask("start", [(host, label) for host in self._hosts], label, deadline)
 
-    def _number(self, order: Sequence[int], places: Sequence[ProcessLocation]) -> None:
-        """Put the processes in this order; `places` are their locations, already in the new order."""
+    def _order_by_rank(self, order: Sequence[int], places: Sequence[ProcessLocation]) -> None:
+        """Sort the processes by rank; `order` has the current index of each rank, `places` the current locations."""
         self._actors = [self._actors[index] for index in order]
         self._hosts = [HostId(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
     def _ask(self, method: str, args_by_host: Sequence[tuple[Any, ...]], label: str, deadline: float) -> list[Any]:
         """Call a method on the first hosts, one per entry of `args_by_host`; return the answers, or end the pool."""
         start = time.monotonic()
-        asked = zip(self._actors, args_by_host, strict=False)
-        references = [getattr(actor, method).remote(*args) for actor, args in asked]
+        pairs = zip(self._actors, args_by_host, strict=False)
+        references = [getattr(actor, method).remote(*args) for actor, args in pairs]
         try:
             answers = collect(references, deadline=deadline, ended=lambda: self._failure is not None)
         except BaseException as error:  # such as Ctrl-C: hosts are in a call that nobody waits for
@@ -174,12 +174,12 @@ class HostProcesses:
             return [answers.values[rank] for rank in range(len(references))]
         self._check_open(label)  # if another thread has found a failure, it is the cause here
         if answers.lost_peer:
-            answers.died |= self._found_dead([*answers.values, *answers.raised])
+            answers.died |= self._deaths_after_answers([*answers.values, *answers.raised])
         if answers.died:
             self._fail(self._died(answers, label))
         if answers.raised:
             rank, raised = min(answers.raised.items(), key=lambda item: item[1].lost_peer)
-            self._fail_with(raised, self._hosts[rank], label)
+            self._fail_with_exception(raised, self._hosts[rank], label)
         self._fail(self._hung(answers, label, waited_s=time.monotonic() - start))
 
     # Failures
@@ -197,7 +197,7 @@ class HostProcesses:
             self._check_open(failure.label)
         raise failure
 
-    def _fail_with(self, raised: Raised, host: HostId, label: str) -> NoReturn:
+    def _fail_with_exception(self, raised: Raised, host: HostId, label: str) -> NoReturn:
         """Raise the exception of a host's method, and keep it as the cause of the errors of other threads' calls."""
         error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
         if raised.pickled is not None:
@@ -209,28 +209,30 @@ class HostProcesses:
         self._end(failure)
         raise error
 
-    def _found_dead(self, ranks: list[int]) -> dict[int, str]:
+    def _deaths_after_answers(self, ranks: list[int]) -> dict[int, str]:
         """Return Ray's reasons for the hosts of `ranks` that died after answering; a living host answers at once."""
         references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
-        asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
-        return {ranks[index]: reason for index, reason in asked.died.items()}
+        answers = collect(
+            references, deadline=time.monotonic() + DEATH_REPORT_S, ended=lambda: self._failure is not None
+        )
+        return {ranks[index]: reason for index, reason in answers.died.items()}
 
     def _died(self, answers: Answers, label: str) -> HostDied:
         # Host 0 runs JAX's coordination service; the other processes abort when the service is gone.
         ranks = sorted(answers.died, key=bool)
         cause = f"died: {answers.died[ranks[0]]}"
         if ranks[1:]:
-            cause += f"\nThen did {', '.join(str(self._hosts[rank]) for rank in ranks[1:])}."
+            cause += f"\nAfter this died: {', '.join(str(self._hosts[rank]) for rank in ranks[1:])}."
         return HostDied(self._hosts[ranks[0]], label, "\n".join([cause, *(self._log_tail(rank) for rank in ranks)]))
 
     def _hung(self, answers: Answers, label: str, *, waited_s: float) -> HostFailure:
         activities = self._activities()
         # Hosts that wait in JAX may only wait for the other hosts, so they come last.
-        ranks = sorted(answers.missing, key=lambda rank: _in_jax(activities[rank]))
+        ranks = sorted(answers.missing, key=lambda rank: _waits_in_jax(activities[rank]))
         lines = [f"did not answer within {waited_s:.1f} s; hosts that answered: {sorted(answers.values) or 'none'}"]
         for rank in ranks:
             lines.append(f"{self._hosts[rank]}")
-            lines.extend(_described(activities[rank]))
+            lines.extend(_activity_lines(activities[rank]))
         kind = HostNotStarted if label == f"{self.name}.start" else HostHung
         return kind(self._hosts[ranks[0]], label, "\n".join(lines))
 
@@ -297,18 +299,18 @@ def _launch(group: Any, hosts: int, cluster: RayCluster) -> list[Any]:
         "max_concurrency": CALL_THREADS,
     }
     remote: Any = ray.remote  # its type annotations lack concurrency groups
-    actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # these threads answer while all others are busy
+    actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # threads that answer while all others are busy
     return [
         actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **options).remote()
         for index in range(hosts)
     ]
 
 
-def _in_jax(calls: tuple[Activity, ...] | None) -> bool:
+def _waits_in_jax(calls: tuple[Activity, ...] | None) -> bool:
     return bool(calls) and all(call.in_jax for call in calls or ())
 
 
-def _described(calls: tuple[Activity, ...] | None) -> Iterator[str]:
+def _activity_lines(calls: tuple[Activity, ...] | None) -> Iterator[str]:
     if calls is None:
         yield "  does not report its calls: stopped, or in C code that holds the interpreter lock"
     for call in calls or ():
@@ -319,6 +321,6 @@ def _described(calls: tuple[Activity, ...] | None) -> Iterator[str]:
 def _value_now(reference: Any) -> Any:
     import ray
 
-    with suppress(ray.exceptions.RayError):  # late, or dead
+    with suppress(ray.exceptions.RayError):  # not answered yet, or dead
         return ray.get(reference, timeout=0)
     return None

@@ -48,7 +48,7 @@ def loaded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """Handle of an image that an episode showed, in the object store of the episode's machine."""
+    """Handle of an image of an episode, in the object store of the episode's machine."""
 
     reference: Any
 
@@ -69,14 +69,14 @@ class StoredImage:
             ) from error
 
 
-def hand_on_images() -> None:
+def register_image_handles() -> None:
     """Make Ray send images of episodes as handles between this process and others."""
     import ray
 
     ray.util.register_serializer(ShownImage, serializer=_handle_of, deserializer=_image_of)
 
 
-def store_images() -> None:
+def keep_images_in_store() -> None:
     """Make this process keep images of episodes in Ray's object store."""
     import ray
 

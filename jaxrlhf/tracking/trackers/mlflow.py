@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, finite
 
-_PARAMETERS = 100
-"""Most parameters in one request."""
-_LONGEST = 6000
-"""Most characters of a parameter's value."""
+_MAX_PARAMETERS = 100
+"""Largest number of parameters in one request."""
+_MAX_CHARACTERS = 6000
+"""Largest length of a parameter's value."""
 
 
 class MLflow:
@@ -31,17 +31,17 @@ class MLflow:
             return
         named = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(named)
-        place = self._client.create_experiment(named) if experiment is None else experiment.experiment_id
-        self._id = self._client.create_run(place, run_name=run.name).info.run_id
+        experiment_id = self._client.create_experiment(named) if experiment is None else experiment.experiment_id
+        self._id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         run.keep_id("mlflow", self._id)
-        settings = [Param(name, str(value)[:_LONGEST]) for name, value in _flat(run.settings)]
-        for first in range(0, len(settings), _PARAMETERS):
-            self._client.log_batch(self._id, params=settings[first : first + _PARAMETERS])
+        settings = [Param(name, str(value)[:_MAX_CHARACTERS]) for name, value in _flat(run.settings)]
+        for first in range(0, len(settings), _MAX_PARAMETERS):
+            self._client.log_batch(self._id, params=settings[first : first + _MAX_PARAMETERS])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(1000 * time.time())
-        kept = [self._metric(_allowed(name), value, now_ms, step) for name, value in finite(metrics).items()]
-        self._client.log_batch(self._id, metrics=kept)
+        values = [self._metric(_metric_name(name), value, now_ms, step) for name, value in finite(metrics).items()]
+        self._client.log_batch(self._id, metrics=values)
 
     def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
         table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}  # the format of pandas, orient="split"
@@ -51,7 +51,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _allowed(name: str) -> str:
+def _metric_name(name: str) -> str:
     """Replace characters that MLflow does not allow in a metric's name with dashes, as in `eval/pass@8`."""
     return "".join(one if one.isalnum() or one in "_-. :/" else "-" for one in name)
 

@@ -34,7 +34,7 @@ class TrackedRun:
     Attributes:
       directory: Folder of the phase, for the trackers' own files and for `trackers.json` with the ids of the run.
       settings: Configuration in JSON's types.
-      resumed_step: Last step that is kept of the data that a tracker has; None starts a new run in every tracker.
+      resumed_step: Last step before the resume; a tracker's later data are out of date. None starts a new run.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Trackers that a run's settings name."""
+"""Trackers of a run, by the names in its settings."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +6,11 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.tracking.samples import Sample
+from jaxrlhf.tracking.samples import Sample, spread
+from jaxrlhf.tracking.trackers.hosted import SwanLab, Trackio, WandB
 from jaxrlhf.tracking.trackers.mlflow import MLflow
-from jaxrlhf.tracking.trackers.swanlab import SwanLab
 from jaxrlhf.tracking.trackers.tensorboard import TensorBoard
 from jaxrlhf.tracking.trackers.tracker import TrackedRun, Tracker, row_of
-from jaxrlhf.tracking.trackers.trackio import Trackio
-from jaxrlhf.tracking.trackers.wandb import WandB
 
 KNOWN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
@@ -40,13 +38,13 @@ def require_packages(names: Sequence[str]) -> None:
 
 def _installed(package: str) -> bool:
     found = find_spec(package)
-    return found is not None and found.origin is not None  # folders without code, as trackers leave, have no origin
+    return found is not None and found.origin is not None  # a data folder of a tracker has no origin
 
 
 class Trackers:
     """Group of all trackers of a phase, used as a single tracker.
 
-    A service that fails in the middle does not stop the run: its failure is a warning, and the phase's own files have
+    A service that fails during the run does not stop the run: its failure is a warning, and the phase's own files have
     all numbers and samples.
 
     Raises:
@@ -67,23 +65,22 @@ class Trackers:
             opened.pop_all()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._each("the metrics", step, lambda tracker: tracker.log(step, metrics))
+        self._for_each("the metrics", step, lambda tracker: tracker.log(step, metrics))
 
     def samples(self, name: str, samples: Sequence[Sample]) -> None:
         """Store some of a step's samples as a table, spread over all samples."""
         if not samples:
             return
-        chosen = samples if len(samples) <= ROWS else [samples[i * len(samples) // ROWS] for i in range(ROWS)]
-        rows, step = [row_of(sample) for sample in chosen], samples[0].step
-        self._each(f"the {name}", step, lambda tracker: tracker.table(step, name, rows))
+        rows, step = [row_of(sample) for sample in spread(samples, ROWS)], samples[0].step
+        self._for_each(f"the {name}", step, lambda tracker: tracker.table(step, name, rows))
 
     def close(self) -> None:
-        self._each("the end", None, lambda tracker: tracker.close())
+        self._for_each("the end", None, lambda tracker: tracker.close())
 
-    def _each(self, what: str, step: int | None, give: Callable[[Tracker], None]) -> None:
+    def _for_each(self, what: str, step: int | None, call: Callable[[Tracker], None]) -> None:
         of = "" if step is None else f" of step {step}"
         for name, tracker in self._trackers.items():
             try:
-                give(tracker)
+                call(tracker)
             except Exception as error:
                 _LOG.warning("%s failed to store %s%s; the run continues: %r", name, what, of, error)

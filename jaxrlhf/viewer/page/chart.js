@@ -4,7 +4,7 @@ import { el, short, svg } from "./page.js";
 
 const WIDTH = 360, HEIGHT = 170, LEFT = 58, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
-// Exponential moving average that is not drawn to 0 at its start.
+// Exponential moving average, corrected for its bias to 0 at the start.
 export function smoothed(points, weight) {
   let sum = 0, total = 0;
   return points.map(([x, y]) => {

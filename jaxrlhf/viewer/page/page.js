@@ -1,4 +1,4 @@
-// Elements of the page. Text is always set as text, never as markup: models write what they like.
+// Elements of the page. Text is always set as text, never as markup, because models may generate markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = ["#1f77b4", "#d9652b", "#2d9d5f", "#9a5bc0", "#c2486f", "#8a6d3b", "#2aa3a8", "#5b6574"];
@@ -31,7 +31,7 @@ export async function api(name, parameters = {}) {
   return content;
 }
 
-// Markdown of the explanations: `code` alone.
+// Markdown of the explanations, which has only `code`.
 export const marked = text => text.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
 
 export function short(value) {

@@ -1,4 +1,4 @@
-// Samples of a step as conversations, the responses to one prompt side by side; answers to held-out problems over steps.
+// Samples of a step as conversations, with the responses to one prompt side by side; answers to held-out problems over steps.
 
 import { api, choice, el, search, short, tick } from "./page.js";
 import { COLOURINGS, coloured, has, legend } from "./tokens.js";
@@ -9,14 +9,14 @@ const GROUPS = 30, COLUMNS = 12, PROBLEMS = 200;
 
 export async function showSamples(main, runs) {
   const able = runs.filter(run => run.has.includes("samples"));
-  if (!able.length) return main.replaceChildren(el("p", { class: "empty" }, "The chosen runs have kept no samples."));
+  if (!able.length) return main.replaceChildren(el("p", { class: "empty" }, "The selected runs have no samples."));
   if (!able.some(run => run.run === look.run)) Object.assign(look, { run: able[0].run, step: null });
   const steps = Object.keys(await api("steps", { run: look.run, kind: "samples" })).map(Number);
-  if (!steps.length) return main.replaceChildren(el("p", { class: "empty" }, "There are no samples yet."));
+  if (!steps.length) return main.replaceChildren(el("p", { class: "empty" }, "This run has no samples yet."));
   if (!steps.includes(look.step)) look.step = steps.at(-1);
   const { run, step } = look;
   const samples = await api("samples", { run, kind: "samples", step });
-  if (run !== look.run || step !== look.step) return showSamples(main, runs);  // another was chosen meanwhile
+  if (run !== look.run || step !== look.step) return showSamples(main, runs);  // another was selected meanwhile
   const again = change => value => { Object.assign(look, change(value)); showSamples(main, runs); };
   const list = el("div", { id: "samples" });
   const fill = () => list.replaceChildren(...groups(samples));
@@ -29,7 +29,7 @@ export async function showSamples(main, runs) {
     choice("order", [["prompt", "as generated"], ["spread", "spread of the group"], ["gap", "largest gap"]], look.order,
       order => { look.order = order; fill(); }),
     choice("tokens", COLOURINGS, look.colour, colour => { look.colour = colour; fill(); }),
-    tick("cut off only", look.truncated, truncated => { look.truncated = truncated; fill(); }),
+    tick("truncated only", look.truncated, truncated => { look.truncated = truncated; fill(); }),
   ), list);
   fill();
 }
@@ -42,7 +42,7 @@ function groups(samples) {
   if (look.order === "spread") found.sort((a, b) => spread(b.all) - spread(a.all));
   if (look.order === "gap") found.sort((a, b) => gap(b.shown) - gap(a.shown));
   const count = found.reduce((sum, group) => sum + group.shown.length, 0);
-  const more = found.length > GROUPS ? `, of which the first ${GROUPS} prompts are shown` : "";
+  const more = found.length > GROUPS ? `; the first ${GROUPS} prompts are shown` : "";
   return [el("p", { class: "facts", id: "count" }, `${count} of ${samples.length} responses to ${found.length} prompts${more}`),
     ...(look.colour ? [colours(samples)] : []),
     ...found.slice(0, GROUPS).map(group => el("section", { class: "group" },
@@ -53,8 +53,8 @@ function groups(samples) {
 
 function colours(samples) {
   if (samples.some(sample => has(sample, look.colour))) return legend(look.colour);
-  return el("p", { class: "empty", id: "legend" }, "No response of this step has this of its tokens: token_records.responses says how many have " +
-    "log-probabilities, token_records.entropy that entropies are kept, and the gap is known where the trainer computes old log-probabilities.");
+  return el("p", { class: "empty", id: "legend" }, "No response of this step has these numbers. token_records.responses sets how many responses have " +
+    "log-probabilities, token_records.entropy=True adds entropies, and the gap is recorded if the trainer computes old log-probabilities.");
 }
 
 const scores = samples => samples.map(sample => sample.score).filter(score => score !== null);
@@ -84,7 +84,7 @@ function answer(sample, centre) {
   const above = sample.score === null || centre === null ? null : `above the group's mean ${short(sample.score - centre)}`;
   const gapped = sample.logp_gap === null ? null : `sampler gap ${short(sample.logp_gap)}`;
   const facts = [`score ${short(sample.score)}`, ...parts, above, `${sample.response_length} tokens`,
-    sample.truncated ? "cut off" : null, gapped].filter(Boolean);
+    sample.truncated ? "truncated" : null, gapped].filter(Boolean);
   const said = sample.episode
     ? [...sample.episode.messages.map(one => message(one.role, spoken(one))),
       el("div", { class: "facts" }, `ended: ${sample.episode.stop}${sample.episode.failure ? ` (${sample.episode.failure})` : ""}`)]
@@ -107,7 +107,7 @@ const message = (role, content) =>
 
 export async function showEvaluation(main, runs) {
   const able = runs.filter(run => run.has.includes("evaluation"));
-  if (!able.length) return main.replaceChildren(el("p", { class: "empty" }, "The chosen runs have answered no held-out problems."));
+  if (!able.length) return main.replaceChildren(el("p", { class: "empty" }, "The selected runs have no answers to held-out problems."));
   if (!able.some(run => run.run === asked.run)) asked.run = able[0].run;
   const { run } = asked;
   const every = Object.keys(await api("steps", { run, kind: "evaluation" })).map(Number);
@@ -136,7 +136,7 @@ export async function showEvaluation(main, runs) {
   main.replaceChildren(el("div", { class: "controls" },
     choice("run", able.map(run => [run.run, run.run]), asked.run, run => { asked.run = run; showEvaluation(main, runs); }),
     search("search in problems", asked.text, text => { asked.text = text; fill(); }),
-    el("span", { class: "facts" }, "a score opens the answers")), place);
+    el("span", { class: "facts" }, "click a score to see the answers")), place);
   fill();
 }
 

@@ -1,4 +1,4 @@
-// The calls of roles over time: drag to zoom, double-click for all, hover for seconds.
+// Timeline of the roles' calls: drag to zoom, double-click for all, hover for seconds.
 
 import { api, choice, colourOf, el, short, svg } from "./page.js";
 
@@ -6,7 +6,7 @@ const WIDTH = 1200, LEFT = 110, LANE = 26, AXIS = 22;
 const times = { run: null, zoom: null };
 
 export async function showTimeline(main, runs) {
-  if (!runs.length) return main.replaceChildren(el("p", { class: "empty" }, "Choose a run."));
+  if (!runs.length) return main.replaceChildren(el("p", { class: "empty" }, "Select a run."));
   if (!runs.some(run => run.run === times.run)) Object.assign(times, { run: runs[0].run, zoom: null });
   const { run } = times;
   const calls = await api("timeline", { run });
@@ -24,7 +24,7 @@ export async function showTimeline(main, runs) {
 }
 
 function drawn(calls, zoomTo) {
-  if (!calls.length) return [el("p", { class: "empty" }, "This run has made no calls yet.")];
+  if (!calls.length) return [el("p", { class: "empty" }, "This run has no calls yet.")];
   const begin = calls.reduce((least, call) => Math.min(least, call.start_s), Infinity);
   const end = calls.reduce((most, call) => Math.max(most, call.start_s + call.length_s), -Infinity);
   const [from, to] = times.zoom ?? [0, end - begin];

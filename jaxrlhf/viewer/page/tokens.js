@@ -1,19 +1,19 @@
-// The tokens of a response, each with a colour by one of its numbers.
+// The tokens of a response, each colored by one of its numbers.
 
 import { el, short } from "./page.js";
 
-// What a number is shown as: from white at `from` to the colour at `to`, in steps of equal ratios where it is `log`.
+// Colors of numbers: white at `from`, the full color at `to`, on a logarithmic scale if `log`.
 const KINDS = {
-  logp: { label: "log-probability", colour: "214, 69, 69", from: 0, to: -5, says: "0: it was sure" },
-  entropy: { label: "entropy", colour: "124, 77, 190", from: 0, to: 3, says: "0: nothing else was likely" },
-  gap: { label: "sampler gap", colour: "217, 130, 0", from: 1e-6, to: 1, log: true, says: "trainer's less sampler's" },
+  logp: { label: "log-probability", colour: "214, 69, 69", from: 0, to: -5, meaning: "0 is certain" },
+  entropy: { label: "entropy", colour: "124, 77, 190", from: 0, to: 3, meaning: "0 is certain" },
+  gap: { label: "sampler gap", colour: "217, 130, 0", from: 1e-6, to: 1, log: true, meaning: "trainer's minus sampler's" },
 };
 
-export const COLOURINGS = [["", "no colours"], ...Object.entries(KINDS).map(([kind, { label }]) => [kind, label])];
+export const COLOURINGS = [["", "no colors"], ...Object.entries(KINDS).map(([kind, { label }]) => [kind, label])];
 
 export const has = (sample, kind) => Boolean(sample.tokens?.[kind]);
 
-// How far a number is on its way to the full colour, from 0 to 1.
+// Share of the full color for a number, from 0 to 1.
 function strength(kind, value) {
   const { from, to, log } = KINDS[kind];
   if (value === null) return 0;
@@ -32,7 +32,7 @@ export function coloured(tokens, kind) {
 }
 
 export function legend(kind) {
-  const { label, from, to, says } = KINDS[kind];
+  const { label, from, to, meaning } = KINDS[kind];
   const shades = [0, 0.25, 0.5, 0.75, 1].map(share => el("span", { class: "token", style: { background: shade(kind, share) } }, "\u2003"));
-  return el("p", { class: "facts", id: "legend" }, `${label} (${says}): ${short(from)} `, shades, ` ${short(to)} and beyond; \u25aa is a token without text`);
+  return el("p", { class: "facts", id: "legend" }, `${label} (${meaning}): ${short(from)} `, shades, ` ${short(to)} and beyond; \u25aa is a token without text`);
 }

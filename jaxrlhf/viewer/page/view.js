@@ -1,4 +1,4 @@
-// The page: which runs and which tab are shown, and what follows a run while it trains.
+// The page: the selected runs, the tabs, and updates while a run trains.
 
 import { chart } from "./chart.js";
 import { api, colourOf, el, marked, search, tick } from "./page.js";
@@ -13,7 +13,7 @@ const settings = { text: "", differing: true };
 const TABS = { Metrics: showMetrics, Samples: tab(showSamples), Evaluation: tab(showEvaluation),
   Timeline: tab(showTimeline), Settings: showSettings };
 
-// A tab is shown once it is there, unless something else was asked for meanwhile.
+// A tab is shown when it is loaded, unless another tab was selected meanwhile.
 function tab(show) {
   return async () => {
     const place = el("div"), asked = view.asked;
@@ -24,7 +24,7 @@ function tab(show) {
 const chosenRuns = () => view.runs.filter(run => view.chosen.has(run.run) && !run.unreadable);
 const colour = run => colourOf(view.runs.findIndex(one => one.run === run));
 
-async function begin() {
+async function start() {
   view.explanations = (await api("explanations")).map(row => ({ ...row, pattern: new RegExp(row.pattern) }));
   await look();
   const readable = view.runs.filter(run => !run.unreadable);
@@ -34,18 +34,18 @@ async function begin() {
   setInterval(() => view.follow && look(true).catch(failed), EVERY_MS);
 }
 
-// Read what there is; if a chosen run has gone on, show it.
+// Read the list of runs; if a selected run has new records, show them.
 async function look(follow = false) {
   const { root, runs } = await api("runs");
   const before = new Map(view.runs.map(run => [run.run, run]));
-  const news = runs.filter(run => before.get(run.run)?.changed !== run.changed);
+  const changed = runs.filter(run => before.get(run.run)?.changed !== run.changed);
   view.runs = runs;
   const state = document.getElementById("state");
   state.textContent = `${root.split("/").at(-1)} · ${runs.length} runs`;
   state.title = root;
-  if (!news.length && before.size === runs.length) return;
+  if (!changed.length && before.size === runs.length) return;
   listRuns();
-  if (follow && view.tab === "Metrics" && news.some(run => view.chosen.has(run.run))) await show();
+  if (follow && view.tab === "Metrics" && changed.some(run => view.chosen.has(run.run))) await show();
 }
 
 function listRuns() {
@@ -70,7 +70,7 @@ async function show() {
 
 function failed(error) { document.getElementById("state").textContent = String(error.message ?? error); }
 
-// Records of a run: new ones are added; a run that was resumed further back is read anew.
+// Records of a run: new records are added; a run that was resumed from an earlier step is read again.
 async function recordsOf(run) {
   const known = view.records.get(run) ?? [];
   const after = known.length ? known.at(-1).step : -Infinity;
@@ -144,4 +144,4 @@ async function showSettings() {
   fill();
 }
 
-begin().catch(failed);
+start().catch(failed);
