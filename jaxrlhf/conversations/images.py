@@ -56,7 +56,7 @@ def written(
     """
     try:
         if reader is not None:
-            check_pixels([source for source in sources if isinstance(source, str)], place=_MESSAGES)
+            check_pixels([url for url in map(str, sources) if url.startswith("data:")], place=_MESSAGES)
         return shown(referred(sources, reader, place=_MESSAGES), reader, partial(write, told), place=_MESSAGES)
     except Refusal as refusal:
         raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
