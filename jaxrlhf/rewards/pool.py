@@ -115,10 +115,10 @@ class RewardPool(ProcessPool):
         numbers = {call.answer: (call.function, index) for index, calls in enumerate(started) for call in calls}
         try:
             for future in as_completed(numbers):
-                (function, index), answer, failure = numbers[future], future.result(), None
-                if answer.failure is not None:
-                    name = self._functions[function].name
-                    failure = Failure(name, index, answer.failure.cause, answer.failure.detail)
+                (function, index), answer = numbers[future], future.result()
+                failure = answer.failure and Failure(
+                    self._functions[function].name, index, answer.failure.cause, answer.failure.detail
+                )
                 yield Outcome(function, index, answer.value, failure)
         finally:
             self.drop(started)
